@@ -1,4 +1,4 @@
-"""How likely the model thought a token: of its own logits, before anything that a request has changed in them.
+"""Log-probabilities of tokens, from the model's logits before any logit processor.
 
 That is what vLLM calls raw_logprobs, its default: neither temperature nor filters, penalties, biases or masks count.
 Tokens that the model itself never generates (`Gemma4.suppressed_ids`) have no probability.

@@ -1,4 +1,4 @@
-"""What a request may have changed in its logits before a token is chosen, of rows of their own parameters.
+"""Penalties and biases on logits, with parameters of each row.
 
 `Sampling` says what there is and in which order it applies. In a verification of drafts the tokens of one sequence
 stand one after the other: the one at position j is chosen as if the drafts before it had been generated, which they

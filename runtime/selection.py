@@ -1,4 +1,4 @@
-"""What will run: the configuration and machine code of each problem, decided here for whoever asks.
+"""Kernel selection: the configuration and machine code that will run a problem.
 
 `Selector` answers the launcher, `kerngen compile` and `kerngen doctor` alike. A static problem (a kernel and its
 compiled-in fields) is bound once: its tuned points are read from the databases, or, where there are none, defaults

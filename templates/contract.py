@@ -1,4 +1,4 @@
-"""A spec.py held to the contract of kernel.py as it is loaded: what is wrong is said then, with its file and line."""
+"""Checks a spec.py against the contract of kernel.py as it is loaded. Errors name the file and the line."""
 
 from __future__ import annotations
 

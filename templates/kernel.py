@@ -1,4 +1,4 @@
-"""What a kernel folder must hold, and the typed view of it that the rest of kerngen uses.
+"""The contract of a kernel folder, and the typed view of it that the rest of kerngen uses.
 
 templates/<name>/
   kernel.cu.jinja   the source; renders constants once, at the top; other bodies beside it where hardware differs

@@ -1,4 +1,4 @@
-"""What attention's ops take, as values: the cache, what a step attends to, the mask, the norms of a layer's heads.
+"""Values that attention's ops take: the cache of a layer, the batch, the mask, the head norms.
 
 An op that takes one is a flat operator of torch all the same: its fields are arguments there (`call.Op`).
 """

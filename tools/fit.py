@@ -1,4 +1,4 @@
-"""How right the cost model is, held against recordings, and which constants would make it less wrong.
+"""Compares the cost model with recordings, and fits its constants to them.
 
     python -m tools.fit data/recorded/h200
     python -m tools.fit data/recorded/h200 --refit

@@ -1,4 +1,4 @@
-"""What the cost model says of boards that nobody here has, beside what others published of theirs.
+"""Compares the cost model with times that others published, of boards that nobody here has.
 
     python -m tools.public_times data/public_times.csv
 

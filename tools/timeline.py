@@ -1,4 +1,4 @@
-"""When the blocks of each launch of a step begin, wait, go on and end: what a launch waits for, and what waits for it.
+"""Timeline of a step: when the CTAs of each launch begin, wait, go on and end.
 
     python -m tools.timeline gemma-4-31b --phase verify --tokens 4
 

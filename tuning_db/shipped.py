@@ -1,10 +1,9 @@
-"""The sheets that kerngen is installed with, as databases: made at first use, of the board that is at hand, and kept.
+"""Shipped results as a database: the first use makes a sealed file of the near board's results files, and keeps it.
 
-A sheet is text (prebuilt/README.md); what a run reads is a sealed file. It is made of all sheets of a board without
-compiling anything: each winner has its configuration and its source's digest, and whoever launches it compiles it,
-through the compile cache, as a default.
+Results files are text (prebuilt/README.md); a run reads a sealed file. Making it compiles nothing: each winner has its
+configuration and its source's digest, and the first launch compiles it through the compile cache, as it does a default.
 
-    <cache>/prebuilt/<BOARD>-<key>.kgdb     key: of the sheets, of all that renders their sources, and of the schema
+    <cache>/prebuilt/<BOARD>-<key>.kgdb     key: of the files, of all that renders their sources, and of the schema
 
 It is trusted as the compile cache is: where another user may have written it, it is not read, and where it cannot be
 kept, it is made in memory, which is said once.

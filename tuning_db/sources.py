@@ -1,4 +1,4 @@
-"""The databases that a run asks, opened in their order: a file by what reads lines, anything else as a Store."""
+"""Opens the databases that a run asks, in their order: files with read/reader.py, others as a Store."""
 
 from __future__ import annotations
 

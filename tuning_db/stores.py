@@ -1,4 +1,4 @@
-"""The databases that a run asks, opened as Stores: to look at all that they hold. A run itself opens `sources`."""
+"""Opens the databases that a run asks as Stores, for commands that inspect them. A run opens `sources`."""
 
 from __future__ import annotations
 

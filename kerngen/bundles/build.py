@@ -1,4 +1,4 @@
-"""What `kerngen compile --model NAME -o FILE` writes: the winners that were chosen, and all code that is run."""
+"""Writes a bundle (`kerngen compile --model NAME -o FILE`): the chosen winners, and all machine code that will run."""
 
 from __future__ import annotations
 

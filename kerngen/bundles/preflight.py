@@ -1,4 +1,4 @@
-"""How well a model's kernels are prepared for one GPU: what would run, who chose it, what is not built yet."""
+"""Preflight check of a model on one GPU: which configuration each kernel runs, who chose it, what is not built yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After a change of a kernel's source: compile what a database's winners are made of anew, and see what still holds.
+"""Recompiles a database's winners after a change of a kernel's source, and reports which still hold.
 
 Where the machine code is the same (a comment, a name, a branch of another architecture), what was measured of the old
 build holds for the new one, and the winner says so. Where it is another, the configuration stays and is served with the

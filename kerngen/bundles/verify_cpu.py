@@ -1,4 +1,4 @@
-"""What can be proved of a bundle without a GPU: that nothing is lacking for a model, that its sources give its code.
+"""Verifies a bundle without a GPU: it has all that a model needs, and its sources compile to its machine code.
 
 Two levels of `kerngen db verify`; tuning_db/dist/verify.py has those before, verify_gpu.py those after.
 """

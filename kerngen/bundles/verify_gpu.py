@@ -1,4 +1,4 @@
-"""What can be proved of a database on the GPU at hand: its machine code loads, it is correct, it is as fast as it says.
+"""Verifies a database on the GPU at hand: its machine code loads, is correct, and is as fast as its rows say.
 
 The last levels of `kerngen db verify`. All of it happens in the process that the tuner measures in (tuning/worker.py),
 so that a kernel that faults takes that with it and no more, and by the checks and the clock that the tuner has.

@@ -1,4 +1,4 @@
-"""What has to be built for a model, or for the kernels' test cases: each source once, and what it serves."""
+"""Lists the builds that a model, or the kernels' test cases, need: each source once, with the problems it serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compile cache: what NVRTC made once is read from disk afterwards.
+"""The compile cache: NVRTC's output on disk, keyed by all that decides it.
 
 One file a key, DIR/v1/<key[:2]>/<key>.cubin (or .ptx):
 

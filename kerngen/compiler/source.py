@@ -1,4 +1,4 @@
-"""A rendered source and the places in its author's files that it comes from; what an error there is said to be.
+"""A rendered source with a map from its lines to the template's, so that errors name the author's file and line.
 
 A `Source` is a str: equality, hashes and every digest are those of the text alone, so where a kernel's files lie is no
 part of a build's identity. NVRTC sees the text and counts its lines; `located` says them in terms of the files. (#line

@@ -1,8 +1,9 @@
-"""What decides the sources of a kernel, as one digest: the same closure, the same sources, but for comments.
+"""The source digest of a kernel: one digest of all files that rendering reads. Equal digests render equal sources.
 
-Rendering all winners of a model to see whether their builds are current costs more than all else that a start does.
-Whoever has rendered a source notes the closure that gave it, and as long as the closure is the same nobody renders it
-again. Another closure says nothing: then the source is rendered and compared.
+Rendering all winners of a model at a start, to see whether their builds are current, would take longer than the rest of
+the start. A build is therefore stored with the source digest that rendered it, and is not rendered again while the
+digest is the same. Where the digest differs, the source is rendered and compared. Comments in headers do not count.
+The database's column for it is called `closure`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cost model as a judge of sizes that nobody measured; see tuning_db/store/crossovers.py."""
+"""Predicts which winner serves the sizes between two tuned points; see tuning_db/store/crossovers.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked, and what becomes of one request: when its tokens came, and what went wrong."""
+"""Sends one request and records it: when its tokens came, and what went wrong."""
 
 from __future__ import annotations
 

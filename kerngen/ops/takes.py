@@ -1,4 +1,4 @@
-"""What an op's tensors must be (`Op.takes`), read and held against what it was given.
+"""Checks an op's tensors against its declaration (`Op.takes`).
 
 A kernel trusts its arguments: given one row too few, it reads what lies behind them. Callers from outside are told.
 """

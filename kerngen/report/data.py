@@ -1,4 +1,4 @@
-"""What databases hold, ready to be drawn: winners, trials and searches, and what follows from them by arithmetic.
+"""Rows of databases, ready to be drawn: winners, trials, searches, and figures computed from them.
 
 Microseconds are those of the database. Added to them are a problem's floor on its device and, for compiled trials,
 the time that today's cost model predicts. A kernel that is not installed here has neither.

@@ -1,4 +1,4 @@
-"""What a figure is: an SVG, what it shows in words, and the table with the numbers behind it, as they are written.
+"""A figure: an SVG, a sentence that describes it, and the table of the numbers behind it.
 
 Every number is a database's, or follows from it by what its column says: a floor, a ratio, today's prediction.
 """

@@ -1,4 +1,4 @@
-"""What a soak looks for, whatever it drives: errors, answers that part, memory that grows."""
+"""Faults that a soak reports, of an engine or a server: errors, answers that differ, memory that grows."""
 
 from __future__ import annotations
 

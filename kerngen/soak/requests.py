@@ -1,4 +1,4 @@
-"""What is asked, and when: both follow from a seed, and time is counted in steps, so that a run can be had again."""
+"""Random requests and their arrivals from a seed. Time is counted in steps, so that a run can be repeated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run looks like from outside, every minute or so: speed, load, pages, memory."""
+"""Samples of a run, every minute or so: speed, load, pages, memory."""
 
 from __future__ import annotations
 

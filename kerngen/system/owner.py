@@ -1,4 +1,4 @@
-"""Whose files are read: machine code and databases are programs, so nobody else may have put them there.
+"""Checks who may write a file before it is read, since machine code and databases are programs.
 
 A file or folder is trusted that belongs to root or to the user that asks, and that no other can write. A group that is
 its owner's alone, as most distributions give to each user, is no other; a folder that all may write but where each

@@ -1,4 +1,4 @@
-"""What a compiled kernel must be before it is judged, and before it is kept: each answer is a reason, or None."""
+"""Checks of a compiled kernel before it is judged or stored: each returns a reason to refuse it, or None."""
 
 from __future__ import annotations
 

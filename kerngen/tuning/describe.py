@@ -1,4 +1,4 @@
-"""Whole valid spaces described for a learner, in processes of their own.
+"""Computes the learner's features of a whole valid space, in processes of its own.
 
 Pre-predicting ten thousand configurations takes half a second, for every problem of a model minutes. A GPU that waits
 for its next trial must not wait for that: a `Describer` is asked as soon as a problem's default has its registers, and

@@ -1,4 +1,4 @@
-"""What a learner sees of a configuration: its tunables, and what the cost model derives from them.
+"""Features of a configuration for the learner: its tunables, and figures that the cost model derives from them.
 
 Times multiply, so everything that counts something is a logarithm; all columns are scaled to 0..1 over the
 configurations at hand, and those that say nothing there are left out.

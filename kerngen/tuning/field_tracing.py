@@ -1,4 +1,4 @@
-"""Functions of a Problem or a Config that say which of its fields they read.
+"""Traces which fields of a Problem or a Config a function reads.
 
 `traced` makes a value whose fields are asked for as they are read; everything else of it (methods, properties,
 equality, hash) is its class's own. What a pure function answered holds for all values that agree in the fields that it

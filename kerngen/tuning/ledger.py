@@ -1,4 +1,4 @@
-"""What a tuning run remembers: the tuning database on one side, trials on the other.
+"""The ledger of a tuning run: answers trials from the tuning database, and writes new ones to it.
 
 Rows are written in batches, at most a second apart, so that a run that is killed loses nothing but that second, and
 the compile cache has its cubins.

@@ -1,4 +1,4 @@
-"""Which problems are near which: what is best for one is worth a trial for the other.
+"""Neighbouring problems: the best configuration of one is worth a trial for the other.
 
 Neighbours share a kernel and all that is compiled in, so that they share builds too; they lie the nearer, the less
 tokens, batch and context differ, as ratios.

@@ -1,10 +1,11 @@
-"""What a tuning run is after: an `Objective` judges compiled configurations, and all that follows from how is its own.
+"""Objectives of a tuning run: an `Objective` judges compiled configurations, by the cost model or by the clock.
 
 The tuner asks searches for configurations, compiles them, tells the searches what became of them and writes rows.
 Whatever differs between a cost model and a GPU it asks of the objective: how deep a search goes, what may be skipped,
 what an earlier row is worth, how the finalists are told apart, what a row and a report say. `Predicted` and `Measured`
 are two answers. Tuner, Search and Ledger take any other that keeps the Protocol.
-A third, `Stepped` (step.py), measures as `Measured` does, and has the finalists of all problems decided together.
+A third, `Stepped` (step_objective.py), measures as `Measured` does, and decides between the finalists of all
+problems together.
 """
 
 from __future__ import annotations

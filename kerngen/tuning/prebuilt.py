@@ -1,4 +1,4 @@
-"""Writes the sheets that kerngen is shipped with: what the cost model chooses for a board, and what a GPU measured.
+"""Writes the results that kerngen is shipped with: prediction files from the cost model, results files from a GPU.
 
     python -m kerngen.tuning.prebuilt --device V100                     tuning_db/prebuilt/V100/*.predicted.txt
     python -m kerngen.tuning.prebuilt --device A100,T4 --trials 4

@@ -1,7 +1,7 @@
-"""Renews sheets of predictions whose kernels were rewritten: the same winners, built and timed anew, with no search.
+"""Renews prediction files after a change of device code: the same winners, compiled and predicted anew, no search.
 
-A new search is due where a spec changed, that is what may be chosen or what the model counts. Where only device code
-did, the model would choose as before but for what registers change; this takes minutes in place of an hour.
+A changed spec needs a new search: what may be chosen, or what the model counts, is another. Changed device code moves
+a prediction only through registers, and renewing takes minutes in place of an hour.
 """
 
 from __future__ import annotations

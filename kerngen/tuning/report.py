@@ -1,4 +1,4 @@
-"""What came of a tuning run, and what is derived from it for a reader."""
+"""The result of a tuning run, and figures for its reader."""
 
 from __future__ import annotations
 

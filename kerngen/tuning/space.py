@@ -1,4 +1,4 @@
-"""What may be tried for one problem, before any compile: the valid configurations, and why others are not.
+"""The search space of one problem: its valid configurations, and the reason why each other one is refused.
 
 A space is known whole, so that the answer does not depend on a sampler's luck, and by far fewer questions than it has
 points: why_invalid is a function, and what it answered holds for all configurations that agree in the fields that it

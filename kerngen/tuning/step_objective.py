@@ -1,4 +1,4 @@
-"""Judged by the steps of a model: kernels alone are the filter, the step has the last word.
+"""The objective that judges by whole steps of a model: kernels alone pick the finalists, the step decides.
 
 Alone, a kernel is not what it is in the step: what it leaves to its successor counts too, in caches, in SMs that are
 still busy, in memory traffic that overlaps. So trials are judged as `Measured` does, alone and by the clock, and

@@ -1,4 +1,4 @@
-"""What the GPU's process (worker.py) does to compare two choices of configurations in a whole step of a model."""
+"""The GPU process's side of a step A/B: compares two choices of configurations in a whole step of a model."""
 
 from __future__ import annotations
 

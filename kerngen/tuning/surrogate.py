@@ -1,4 +1,4 @@
-"""What the cost model gets wrong, learned from a few measurements: a Gaussian process on log(measured / model).
+"""A surrogate of the cost model's error: a Gaussian process on log(measured / model), fitted to a few measurements.
 
 Its covariance is a constant (the model may be off by a factor everywhere), a sum over features of a Matern 5/2 in each
 (a tunable's value may cost more than the model thinks, whatever the others are) and a Matern 5/2 in all of them at once

@@ -1,5 +1,5 @@
-"""A checkpoint that is none: a model's shapes with generated weights, a tokenizer for any vocabulary and a plain chat
-template. It is served and put under load where there is no checkpoint; what it says means nothing.
+"""A session without a checkpoint: a model's shapes with generated weights, a tokenizer for any vocabulary and a plain
+chat template. It is served and put under load where there is no checkpoint; what it says means nothing.
 
 The tokenizer has Gemma's control tokens at their released ids, the 256 bytes, and a word for every other id, so that
 all that random weights say is text, and text of such words is as many tokens as it has words.

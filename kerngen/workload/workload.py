@@ -1,4 +1,4 @@
-"""What a model asks of the kernels: every (kernel, problem) of its decode, verification, prefill and drafting steps.
+"""The workload of a model: every (kernel, problem) of its decode, verification, prefill and drafting steps.
 
 A workload is a record: the model's own code runs over the grid below on tensors without storage, and each call of each
 step is written down (steps.py). Released models are folders of configurations in runtime/released; any other

@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out. What runs when is scheduler.py's business, how runner.py's."""
+"""The engine: requests in, tokens out. scheduler.py decides what runs next, runner.py runs it."""
 
 from __future__ import annotations
 

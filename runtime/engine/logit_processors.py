@@ -1,5 +1,4 @@
-"""What the rows of a batch want changed in their logits, on the device: suppressed tokens, masks, biases, penalties,
-and tokens that may not end an answer yet.
+"""Logit processors as device tensors: suppressed tokens, masks, biases, penalties and minimum lengths of each row.
 
 Each tensor is made when a row first needs it and stays at its address, so a step that was captured reads what is there
 when it is replayed. Rows that need nothing of a kind have what changes nothing, so that a token does not depend on who

@@ -1,4 +1,4 @@
-"""Who holds which page: counts of references, and what may be found again. No tensors: the pools are cache.py's.
+"""The page allocator: reference counts, and shared prefixes by key. It has no tensors; cache.py has the pools.
 
 A page that is full of known tokens may be published under a key that stands for these tokens and all before them; a
 request whose prompt begins with the same tokens shares it. A page that nobody holds any more stays findable until it

@@ -1,4 +1,4 @@
-"""From requests under way to plans: what the runner must know of each, as data."""
+"""Makes plans (plan.py) of the requests under way."""
 
 from __future__ import annotations
 

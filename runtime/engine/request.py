@@ -1,4 +1,4 @@
-"""What is asked of the engine, what becomes of it, and what came out."""
+"""Requests, their handles, and their results."""
 
 from __future__ import annotations
 

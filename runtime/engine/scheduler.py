@@ -1,4 +1,4 @@
-"""Who runs next, and on which pages: admission, growth, what lies behind the window, preemption. No tensors.
+"""The scheduler: admission, page growth, window eviction and preemption. It has no tensors.
 
 First come, first served. A request is admitted when the pages for its prompt are there; it gets pages as it grows. Who
 needs a page when there is none takes those of the latest comer, if that came later than itself, and otherwise waits

@@ -1,4 +1,4 @@
-"""How many pages, for how many sequences of which length: what the engine allocates, and what is said to fit."""
+"""Sizes of the cache: how many pages the engine allocates, and how many sequences of a length fit."""
 
 from __future__ import annotations
 

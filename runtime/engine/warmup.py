@@ -1,4 +1,4 @@
-"""What an engine may ask of the kernels, asked before anybody waits: steps of all batches, chunks of all lengths.
+"""Warm-up: runs steps of all batches and chunks of all lengths before the first request.
 
 A request that meets a kernel which no database keeps built would wait while it is compiled, and all others with it.
 Lengths between those here are served by the same kernels: they are chosen at powers of two and at eighths of them

@@ -1,4 +1,4 @@
-"""What becomes of a `Call`: four answers behind one interface.
+"""Executors of a `Call`: four behind one interface.
 
 `Launch` runs it on the GPU. `Record` writes down what was asked, on tensors without storage: a model's workload is the
 record of its forward. `Trace` writes down what an engine that is at hand would ask. `Reference` answers it on the CPU

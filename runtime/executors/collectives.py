@@ -1,4 +1,4 @@
-"""What the ranks of a divided model compute together: a sum, all parts of a tensor, the best of each rank's best.
+"""Collectives of a model that is divided among ranks: sum, gather, and best of all ranks.
 
 Each executor has `collectives`, of a world of ranks. A world of one rank gives back what it is given, and costs
 nothing. Every rank calls the same collectives in the same order, on tensors of the same shape and dtype.

@@ -1,4 +1,4 @@
-"""A stack of layers that is written down without running each of them: what is alike asks for the same."""
+"""Records a stack of layers by running one layer of each kind: layers that are alike make the same calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch's functions make of tensors without storage, where torch itself would load its compiler to say so."""
+"""Shapes of torch functions on tensors without storage, where torch itself would load its compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that are written down in place of being executed: what would be asked, on the tensors that it is asked with."""
+"""The tracing executor: writes down each call of a live engine, with its tensors, and executes none."""
 
 from __future__ import annotations
 

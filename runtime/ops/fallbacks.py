@@ -1,4 +1,4 @@
-"""What the model computes that no kernel of ours serves, each with the reason, and how torch does it.
+"""Fallbacks: operations that we have no kernel for, each with the reason and its torch code.
 
 This list is the only way past the kernels: `kernels.py` tells the executor each time that it goes it, `run`, `tune` and
 `doctor` print it, and a workload's `missing` is what its record met of it.

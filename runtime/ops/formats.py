@@ -1,4 +1,4 @@
-"""What the kernels do with weights, by the format that those are stored in: one entry of FORMATS each."""
+"""Weight formats of the kernel backend: how each is prepared and which kernels multiply it (FORMATS)."""
 
 from __future__ import annotations
 

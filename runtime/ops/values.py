@@ -1,6 +1,6 @@
-"""What a model's layers hold, as values: matrices, whatever the format that they are stored in, and norms.
+"""Weights and norms of a layer as values: a WeightView is a matrix with the format that it is stored in.
 
-Backends have a table by the format's name of what they do with such weights: a new format is an entry there.
+Each backend has a table from a format's name to its code for it. A new format is an entry there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An answer as it comes: tokens from the engine, taken apart into what is thought, said and called."""
+"""Streams one choice of an answer: splits the engine's tokens into reasoning, content and tool calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the model may say: JSON of a schema, a regular expression, one of some texts, calls of tools; by llguidance.
+"""Grammars that constrain an answer, by llguidance: a JSON schema, a regular expression, a choice of texts, tool calls.
 
 A Guide masks, step by step, the tokens with which the answer could no longer end as it should. Grammars are Lark text
 as llguidance has it (https://github.com/guidance-ai/llguidance, docs/syntax.md and docs/json_schema.md): that of JSON

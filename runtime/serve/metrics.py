@@ -1,4 +1,4 @@
-"""What dashboards scrape, under the names that vLLM gives it (vLLM 0.24, `vllm/v1/metrics/loggers.py`)."""
+"""Prometheus metrics, under vLLM's names (vLLM 0.24, `vllm/v1/metrics/loggers.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every request passes first: keys, and bounds on how much of a body comes and how long that takes.
+"""Middleware of every request: API keys, and limits on a body's size and time.
 
 All routes take JSON: a body is read as that whatever its content type says, for curl's is another.
 """

@@ -1,4 +1,4 @@
-"""What Gemma-4 says, taken apart as its tokens come: thoughts, content, tool calls.
+"""Parses Gemma-4's output as its tokens come: reasoning, content, tool calls.
 
 A call is <|tool_call>call:NAME{key:value,…}<tool_call|>: keys bare, strings between two tokens <|"|> with nothing
 escaped in them, numbers, true, false and null as in JSON, objects and arrays of the same. Several calls follow each

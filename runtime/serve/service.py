@@ -1,4 +1,4 @@
-"""What the routes share: the model's names and limits, its text, and requests on their way through the engine."""
+"""The service behind the routes: the model's names and limits, its text, and requests under way in the engine."""
 
 from __future__ import annotations
 

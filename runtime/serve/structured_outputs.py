@@ -1,4 +1,4 @@
-"""What an answer must be, by whichever of the fields that say it: OpenAI's, and vLLM's of both kinds."""
+"""Reads the fields that constrain an answer, OpenAI's and both of vLLM's, into one constraint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields that other servers know, and by which an answer would be another: here they are refused, not let pass.
+"""Refuses fields that other servers support, that this one does not, and that would change the answer.
 
 Sources: OpenAI's API reference for those that it has replaced; vLLM 0.33, `entrypoints/openai`, for the others.
 """

@@ -1,4 +1,4 @@
-"""What the model's forward pass reads: fused matrices, norms and tables, on the device, in `ops.dtype`."""
+"""The weights that a forward pass reads: fused matrices, norms and tables, on the device, in `ops.dtype`."""
 
 from __future__ import annotations
 

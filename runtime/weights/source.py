@@ -1,5 +1,5 @@
-"""What the model is built from: named weights, asked for one by one. A checkpoint answers here, generated weights in
-synthetic.py, repacked ones in repacked.py.
+"""Weight sources: named weights, read one by one. A checkpoint's are here, generated ones in synthetic.py, repacked
+ones in repacked.py.
 
 A checkpoint's tensors go to the device in pieces. On the host they are pages of a read-only map, which leave it again
 with each piece, so that loading takes PIECE_BYTES of host memory, twice, whatever the size of model and tensors.

@@ -1,4 +1,4 @@
-"""The last stretch of a piece of a file: from the map's pages to the device."""
+"""Copies parts of a memory-mapped file to the device."""
 
 from __future__ import annotations
 

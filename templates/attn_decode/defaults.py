@@ -1,5 +1,7 @@
-"""attn_decode: what is chosen where nothing was tuned. Figures of an H200 and an H100, docs/experiments.md and
-docs/performance.md; elsewhere by a model of waves.
+"""Default configurations of attn_decode, for problems that were not tuned.
+
+Those of an H200 and an H100 were measured (docs/experiments.md, docs/performance.md); others follow from a model of
+waves.
 """
 
 from __future__ import annotations

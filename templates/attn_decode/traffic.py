@@ -1,4 +1,4 @@
-"""What a configuration of attn_decode really moves and executes, for the prediction. Counted from the bodies' loops."""
+"""Bytes and instructions of an attn_decode configuration, for the cost model. Counted from the bodies' loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one configuration of attn_prefill moves and executes, for the cost model."""
+"""Bytes and instructions of one configuration of attn_prefill, for the cost model."""
 
 from __future__ import annotations
 

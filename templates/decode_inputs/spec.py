@@ -1,4 +1,4 @@
-"""decode_inputs: what a decode step knows of its tokens but their ids: positions, lengths, cache slots.
+"""decode_inputs: positions, lengths and cache slots of a decode step's tokens.
 
 It comes before a forward's `embed`, and what it writes is read ahead by attention (docs/architecture.md).
 """

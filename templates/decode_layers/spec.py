@@ -1,4 +1,4 @@
-"""decode_layers: all layers of a W4A16 model for one token, in one launch.
+"""decode_layers: a megakernel: all layers of a W4A16 model for one token, in one launch.
 
 Every block of the grid stays for all of it. One warp of a block fetches what the block needs in its order, as far ahead
 as its ring in shared memory reaches: its shares of the weights, and its keys and values. The others multiply (as

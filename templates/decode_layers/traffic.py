@@ -1,4 +1,4 @@
-"""What one configuration of decode_layers moves and executes, for the cost model."""
+"""Bytes and instructions of one configuration of decode_layers, for the cost model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one configuration of dense_gemv moves and executes, for the cost model."""
+"""Bytes and instructions of one configuration of dense_gemv, for the cost model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""greedy_head: the likeliest token of an output head, exactly, from half of its bytes or less, in two launches.
+"""greedy_head: the exact greedy token of an output head, from half of its bytes or less, in two launches.
 
 greedy_screen multiplies the table in four to eight bits (screen/screen.py) and leaves in the workspace how high each
 row's logit may be, and the highest that one is at least. greedy_choose multiplies the few rows of the table itself that

@@ -1,4 +1,4 @@
-"""What one configuration of moe_w4a16 moves and executes, for the cost model: of tokens whose experts are random."""
+"""Bytes and instructions of one configuration of moe_w4a16, for the cost model: of tokens whose experts are random."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Gemma-4 31B's projections that norms follow, of two to eight tokens. Nothing of torch's is beside them: what they
-are measured against is w4a16_gemm and add_norm in a step (docs/experiments.md).
+"""Gemma-4 31B's projections that a norm follows, for two to eight tokens.
+
+There is no torch baseline: docs/experiments.md compares them with w4a16_gemm and add_norm in a step.
 """
 
 from __future__ import annotations

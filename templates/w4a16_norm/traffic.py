@@ -1,4 +1,4 @@
-"""What one configuration of w4a16_norm moves and executes, for the cost model."""
+"""Bytes and instructions of one configuration of w4a16_norm, for the cost model."""
 
 from __future__ import annotations
 

@@ -105,7 +105,8 @@ def test_what_is_not_there_is_found() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_pages_name_files_and_modules_that_are_there(page: Path) -> None:
-    lines = [(i, [*missing_files(line), *missing_modules(line)]) for i, line in _prose(page)]
+    modules = page.name != "CHANGELOG.md"  # which says where a module was before
+    lines = [(i, [*missing_files(line), *(missing_modules(line) if modules else ())]) for i, line in _prose(page)]
     assert [(i, names) for i, names in lines if names] == []
 
 

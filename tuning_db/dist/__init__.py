@@ -1,1 +1,1 @@
-"""What leaves one database for another: parts of it, as files to take along."""
+"""Export, sealing and signing: parts of a database as files for another."""

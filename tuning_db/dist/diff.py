@@ -1,4 +1,4 @@
-"""What differs between the winners of two databases, point by point."""
+"""Compares the winners of two databases, point by point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The words that texts of a tuning database are made of: how a value is written, and a line that is read.
+"""Values and lines in results and prediction files: how each is written and read.
 
 There is one way to write each: what was read is written again to the letter, or was not well written.
 """

@@ -1,4 +1,4 @@
-"""Secret keys: who ships a bundle signs it, and whoever trusts the public half (read/trust.py) runs it.
+"""Secret keys that sign bundles; read/trust.py has the public ones that are trusted.
 
 A secret key is a file of one line, `kerngen-ed25519-secret <base64 of its 32 bytes> <comment>`, that nobody but its
 owner can read (mode 0600); the public half lies beside it, with `.pub` after its name.

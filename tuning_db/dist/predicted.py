@@ -1,4 +1,4 @@
-"""From a database to outlooks (prediction_file.py): its predicted winners, and nothing that they won against."""
+"""Writes prediction files (prediction_file.py) from a database: its predicted winners, without the losers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted winners as text: what the cost model says of one kernel on one board, and nothing else.
+"""Prediction files: predicted winners of one kernel on one board as text.
 
     kerngen-outlook 1 attn_decode sm70 V100
     board {"arch":"sm70","clock_mhz":1530,…}

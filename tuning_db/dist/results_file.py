@@ -1,4 +1,4 @@
-"""Winners as text that a reviewer can read and diff: one sheet for each kernel and board.
+"""Results files: measured winners as text that a reviewer can read and diff, one file for each kernel and board.
 
     kerngen-text 1 rmsnorm sm90 H200
     board {"arch":"sm90","clock_mhz":1980,…}

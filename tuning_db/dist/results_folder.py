@@ -1,4 +1,4 @@
-"""From a database to the text that is reviewed (results_file.py), and from that to a database again.
+"""Writes a database as a folder of results files (results_file.py), and reads such a folder into a database.
 
 Text has no machine code: it is rendered and compiled anew, with the NVRTC that is here. A trial is taken over if
 today's kernel renders the source that was timed. Its figures are rounded, so it is an observation of its own beside the

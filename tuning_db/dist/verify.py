@@ -1,6 +1,6 @@
-"""Whether a database is what it should be, level by level: its structure, its digests, and who answers for it.
+"""Verifies a database level by level: its structure, its digests, its signature.
 
-Levels that need a compiler or a workload are in kerngen/bundles/verify_cpu.py, those that need a GPU in kerngen/bundles/verify_gpu.py.
+Levels that need a compiler or a workload are in kerngen/bundles/verify_cpu.py, those that need a GPU in verify_gpu.py beside it.
 """
 
 from __future__ import annotations

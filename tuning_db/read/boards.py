@@ -1,4 +1,4 @@
-"""Databases of which a run asks those of its own board, and the boards that kerngen's installation has sheets of."""
+"""Databases that are asked by board, and the boards that kerngen ships results for."""
 
 from __future__ import annotations
 

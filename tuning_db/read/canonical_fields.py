@@ -1,9 +1,8 @@
-"""How fields are filed: without those that have their default, under the names that they had first, and put back where
-the kernel is installed.
+"""Canonical fields: rows hold a problem's and a configuration's fields without defaults, under their first names.
 
-What a row states, and what its id is the digest of, are the filed fields. So a kernel may gain a field: as long as the
-default means what was done before, everything that was tuned stays found. What follows: a default never changes, and
-no field that is filed loses its default or gains one (tests/host/test_tuning_db_identity.py pins them).
+A row's id is the digest of its canonical fields, so a kernel may gain a field: as long as the default means what was
+done before, everything that was tuned stays found. Therefore a default never changes, and no field that is filed loses
+its default or gains one (tests/host/test_tuning_db_identity.py pins them).
 
 A kernel that is not installed here has no known defaults: its fields are filed, and read, as they are given.
 """

@@ -1,4 +1,4 @@
-"""What things are called in the tuning database: canonical JSON, digests of it, and the keys of problems.
+"""Ids in the tuning database: canonical JSON, digests of it, and the keys of problems.
 
 Every id is the sha256 of canonical JSON of what the thing is, so that two databases merge by set union. Values here
 hold all fields of a problem; ids are of what is filed (see canonical_fields.py).

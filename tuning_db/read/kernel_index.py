@@ -1,4 +1,4 @@
-"""A line: all that a run reads of one kernel with one set of compiled-in fields on one architecture, in one row.
+"""The kernel index: a row, a line, holds all that a run reads of a kernel, its compiled-in fields and an arch.
 
 It is derived from the other tables (store/kernel_index.py), rewritten with the winners: the boards, the builds that are
 served and what renders them, and at each tuned point the winners, those for other versions of the kernel's code too. A

@@ -1,4 +1,4 @@
-"""Where tuning databases lie: the user's own, bundles, and the sheets that kerngen is installed with."""
+"""Where tuning databases lie: the user's own, bundles, and the results that kerngen is shipped with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which board's winners speak first for a board, and which not at all (kerngen/boards.py has the distance).
+"""Ranks of boards for a board: whose winners come first, and whose do not count (kerngen/boards.py has the distance).
 
 What was measured on this very board is best. What was on one that differs by no more than two of a kind do (SAME) comes
 next, then what was predicted for this board. What was measured on one of its kind (NEAR) is better than what was

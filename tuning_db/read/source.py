@@ -1,4 +1,4 @@
-"""What a lookup asks of a tuning database, wherever it lies: reader.py reads a file, store/store.py any database."""
+"""The interface of a tuning database to a lookup: reader.py reads a file, store/store.py any database."""
 
 from __future__ import annotations
 

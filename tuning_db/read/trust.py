@@ -1,4 +1,4 @@
-"""Whose bundles are run: a database is a program, and a program is run because of who answers for it.
+"""Trusted keys: a bundle is a program, so who signed it decides whether it is run.
 
 A public key is a file of one line, `kerngen-ed25519 <base64 of its 32 bytes> <comment>`. Those in these places are
 trusted, all of them:

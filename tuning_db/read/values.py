@@ -1,4 +1,4 @@
-"""What goes into the tuning database and what comes out of it, as plain values.
+"""Values that are written to the tuning database and read from it.
 
 Builds are facts, measurements are observations, winners are derived from both. Values here hold all fields of a problem
 or configuration; rows and ids hold them as filed (see canonical_fields.py).

@@ -1,4 +1,4 @@
-"""Between two tuned points: where the upper point's winner is not the best that is known, and what is.
+"""Crossovers: sizes between two tuned points where another winner than the upper point's is best.
 
 A point's winner serves the sizes down to the next lower point. Nearer to that one its winner may be better, or the
 default, which looks at the real size. Nobody measured there; a judge (a cost model) says what each configuration takes,

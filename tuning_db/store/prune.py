@@ -1,4 +1,4 @@
-"""Making a database of one's own smaller: machine code that nobody runs, and what is to be forgotten."""
+"""Makes a database smaller: deletes machine code that nobody runs, and rows that the user names."""
 
 from __future__ import annotations
 

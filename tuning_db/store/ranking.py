@@ -1,4 +1,4 @@
-"""What a database's observations say of the tuned points of one static problem, on every board that it has."""
+"""Ranks the builds at the tuned points of one static problem by a database's observations, on every board."""
 
 from __future__ import annotations
 

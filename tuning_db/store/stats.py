@@ -1,4 +1,4 @@
-"""How much a database holds, and of what."""
+"""Counts and sizes of a database's contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What steps of a model say of configurations that were exchanged in them.
+"""Evaluates step trials: configurations that were exchanged in whole steps of a model.
 
 Each row of stage `step` is one configuration in one step: the step's time with it over the time without, all else being
 what `base_id` is the digest of. Rows of one base compare; of each step only those of the newest base count. What a

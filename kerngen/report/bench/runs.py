@@ -1,4 +1,4 @@
-"""What a bench found: the object that its --json prints, and that its page carries along."""
+"""The result of a bench: the object that --json prints and that the page embeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the specs of the row kernels share: element sizes, vectors of eight, and the checks that read alike."""
+"""Shared parts of the row kernels' specs: element sizes, vectors of eight, and the checks that read alike."""
 
 from __future__ import annotations
 

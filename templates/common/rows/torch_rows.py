@@ -1,4 +1,4 @@
-"""What references, ops, cases and benches share: dtypes, roundings, poisoned outputs, tolerances."""
+"""Shared parts of references, ops, cases and benches: dtypes, roundings, poisoned outputs, tolerances."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dense matrix's rows in few bits, with what that may be wrong by: enough to tell which rows cannot be an arg-max.
+"""A dense matrix's rows in few bits with error bounds, which tell rows that cannot be the arg-max.
 
 Row r of W is scale[r] * q[r] + e[r], q whole numbers of `bits` bits. So W[r] x lies within |e[r]| |x| of
 scale[r] (q[r] x), by Cauchy and Schwarz. greedy_head reads q alone, and of W only the rows whose interval reaches as

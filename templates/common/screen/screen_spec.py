@@ -1,4 +1,4 @@
-"""Sizes of a matrix in few bits: what specs and head_screen share, without torch."""
+"""Sizes of a matrix in few bits, for specs and for screen.py, without torch."""
 
 from __future__ import annotations
 

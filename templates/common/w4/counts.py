@@ -1,4 +1,4 @@
-"""What W4A16 kernels move and execute under a Tiling, for the cost model: w4a16_gemm's and moe_w4a16's products."""
+"""Bytes and instructions of W4A16 kernels under a Tiling, for the cost model: w4a16_gemm's and moe_w4a16's products."""
 
 from __future__ import annotations
 

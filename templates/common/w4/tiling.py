@@ -1,4 +1,4 @@
-"""How W4A16 kernels cut their work, and what a cut needs: what the specs of w4a16_gemm and moe_w4a16 share.
+"""Tilings of W4A16 kernels and the resources they need, shared by the specs of w4a16_gemm and moe_w4a16.
 
 Weights are the tensor core's A operand (rows of 32 in a strip), tokens its 8 columns, so one token costs no more MMAs
 than eight. The work is a line of units, (tile, block_k of its K), cut into equal pieces: one a block (stream-K), or one

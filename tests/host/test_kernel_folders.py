@@ -315,7 +315,14 @@ def test_refusals_say_why_and_leave_something(kernel: Kernel, arch: Arch) -> Non
         if why is not None and not _has_figure(why) and not INSTEAD.search(why):
             mute.add(f"{describe(problem)} {describe(config)}: {why}")
     assert not mute, "no figure, and nothing that serves instead:\n" + "\n".join(sorted(mute)[:20])
-    assert not [b for b in drawn if not valid[b]], f"of {drawn} configurations only {valid} are valid on {arch}"
+    rare = {b for b in drawn if not valid[b]}
+    for problem, config in _points(kernel, arch, 16 * SAMPLE) if rare else ():  # a body may be valid one time in 500
+        body = str(kernel.body(config, arch).when)
+        if body in rare and kernel.why_invalid(problem, config, Target.of(arch)) is None:
+            rare.discard(body)
+        if not rare:
+            break
+    assert not rare, f"of {drawn} configurations only {valid} are valid on {arch}"
 
 
 def _args(kernel: Kernel) -> list[Arg]:
@@ -327,18 +334,18 @@ def _has_figure(text: str) -> bool:
     return re.search(r"\d", NAMES.sub("", text)) is not None
 
 
-def _points(kernel: Kernel, arch: Arch) -> Iterator[tuple[Any, Any]]:
-    """(problem, configuration): all of them, or SAMPLE from a fixed seed."""
+def _points(kernel: Kernel, arch: Arch, sample: int = SAMPLE) -> Iterator[tuple[Any, Any]]:
+    """(problem, configuration): all of them, or `sample` from a fixed seed."""
     cases = [*kernel.cases.CASES, *kernel.bench.BENCH_CASES]
     problems = list({c.problem: None for c in cases if kernel.why_unsupported(c.problem, Target.of(arch)) is None})
     draw = random.Random(0)
     spaces = [(p, part) for p in problems for part in space_of(kernel, p, Target.of(arch))]
-    if sum(space_size((part,)) for _, part in spaces) <= SAMPLE:
+    if sum(space_size((part,)) for _, part in spaces) <= sample:
         for problem, part in spaces:
             for values in product(*part.values()):
                 yield problem, kernel.config_type(**dict(zip(part, values, strict=True)))
         return
-    for _ in range(SAMPLE):
+    for _ in range(sample):
         problem, part = draw.choice(spaces)
         yield problem, kernel.config_type(**{name: draw.choice(values) for name, values in part.items()})
 

@@ -28,15 +28,20 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 
+def printable(text: str) -> str:
+    r"""`text` with lone surrogates escaped (`\udc80`): bytes of a path or a damaged file that no UTF-8 stream takes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class KerngenError(Exception):
     """Base of all deliberate errors. `hint` is the next command or step, on a line of its own."""
 
     exit_code = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = printable(message)
         self.hint = hint
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message}\n  {self.hint}"

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from kerngen.compiler.compile import Cubin, Ptx
-from kerngen.errors import CorruptRecord, DatabaseError, TrustError
+from kerngen.errors import CorruptRecord, DatabaseError, TrustError, printable
 from kerngen.system.owner import TRUST_HINT, why_distrusted
 from kerngen.tuning_db.read.canonical_fields import filed_kernel
 from kerngen.tuning_db.read.files import BUSY_S, beside, decode_text, is_absent, require_whole, uri_of
@@ -217,7 +217,7 @@ class Reader:
     def _warn(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            log.warning("%s", message)
+            log.warning("%s", printable(message))
 
 
 def _seal_holds(table: str, columns: tuple[str, ...], row: tuple[Any, ...]) -> bool:

@@ -13,7 +13,7 @@ from kerngen.tuning_db.read.canonical_fields import filed_kernel
 from kerngen.tuning_db.read.kernel_index import KernelIndex, Point, encode, index_id_of
 from kerngen.tuning_db.read.values import Build, Winner
 from kerngen.tuning_db.store import schema as t
-from kerngen.tuning_db.store.rows import WINNERS, is_sealed, read_build, read_winner, sealed
+from kerngen.tuning_db.store.rows import WINNERS, is_sealed, read_build, read_winner, sealed, warn_skipped
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def index_of(connection: Connection, static_key: str, arch: str, where: str) -> 
         if (winner := read_winner(row, where)) is None:
             continue
         if winner.build_id not in builds:
-            log.warning("%s: winner %s rests on a build that cannot be read; skipped", where, winner.id)
+            warn_skipped(where, "winner", winner.id, "rests on a build that cannot be read")
             continue
         points.append(Point(winner, row.measurement_id, _switch(winner)))
     served = {p.winner.build_id for p in points}
@@ -83,7 +83,7 @@ def _closures(connection: Connection, static_key: str, where: str) -> dict[str, 
         if is_sealed(t.rendered, row):
             found.setdefault(row.build_id, set()).add(row.closure)
         else:
-            log.warning("%s: what renders build %s does not match its own seal; skipped", where, row.build_id)
+            warn_skipped(where, "what renders build", row.build_id, "does not match its own seal")
     return found
 
 

@@ -19,7 +19,7 @@ from sqlalchemy import Row, Select, Table, select
 
 from kerngen.arch import Arch, Device, find_arch
 from kerngen.compiler.compile import Cubin, Ptx, Resources, cache_key, nvrtc_version, source_key
-from kerngen.errors import CorruptRecord, DatabaseError, UsageError
+from kerngen.errors import CorruptRecord, DatabaseError, UsageError, printable
 from kerngen.templates.kernel import filled, trimmed
 from kerngen.tuning_db.read.canonical_fields import (
     canonical_fields_of,
@@ -222,7 +222,7 @@ def read_step(row: Row[Any], where: str) -> StepKey | None:
         return StepKey(row.model, row.arch, row.phase, row.batch, row.q_len, row.context, row.chunk, row.layers,
                        row.sequence, weight, props)  # fmt: skip
     except Exception as e:
-        log.warning("%s: step %s cannot be read (%s); skipped", where, row.id, e)
+        warn_skipped(where, "step", row.id, f"cannot be read ({e})")
         return None
 
 
@@ -252,6 +252,10 @@ def require_utf8(row: Row[Any]) -> None:
     for name, value in row._mapping.items():
         if isinstance(value, str) and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
             raise ValueError(f"its {name} is not UTF-8")
+
+
+def warn_skipped(where: str, what: str, id: object, why: str) -> None:
+    log.warning("%s: %s %s %s; skipped", where, what, printable(str(id)), printable(why))
 
 
 def version_of(text: str) -> tuple[int, int]:
@@ -310,9 +314,9 @@ def read_measurement(row: Row[Any], where: str) -> Observation | None:
             config = filled(m.config, canonical_fields_of(row.kernel).config)
             return Observation(row.id, replace(m, problem=m.problem.filled(), config=config))
     except Exception as e:
-        log.warning("%s: measurement %s cannot be read (%s); skipped", where, row.id, e)
+        warn_skipped(where, "measurement", row.id, f"cannot be read ({e})")
         return None
-    log.warning("%s: measurement %s does not match its own digest; skipped", where, row.id)
+    warn_skipped(where, "measurement", row.id, "does not match its own digest")
     return None
 
 
@@ -344,7 +348,7 @@ def read_winner(row: Row[Any], where: str) -> Winner | None:
             bool(why.get("stale")), why, row.closure,
         )  # fmt: skip
     except Exception as e:
-        log.warning("%s: winner %s cannot be read (%s); skipped", where, row.id, e)
+        warn_skipped(where, "winner", row.id, f"cannot be read ({e})")
         return None
 
 
@@ -356,7 +360,7 @@ def read_search(row: Row[Any], where: str) -> dict[str, Any] | None:
             raise ValueError("it does not match its own seal")
         return dict(json.loads(row.summary))
     except Exception as e:
-        log.warning("%s: search %s cannot be read (%s); skipped", where, row.id, e)
+        warn_skipped(where, "search", row.id, f"cannot be read ({e})")
         return None
 
 

@@ -9,6 +9,8 @@ from importlib import import_module
 from pathlib import Path
 
 import commands
+import performance
+import records
 import sitemap
 
 from kerngen import errors
@@ -20,8 +22,11 @@ HERE = Path(__file__).resolve().parent
 def contents() -> dict[str, str | Path]:
     """Path in the source of the site -> its text, or the file that it is a copy of."""
     made: dict[str, str | Path] = {sitemap.COMMANDS: commands.index(), **commands.pages(), **dict(_library())}
-    for page, source in sitemap.COPIED.items():
-        text, taken = sitemap.moved((sitemap.ROOT / source).read_text(), page)
+    texts = {page: (sitemap.ROOT / source).read_text() for page, source in sitemap.COPIED.items()}
+    texts |= {f"experiments/{name}.md": text for name, text in records.pages(records.read()).items()}
+    texts |= {f"performance/{name}.md": text for name, text in performance.tables().items()}
+    for page, text in texts.items():
+        text, taken = sitemap.moved(text, page)
         made[page] = text + sitemap.toctrees() if page == sitemap.HOME else text
         made |= {ours: sitemap.ROOT / theirs for ours, theirs in taken.items()}
     return made

@@ -1,8 +1,8 @@
-"""The pages of what was tried, from docs/experiments/*.toml: `python docs/site/records.py` writes them anew.
+"""What was tried, from data/experiments/*.toml: `python docs/site/records.py` writes the index anew.
 
 A file is a subject, a record is one experiment: what was expected, what was changed, by which command, what came of it.
-Each subject has a page beside its file; docs/experiments.md has the index, what not to try again first.
-In a record's prose, [[id]] is a link to another record.
+docs/experiments.md has the index, what not to try again first. The site has a page for each subject, which is not
+committed. In a record's prose, [[id]] is a link to another record; other links are relative to the file.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
-DOCS = Path(__file__).resolve().parents[1]
-FOLDER = DOCS / "experiments"
-INDEX = DOCS / "experiments.md"
-BEGIN = "<!-- The rest is made by docs/site/records.py, from docs/experiments/*.toml. -->\n"
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "data" / "experiments"
+INDEX = ROOT / "docs" / "experiments.md"
+BEGIN = "<!-- The rest is made by docs/site/records.py, from data/experiments/*.toml. -->\n"
 END = "<!-- Until here. -->\n"
 VERDICTS = ("won", "lost", "open")
 REFERENCE = re.compile(r"\[\[([\w-]+)\]\]")
@@ -52,17 +51,13 @@ class Record:
         return re.sub(r"[^\w\- ]", "", self.title.lower()).replace(" ", "-")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Subject:
     """A file: name is its stem."""
 
     name: str
     title: str
     records: Sequence[Record]
-
-    @cached_property
-    def page(self) -> Path:
-        return FOLDER / f"{self.name}.md"
 
 
 def read() -> list[Subject]:
@@ -77,22 +72,30 @@ def read() -> list[Subject]:
         subjects.append(Subject(path.stem, data["title"], records))
     every = [r for s in subjects for r in s.records]
     if wrong := {r.id for r in every if r.verdict not in VERDICTS} | {r.id for r in every if not r.result}:
-        raise SystemExit(f"docs/experiments: no verdict of {VERDICTS}, or no result: {', '.join(sorted(wrong))}")
+        raise SystemExit(f"data/experiments: no verdict of {VERDICTS}, or no result: {', '.join(sorted(wrong))}")
     if len({r.id for r in every}) < len(every):
-        raise SystemExit("docs/experiments: an id is there twice")
+        raise SystemExit("data/experiments: an id is there twice")
     return subjects
 
 
-def pages(subjects: Sequence[Subject]) -> dict[Path, str]:
-    """Every generated page: path -> its text."""
-    places = {r.id: (s.name, r) for s in subjects for r in s.records}
-    made = {s.page: "\n".join(_subject(s, places)) for s in subjects}
+def pages(subjects: Sequence[Subject]) -> dict[str, str]:
+    """The site's page of each subject by the subject's name, its links as relative to the subject's file."""
+    places = _places(subjects)
+    return {s.name: "\n".join(_subject(s, places)) for s in subjects}
+
+
+def index(subjects: Sequence[Subject]) -> str:
+    """The text of docs/experiments.md. Raises SystemExit where it has no place for the index."""
     before, begin, rest = INDEX.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise SystemExit(f"{INDEX}: no place between {BEGIN.strip()} and {END.strip()}")
-    index = "\n".join(_index(subjects, places))
-    return made | {INDEX: f"{before}{begin}\n{index}\n{end}{after}"}
+    made = "\n".join(_index(subjects, _places(subjects)))
+    return f"{before}{begin}\n{made}\n{end}{after}"
+
+
+def _places(subjects: Sequence[Subject]) -> dict[str, tuple[str, Record]]:
+    return {r.id: (s.name, r) for s in subjects for r in s.records}
 
 
 def _linked(text: str, places: Mapping[str, tuple[str, Record]], here: str) -> str:
@@ -100,19 +103,20 @@ def _linked(text: str, places: Mapping[str, tuple[str, Record]], here: str) -> s
 
     def link(m: re.Match[str]) -> str:
         if m[1] not in places:
-            raise SystemExit(f"docs/experiments: no record is called {m[1]}")
+            raise SystemExit(f"data/experiments: no record is called {m[1]}")
         name, record = places[m[1]]
-        path = "" if name == here else f"{name}.md" if here else f"experiments/{name}.md"
+        path = "" if name == here else f"{name}.toml" if here else f"../data/experiments/{name}.toml"
         return f"[{record.title}]({path}#{record.anchor})"
 
     text = REFERENCE.sub(link, text)
-    return text if here else text.replace("](../", "](")
+    if here:
+        return text
+    return text.replace("](../../docs/", "](").replace("](../performance/", "](../data/performance/")
 
 
 def _subject(subject: Subject, places: Mapping[str, tuple[str, Record]]) -> Iterator[str]:
     yield f"# {subject.title}"
-    yield f"\n<!-- Made by docs/site/records.py, from docs/experiments/{subject.name}.toml. -->\n"
-    yield "[All experiments](../experiments.md).\n"
+    yield "\n[All experiments](../../docs/experiments.md).\n"
     yield from ("| experiment | board | verdict | result |", "|---|---|---|---|")
     for r in subject.records:
         result = _linked(r.result, places, subject.name)
@@ -153,7 +157,7 @@ def _index(subjects: Sequence[Subject], places: Mapping[str, tuple[str, Record]]
     yield from ("| page | won | lost | open |", "|---|---|---|---|")
     for s in subjects:
         counts = " | ".join(str(sum(r.verdict == v for r in s.records)) for v in VERDICTS)
-        yield f"| [{s.title}](experiments/{s.name}.md) | {counts} |"
+        yield f"| [{s.title}](../data/experiments/{s.name}.toml) | {counts} |"
 
 
 def _listed(subjects: Sequence[Subject], places: Mapping[str, tuple[str, Record]], verdict: str) -> Iterator[str]:
@@ -165,11 +169,7 @@ def _listed(subjects: Sequence[Subject], places: Mapping[str, tuple[str, Record]
 
 
 def main() -> None:
-    made = pages(read())
-    for path, text in made.items():
-        path.write_text(text)
-    for old in set(FOLDER.glob("*.md")) - set(made):
-        old.unlink()
+    INDEX.write_text(index(read()))
 
 
 if __name__ == "__main__":

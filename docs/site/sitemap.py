@@ -1,7 +1,8 @@
 """What the documentation site consists of: its pages in their order, where each comes from, where its links lead.
 
-A page is a Markdown file of the repository, or is generated: the reference of the commands (commands.py), and that of
-the library, from its docstrings. No part of it is written twice, and no link of the repository has to know of the site.
+A page is a Markdown file of the repository, or is generated: what was tried and measured, from its data; the reference
+of the commands (commands.py); that of the library, from its docstrings. No part of it is written twice, and no link of
+the repository has to know of the site.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ COPIED = {HOME: "README.md", "examples.md": "examples/README.md", "cluster.md": 
           "shipped.md": "tuning_db/prebuilt/README.md", "contributing.md": "CONTRIBUTING.md",
           "changelog.md": "CHANGELOG.md"}  # fmt: skip
 COPIED |= {path.name: f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))}
-COPIED |= {
-    f"{path.parent.name}/{path.name}": path.relative_to(ROOT).as_posix()
-    for path in sorted((ROOT / "docs").glob("*/*.md"))
-}
+# Page -> the data that it is made of, by docs/site/records.py and docs/site/performance.py.
+MADE = {
+    f"{path.parent.name}/{path.stem}.md": path.relative_to(ROOT).as_posix()
+    for path in [*sorted((ROOT / "data/experiments").glob("*.toml")),
+                 *(ROOT / f"data/performance/{name}.toml" for name in ("kernels", "history"))]
+}  # fmt: skip
 
 COMMANDS = "reference/commands.md"
 LIBRARY = "reference/library.md"
@@ -38,9 +41,9 @@ NAVIGATION: Mapping[str, Mapping[str, str]] = {
     },
     "Measured": {
         "performance.md": "",
-        **{page: "" for page in COPIED if page.startswith("performance/")},
+        **{page: "" for page in MADE if page.startswith("performance/")},
         "experiments.md": "",
-        **{page: "" for page in COPIED if page.startswith("experiments/")},
+        **{page: "" for page in MADE if page.startswith("experiments/")},
     },
     "Run": {"runtime.md": "", "library.md": "As a library"},
     "Serve": {"serving.md": "An OpenAI-compatible server"},
@@ -118,11 +121,12 @@ def links(text: str) -> Iterator[str]:
 def moved(text: str, page: str) -> tuple[str, dict[str, str]]:
     """The text of `page` with its links as the site has them, and the files that it takes along: theirs -> ours.
 
-    A link to a file that is a page leads to that page; to any other file of the repository, to a copy of it. A link
-    that leads nowhere stays as it is: Sphinx says so, and the build fails.
+    A link to a file that is a page, or that one is made of, leads to that page; to any other file of the repository, to
+    a copy of it. A link that leads nowhere stays as it is: Sphinx says so, and the build fails.
     """
-    folder = PurePosixPath(COPIED[page]).parent
-    pages = {source: name for name, source in COPIED.items()}
+    sources = COPIED | MADE
+    folder = PurePosixPath(sources[page]).parent
+    pages = {source: name for name, source in sources.items()}
     taken: dict[str, str] = {}
 
     def place(m: re.Match[str]) -> str:

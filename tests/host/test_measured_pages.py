@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 import tomllib
 from collections.abc import Iterator
+from importlib import import_module
 from types import ModuleType
 
 import pytest
@@ -13,29 +13,23 @@ from command import ROOT
 
 HASH = re.compile(r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{7,40}\b")
 COMMIT = re.compile(r"[0-9a-f]{7}")
-DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _scripts() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "docs" / "site")
+        yield
 
 
 @pytest.fixture(scope="module")
-def records() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(DOCS / "site"))
-    try:
-        import records
-
-        yield records
-    finally:
-        sys.path.remove(str(DOCS / "site"))
+def records() -> ModuleType:
+    return import_module("records")
 
 
 @pytest.fixture(scope="module")
-def performance() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(DOCS / "pictures"))
-    try:
-        import performance
-
-        yield performance
-    finally:
-        sys.path.remove(str(DOCS / "pictures"))
+def performance() -> ModuleType:
+    return import_module("performance")
 
 
 def _sentences(text: str) -> str:
@@ -43,11 +37,8 @@ def _sentences(text: str) -> str:
     return "\n".join(line for line in text.splitlines() if not line.startswith("|"))
 
 
-def test_the_pages_of_experiments_are_what_the_script_makes(records: ModuleType) -> None:
-    made = records.pages(records.read())
-    for path, text in made.items():
-        assert path.read_text() == text, "python docs/site/records.py"
-    assert set((DOCS / "experiments").glob("*.md")) | {records.INDEX} == set(made)
+def test_the_index_of_experiments_is_what_the_script_makes(records: ModuleType) -> None:
+    assert records.INDEX.read_text() == records.index(records.read()), "python docs/site/records.py"
 
 
 def test_a_record_says_what_came_of_it(records: ModuleType) -> None:
@@ -66,7 +57,7 @@ def test_what_lost_is_in_the_index(records: ModuleType) -> None:
     lost = index.partition("## What not to try again")[2].partition("## What is open")[0]
     for subject in records.read():
         for r in (r for r in subject.records if r.verdict == "lost"):
-            assert f"](experiments/{subject.name}.md#{r.anchor})" in lost, r.id
+            assert f"](../data/experiments/{subject.name}.toml#{r.anchor})" in lost, r.id
 
 
 @pytest.mark.parametrize(
@@ -84,17 +75,14 @@ def test_no_sentence_names_a_commit(page: str) -> None:
     assert not HASH.findall(_sentences((ROOT / page).read_text()))
 
 
-def test_the_pages_of_performance_are_what_the_script_makes(performance: ModuleType) -> None:
-    made = performance.pages()
-    for path, text in made.items():
-        assert path.read_text() == text, "python docs/pictures/performance.py"
-    assert set((DOCS / "performance").glob("*.md")) | {performance.PAGE} == set(made)
+def test_the_page_of_performance_is_what_the_script_makes(performance: ModuleType) -> None:
+    assert performance.PAGE.read_text() == performance.page(), "python docs/site/performance.py"
     assert len(performance.PAGE.read_text().split()) <= 2500
 
 
 def test_a_table_has_a_cell_for_each_column(performance: ModuleType) -> None:
     for name in performance.TABLES:
-        data = tomllib.loads((DOCS / "performance" / f"{name}.toml").read_text())
+        data = tomllib.loads((performance.chart.DATA / f"{name}.toml").read_text())
         for table in data["table"]:
             assert {len(row) for row in table["rows"]} == {len(table["columns"])}, table["title"]
             said = f"{table['title']} {table.get('note', '')} {table.get('command', '')}"

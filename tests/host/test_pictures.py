@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "pictures"
 MAX_BYTES = 300_000
 
-sys.path.insert(0, str(PICTURES))  # the scripts there import each other by name
+sys.path[:0] = [str(PICTURES), str(ROOT / "docs" / "site")]  # the scripts there import each other by name
 import chart  # noqa: E402
 import demo  # noqa: E402
 import screen  # noqa: E402
@@ -24,13 +24,13 @@ def test_the_charts_are_what_the_script_makes() -> None:
     made = chart.charts()
     assert set(made) == {p.name for p in PICTURES.glob("*.svg")} - {"demo.svg"}
     for name, text in made.items():
-        assert (PICTURES / name).read_text() == text, "python docs/pictures/chart.py"
+        assert (PICTURES / name).read_text() == text, "python docs/site/chart.py"
         ElementTree.fromstring(text)
 
 
 def test_the_table_and_the_chart_have_the_same_figures() -> None:
     text = (ROOT / "README.md").read_text()
-    assert chart.readme(text, chart.read()) == text, "python docs/pictures/chart.py"
+    assert chart.readme(text, chart.read()) == text, "python docs/site/chart.py"
     for figure in (f for _, figures in chart.read() for f in figures):
         assert f"| {figure.what} | {figure.kerngen} {figure.unit} |" in text
     shown = set(re.findall(r'(?:src|srcset)="([^"]+)"|!\[[^\]]*\]\(([^)]+)\)', text))

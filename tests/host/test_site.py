@@ -47,7 +47,7 @@ def test_every_page_has_one_place(build: ModuleType, contents: dict[str, str | P
 
 
 def test_links_lead_to_pages_and_files_of_the_site(build: ModuleType, contents: dict[str, str | Path]) -> None:
-    for page in build.sitemap.COPIED:
+    for page in build.sitemap.COPIED | build.sitemap.MADE:
         text = contents[page]
         assert isinstance(text, str)
         targets = {normpath(f"{dirname(page)}/{link.split('#')[0]}").lstrip("/") for link in build.sitemap.links(text)}

@@ -1,4 +1,4 @@
-"""The charts, and README's table, from docs/performance/*.toml: `python docs/pictures/chart.py` writes them anew.
+"""The charts, and README's table, from data/performance/*.toml: `python docs/site/chart.py` writes them anew.
 
 One chart says how many times as fast as the best peer kerngen is: the peer's time over its own, or its rate over the
 peer's. Others say which share of a board's measured limit it reaches. There is each for light pages and for dark ones.
@@ -13,16 +13,17 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-DATA = HERE.parent / "performance"
-README = HERE.parents[1] / "README.md"
-BEGIN = "<!-- The chart and the table are made by docs/pictures/chart.py, from docs/performance/h200.toml. -->\n"
+ROOT = Path(__file__).resolve().parents[2]
+PICTURES = ROOT / "docs" / "pictures"
+DATA = ROOT / "data" / "performance"
+README = ROOT / "README.md"
+BEGIN = "<!-- The chart and the table are made by docs/site/chart.py, from data/performance/h200.toml. -->\n"
 END = "<!-- Until here. -->\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """As docs/performance/h200.toml has it."""
+    """As data/performance/h200.toml has it."""
 
     what: str
     unit: str
@@ -54,7 +55,7 @@ Group = tuple[str, list[Figure]]  # its name
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """What a file of docs/performance has: groups with their figures, and the commands that `run` names."""
+    """What a file of data/performance has: groups with their figures, and the commands that `run` names."""
 
     name: str
     about: str
@@ -63,7 +64,7 @@ class Board:
 
 
 def board(name: str) -> Board:
-    """That of docs/performance/NAME.toml."""
+    """That of data/performance/NAME.toml."""
     data = tomllib.loads((DATA / f"{name}.toml").read_text())
     groups = [(g["name"], [Figure(**row) for row in g["figures"]]) for g in data["group"]]
     return Board(data["name"], data["about"], data["commands"], groups)
@@ -227,7 +228,7 @@ def charts() -> dict[str, str]:
 
 def main() -> None:
     for name, text in charts().items():
-        (HERE / name).write_text(text)
+        (PICTURES / name).write_text(text)
     README.write_text(readme(README.read_text(), read()))
 
 

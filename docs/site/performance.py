@@ -1,28 +1,27 @@
-"""The pages of what was measured, from docs/performance/*.toml: `python docs/pictures/performance.py` writes them anew.
+"""What was measured, from data/performance/*.toml: `python docs/site/performance.py` writes docs/performance.md anew.
 
-docs/performance.md has a table and a chart of each board, h200.toml and h100.toml. kernels.toml and history.toml, which
-hold tables as they were measured, have a page each beside them.
+That page has a table and a chart of each board, h200.toml and h100.toml. kernels.toml and history.toml, which hold
+tables as they were measured, have a page each on the site, which is not committed.
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 
 import chart
 
-PAGE = chart.DATA.parent / "performance.md"
+PAGE = chart.ROOT / "docs" / "performance.md"
 BOARDS = ("h200", "h100")
 TABLES = ("kernels", "history")
 
 
 def begin(board: str) -> str:
-    return f"<!-- The rest of this section is made by docs/pictures/performance.py, from {board}.toml. -->\n"
+    return f"<!-- The rest of this section is made by docs/site/performance.py, from {board}.toml. -->\n"
 
 
-def pages() -> dict[Path, str]:
-    """Every page: path -> its text. Raises SystemExit where docs/performance.md has no place for a board."""
+def page() -> str:
+    """The text of docs/performance.md. Raises SystemExit where it has no place for a board."""
     text = PAGE.read_text()
     for board in BOARDS:
         before, found, rest = text.partition(begin(board))
@@ -30,7 +29,12 @@ def pages() -> dict[Path, str]:
         if not (found and end):
             raise SystemExit(f"{PAGE}: no place between {begin(board).strip()} and {chart.END.strip()}")
         text = f"{before}{found}\n{chr(10).join(_board(board))}\n{end}{after}"
-    return {PAGE: text} | {chart.DATA / f"{name}.md": "\n".join(_tables(name)) for name in TABLES}
+    return text
+
+
+def tables() -> dict[str, str]:
+    """The site's page of each of TABLES by name, its links as relative to the file."""
+    return {name: "\n".join(_tables(name)) for name in TABLES}
 
 
 def _board(name: str) -> Iterator[str]:
@@ -57,8 +61,7 @@ def _board(name: str) -> Iterator[str]:
 def _tables(name: str) -> Iterator[str]:
     data = tomllib.loads((chart.DATA / f"{name}.toml").read_text())
     yield f"# {data['title']}"
-    yield f"\n<!-- Made by docs/pictures/performance.py, from docs/performance/{name}.toml. -->\n"
-    yield data["intro"].strip()
+    yield f"\n{data['intro'].strip()}"
     for table in data["table"]:
         yield f"\n## {table['title']}\n"
         read = f"read {table['read']} GB/s" if "read" in table else ""
@@ -76,8 +79,7 @@ def _row(cells: list[str]) -> str:
 
 
 def main() -> None:
-    for path, text in pages().items():
-        path.write_text(text)
+    PAGE.write_text(page())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Tests here need a CUDA device; without one they skip and say so.
 
 `make test-gpu` runs them in parallel and then, alone, those marked `whole_gpu`: they time what they run. `--smoke`
-chooses of each test function the fewest tests in which each value of each parameter occurs.
+chooses of each test function the fewest tests in which each value of each parameter occurs, and of a test's many
+configurations some (bodies.py).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
+import bodies
 import pytest
 
 from kerngen.arch import ARCHES, Arch
@@ -22,6 +24,10 @@ MOST_KEPT_BYTES = 1 << 30  # of freed memory in one process's pool: fifteen of t
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--smoke", action="store_true", help="run a sample: each kernel, body and edge once")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    bodies.smoke = config.getoption("--smoke", default=False)
 
 
 def _why_not() -> str | None:

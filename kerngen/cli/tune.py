@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--arch", "arch_name", cls=Needed, help="What to tune for, e.g. sm70. Default: that of --device.")
+@click.option("--arch", "arch_name", default=None,
+              help="What to tune for, e.g. sm70. Default: that of --device, or of this machine's GPU.")  # fmt: skip
 @click.option("--model", cls=Needed, help="A model's name, or a folder in Hugging Face format.")
 @click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
 @draft_weights_option
@@ -102,7 +103,7 @@ def tune(
         show(db_url, arch_name, model, cancel=cancel, as_json=as_json)
         return
     began = time.monotonic()  # recording a model takes seconds, which are the user's too
-    arch = find_arch(find_device(device_name or "").arch if arch_name is None else arch_name)
+    arch = _arch(arch_name, device_name)
     found = find_model(model, draft, draft_weights)
     names = [name for k in kernels for name in k.split(",")]
     for name in names:
@@ -133,6 +134,20 @@ def tune(
             return
         report, where = _run(stack, load, chosen, trials, jobs, time_budget, began, seed, db_url, as_json)
     _end(report, load, where, page, db_url, model, whole=not kernels, verbose=verbose, as_json=as_json)
+
+
+def _arch(name: str | None, device_name: str | None) -> Arch:
+    """Raises UsageError where neither is given and this machine has no GPU that kerngen knows."""
+    from kerngen.tuning.worker import present_arch
+
+    if name is not None:
+        return find_arch(name)
+    if device_name is not None:
+        return find_arch(find_device(device_name).arch)
+    if (here := present_arch()) is None:
+        raise UsageError("what to tune for is not given, and this machine has no GPU that kerngen knows",
+                         hint="name it: kerngen tune --arch sm70 --model NAME; kerngen arch ls lists them")  # fmt: skip
+    return here
 
 
 def _end(

@@ -19,12 +19,11 @@ if TYPE_CHECKING:
 
 
 class Needed(click.Option):
-    """An option that is required, unless the queue is asked alone; --arch is not where --device says it."""
+    """An option that is required, unless the queue is asked alone."""
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
         value = super().process_value(ctx, value)
-        spared = ("status", "cancel", *(("device_name",) if self.name == "arch_name" else ()))
-        if self.value_is_missing(value) and not any(ctx.params.get(name) for name in spared):
+        if self.value_is_missing(value) and not (ctx.params.get("status") or ctx.params.get("cancel")):
             raise click.MissingParameter(ctx=ctx, param=self)
         return value
 

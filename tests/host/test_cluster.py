@@ -477,7 +477,7 @@ def test_the_commands(
     assert json.loads(kerngen("tune", "--db", url, "--cancel", "--arch", "sm90", "--json")[1]) == {"cancelled": 0}
     assert kerngen("tune", "--db", url, "--cancel", "--model", plan.model)[1] == f"{len(ids)} jobs cancelled\n"
     for args, says in (
-        (("tune", "--submit"), "--arch"),
+        (("tune", "--submit"), "--model"),
         (("tune", "--submit", "--arch", "sm70"), "--model"),
         (("tune", "--submit", "--arch", "sm70", "--model", "gemma-4-31b", "--time-budget", "1m"), "--time-budget"),
         (("tune", "--submit", "--arch", "sm70", "--model", "gemma-4-31b", "--device", "H200"), "sm90"),

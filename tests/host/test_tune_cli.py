@@ -242,6 +242,24 @@ def test_auto_says_what_it_chose(
     lock.release()
 
 
+def test_without_an_arch_it_is_that_of_the_gpu_here(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kerngen.tuning import worker
+
+    judged: list[Any] = []
+    monkeypatch.setattr(worker, "GpuWorker", FakeGpu)
+    monkeypatch.setattr(import_module("kerngen.cli.tune"), "_dry_run", lambda load, by, *rest: judged.append(by))
+    args = ("tune", "--model", "gemma-4-e2b", "--kernel", "embed", "--dry-run")
+    monkeypatch.setattr(worker, "present_arch", lambda: find_arch("sm70"))
+    code, _, err = kerngen(*args)
+    assert code == 0, err
+    assert [(by.name, by.target.arch.name) for by in judged] == [("measured", "sm70")]
+    monkeypatch.setattr(worker, "present_arch", lambda: None)
+    code, _, err = kerngen(*args)
+    assert code == 2
+    assert "no GPU" in err
+    assert "--arch sm70" in err
+
+
 def test_a_model_without_such_steps_is_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu: Any = FakeGpu()
     load = find_workload("gemma-4-31b", find_arch("sm70"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from math import inf, isclose
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -177,10 +176,7 @@ def test_a_probed_gpu_has_the_name_of_its_profile(
     assert isclose(probed.mem_gbps, 1555.2)
 
 
-def test_the_commands_say_what_drivers_call_a_board(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kerngen = Kerngen(tmp_path, monkeypatch, capsys)
+def test_the_commands_say_what_drivers_call_a_board(kerngen: Kerngen) -> None:
     listed: dict[str, Any] = {d["name"]: d for d in json.loads(kerngen("arch", "ls", "--json")[1])["devices"]}
     for name, board in DEVICES.items():
         shown = json.loads(kerngen("arch", "show", name.lower(), "--json")[1])

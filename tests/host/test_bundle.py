@@ -35,11 +35,6 @@ SMALL = ("--model", "gemma-4-31b", "--kernel", "gelu_gate,rmsnorm", "--jobs", "1
 OTHER = find_kernel("gelu_gate").problem_type(width=64, dtype="fp16")  # of no bundle here
 
 
-@pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
-
-
 def _alone(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on the bundle is all that this host has: no cache, no database, no shipped one, and no compiler."""
     shutil.rmtree(kerngen.folder / "cache", ignore_errors=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
 import pytest
@@ -57,11 +56,6 @@ FIRST = {
     "db sign": (EXPORT, "db keygen release.key"),
 }
 COMMANDS = dict(_walk(cli))
-
-
-@pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
 
 
 def test_every_command_has_an_example() -> None:

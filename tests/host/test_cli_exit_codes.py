@@ -18,11 +18,6 @@ from kerngen.errors import CompileError
 
 
 @pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
-
-
-@pytest.fixture
 def broken_tree(tmp_path: Path) -> Path:
     """A copy of kerngen whose kernel `embed` has a syntax error."""
     tree = tmp_path / "tree"

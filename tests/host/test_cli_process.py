@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 import pytest
@@ -22,11 +21,6 @@ MODEL = str(ROOT / "examples" / "tiny" / "gemma-4-tiny")
 RUN = ("run", MODEL, "--no-draft", "--max-new-tokens", "2")
 TUNE = ("tune", "--arch", "sm70", "--model", "gemma-4-31b", "--jobs", "1")
 SHORT = (*TUNE, "--kernel", "embed", "--trials", "1")
-
-
-@pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
 
 
 def _closing(*numbers: int) -> Callable[[], None]:

@@ -25,11 +25,6 @@ MODEL = str(ROOT / "examples" / "tiny" / "gemma-4-tiny")
 SAY = ("run", MODEL, "--no-draft", "-n", "2")
 
 
-@pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
-
-
 # ---- what a run is asked
 
 

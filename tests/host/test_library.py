@@ -11,7 +11,6 @@ import sys
 import tomllib
 import venv
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +27,13 @@ from kerngen.templates import find_kernel
 from kerngen.templates.kernel import static_fields
 from kerngen.tuning_db import Measurement, Store, problem_key
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny"
 TARGET = TINY / "gemma-4-tiny-w4a16"
 ASSISTANT = TINY / "gemma-4-tiny-assistant"
 QUESTION = "Where is the lantern?"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The model is so small that threads only get in each other's way."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ---- names

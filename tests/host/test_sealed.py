@@ -22,17 +22,11 @@ from kerngen.tuning_db.read import trust
 from kerngen.tuning_db.read.sealed import FOOTER_BYTES, QUERY_ERRORS, Sealed, Value, leaf, tail_of
 from kerngen.tuning_db.read.trust import signed_message, trust_digest
 
+pytestmark = pytest.mark.usefixtures("nobody_is_trusted")
+
 ABOUT = {"schema": "0003", "name": "test", "contents": {"arches": ["sm90"]}}
 PAGE = 4096
 ANN, BOB = SecretKey(b"a" * 32, "ann"), SecretKey(b"b" * 32, "bob")
-
-
-@pytest.fixture(autouse=True)
-def nobody_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KERNGEN_TRUST", "KERNGEN_TRUST_UNSIGNED", "KERNGEN_TRUST_FILES"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setattr(trust, "_HOST", tmp_path / "etc" / "trusted")
 
 
 @pytest.fixture

@@ -68,11 +68,6 @@ def predicted(build_id: str, n: int, us: float, **values: Any) -> Measurement:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "tuning.db"
-
-
-@pytest.fixture
 def store(path: Path) -> Any:
     with Store.open(path) as s:
         yield s

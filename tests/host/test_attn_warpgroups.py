@@ -752,13 +752,3 @@ def test_products_find_keys_where_boxes_bring_them(head_dim: int, page_size: int
         for row, chunk in product(range(TILE), range(columns // 8)):  # `placed`, where keys are put by hand
             at = row // 8 * (columns * 16) + chunk // 8 * 1024 + row % 8 * 128 + (chunk % 8 ^ row % 8) * 16
             assert torch.equal(smem[at // 2 : at // 2 + 8], keys[row, part * columns + chunk * 8 :][:8])
-
-
-def test_traffic_covers_the_cost() -> None:
-    for problem in (FULL, Problem(256, 32, 16, window=1024), Problem(512, 16, 2, q_len=5, batch=7, kv_len=5003)):
-        config = replace(CONFIG, block_m=min(32, -(-problem.rows // 8) * 8))
-        moved, least = KERNEL.traffic(problem, config, H200), KERNEL.cost(problem)
-        assert moved is not None
-        assert len(moved) == 2
-        assert moved[0].flops >= least.flops
-        assert (moved[0].l2_bytes or 0) >= moved[0].dram_bytes == least.bytes

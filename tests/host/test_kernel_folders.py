@@ -298,6 +298,7 @@ def test_unsupported_cases_say_what_serves(kernel: Kernel, arch: Arch) -> None:
         assert why is not None
         assert _has_figure(why) or INSTEAD.search(why), why
         assert set(re.findall(r"\b([a-z]\w*)=", why)) <= named, f"it has no such field: {why}"
+        assert "bf16" not in why or arch.has_bf16 or "fp16" in why.replace("bf16", ""), f"fp16 serves there: {why}"
     if reasons:  # nothing is left out without being counted
         count = len(kernel.cases.CASES)
         pytest.skip("; ".join(f"{n} of {count} cases of {kernel.name}: {why}" for why, n in reasons.items()))

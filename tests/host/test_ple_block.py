@@ -93,20 +93,6 @@ def test_each_tile_of_tokens_reads_the_weights_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"hidden": 4104}, "hidden=4104 is more than 4096"),
-        ({"width": 264}, "width=264 is more than 256"),
-        ({"width": 100}, "width=100 is not a positive multiple of 8"),
-        ({"dtype": "fp16", "residual_dtype": "bf16"}, "residual_dtype='bf16' is not one of: fp16"),
-    ],
-)
-def test_problems_that_contradict_themselves_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ProblemError, match=re.escape(message)):
-        KERNEL.problem_type(**fields)
-
-
-@pytest.mark.parametrize(
     ("fields", "config", "message"),
     [
         ({"num_tokens": 65}, {}, "num_tokens=65: at most 64; dense products and add_norm serve more"),

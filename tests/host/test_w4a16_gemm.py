@@ -100,30 +100,6 @@ def test_reference_is_the_dense_product() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "needle"),
-    [
-        ({"n": 48}, "n=48"),
-        ({"k": 100}, "k=100"),
-        ({"k": 192, "group_size": 128}, "k=192"),
-        ({"group_size": 16}, "group_size=16"),
-        ({"dtype": "fp64"}, "fp64"),
-        ({"num_tokens": 0}, "num_tokens=0"),
-    ],
-)
-def test_problems_that_contradict_themselves_say_which_figure(fields: dict[str, object], needle: str) -> None:
-    with pytest.raises(ProblemError, match=needle):
-        Problem(**({"n": 64, "k": 128} | fields))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["sm70", "sm75"])
-def test_bf16_before_sm80_is_refused_and_names_fp16(name: str) -> None:
-    why = spec.why_unsupported(Problem(64, 128, 32, "bf16"), Target.of(find_arch(name)))
-    assert why is not None
-    assert "fp16" in why
-    assert spec.why_unsupported(Problem(64, 128, 32, "fp16"), Target.of(find_arch(name))) is None
-
-
-@pytest.mark.parametrize(
     ("arch", "config", "needles"),
     [
         ("sm86", Config(128, 256, 128, 64, 2, 1, 4, 0), ("101,376",)),

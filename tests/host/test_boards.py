@@ -57,22 +57,13 @@ SEEN = [
     ("NVIDIA GeForce RTX 5090", 170, 31.4, "RTX5090"),
 ]
 NOT_THESE = [
-    ("NVIDIA H200 MIG 1g.18gb", 16, 16.0),
-    ("NVIDIA H200 MIG 7g.141gb", 132, 139.8),
-    ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 42, 19.6),
-    ("NVIDIA H200", 16, 16.0),
-    ("NVIDIA H200", 132, 16.0),
-    ("NVIDIA H200 NVL", 132, 139.8),
-    ("NVIDIA H100 NVL", 132, 93.1),
-    ("NVIDIA GH200 480GB", 132, 94.5),
-    ("NVIDIA A10G", 80, 22.2),
-    ("NVIDIA L40", 142, 44.4),
-    ("NVIDIA GeForce RTX 4090 D", 114, 23.6),
-    ("NVIDIA GeForce RTX 4090 Laptop GPU", 76, 15.7),
-    ("Tesla V100-PCIE-16GB", 80, 15.8),
-    ("Tesla T4", 40, 7.3),
+    ("NVIDIA H200 MIG 1g.18gb", 16, 16.0), ("NVIDIA H200 MIG 7g.141gb", 132, 139.8),
+    ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 42, 19.6), ("NVIDIA H200", 16, 16.0), ("NVIDIA H200", 132, 16.0),
+    ("NVIDIA H200 NVL", 132, 139.8), ("NVIDIA H100 NVL", 132, 93.1), ("NVIDIA GH200 480GB", 132, 94.5),
+    ("NVIDIA A10G", 80, 22.2), ("NVIDIA L40", 142, 44.4), ("NVIDIA GeForce RTX 4090 D", 114, 23.6),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", 76, 15.7), ("Tesla V100-PCIE-16GB", 80, 15.8), ("Tesla T4", 40, 7.3),
     ("", 0, 0.0),
-]
+]  # fmt: skip
 A_MIG_SLICE = replace(find_device("H200"), name="H200 MIG 1g.18gb", num_sms=16, mem_gib=16.0, l2_bytes=60 * MIB // 8,
                       source="probed")  # fmt: skip
 

@@ -45,16 +45,11 @@ EXPORT = "db export --arch sm90 --kernel rmsnorm -o sm90.kgdb"
 FIRST = {
     "db build": ("db dump --arch sm90 --kernel embed,gelu_gate -o text",),
     "db diff": (EXPORT, EXPORT.replace("sm90.kgdb", "old.kgdb").replace("rmsnorm", "rmsnorm,gelu_gate")),
-    "db gc": (EXPORT, "db import sm90.kgdb"),
-    "db rm": (EXPORT, "db import sm90.kgdb"),
-    "db rebuild": (EXPORT, "db import sm90.kgdb"),
-    "db install": (EXPORT,),
-    "db uninstall": (EXPORT, "db install sm90.kgdb"),
-    "db import": (EXPORT,),
-    "db merge": (EXPORT,),
-    "db verify": (EXPORT,),
-    "db sign": (EXPORT, "db keygen release.key"),
-}
+    "db gc": (EXPORT, "db import sm90.kgdb"), "db rm": (EXPORT, "db import sm90.kgdb"),
+    "db rebuild": (EXPORT, "db import sm90.kgdb"), "db install": (EXPORT,),
+    "db uninstall": (EXPORT, "db install sm90.kgdb"), "db import": (EXPORT,), "db merge": (EXPORT,),
+    "db verify": (EXPORT,), "db sign": (EXPORT, "db keygen release.key"),
+}  # fmt: skip
 COMMANDS = dict(_walk(cli))
 
 

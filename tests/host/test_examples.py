@@ -106,12 +106,8 @@ def test_the_assistant_fits_its_target() -> None:
     assert config["backbone_hidden_size"] == target["hidden_size"] > own["hidden_size"]
     assert own["num_kv_shared_layers"] == own["num_hidden_layers"] == 4
     for same in (
-        "head_dim",
-        "global_head_dim",
-        "num_key_value_heads",
-        "num_global_key_value_heads",
-        "vocab_size",
-    ):
+        "head_dim", "global_head_dim", "num_key_value_heads", "num_global_key_value_heads", "vocab_size",
+    ):  # fmt: skip
         assert own[same] == target[same]
     names = set(load_file(ASSISTANT / "model.safetensors"))
     assert len(names) == 48

@@ -247,16 +247,12 @@ def test_a_session_makes_room_as_it_needs_it() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"folder": TINY / "nothing"}, "is not a folder"),
-        ({"device": "tpu"}, "unknown device 'tpu'"),
-        ({"dtype": "int4"}, "unknown dtype 'int4'"),
-        ({"dtype": torch.float64}, "unknown dtype 'torch.float64'"),
-        ({"backend": "jax"}, "unknown backend 'jax'"),
-        ({"num_draft_tokens": 99}, "99 draft tokens"),
-        ({"max_len": 1 << 40}, "the model takes"),
-        ({"db": "x.db"}, "looks nothing up"),
+        ({"folder": TINY / "nothing"}, "is not a folder"), ({"device": "tpu"}, "unknown device 'tpu'"),
+        ({"dtype": "int4"}, "unknown dtype 'int4'"), ({"dtype": torch.float64}, "unknown dtype 'torch.float64'"),
+        ({"backend": "jax"}, "unknown backend 'jax'"), ({"num_draft_tokens": 99}, "99 draft tokens"),
+        ({"max_len": 1 << 40}, "the model takes"), ({"db": "x.db"}, "looks nothing up"),
     ],
-)
+)  # fmt: skip
 def test_a_folder_that_cannot_be_opened_so_says_why(options: dict[str, Any], message: str) -> None:
     if torch.cuda.is_available() and "db" in options:
         pytest.skip("the cuda backend looks winners up")

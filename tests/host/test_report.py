@@ -305,18 +305,8 @@ def test_only_what_is_wanted(shipped: Store) -> None:
 def test_of_a_tune(tmp_path: Path, kerngen: Kerngen) -> None:
     """A predicted database: searches with several trials, and nothing that looks measured."""
     tune = (
-        "tune",
-        "--arch",
-        "sm70",
-        "--model",
-        "gemma-4-31b",
-        "--kernel",
-        "embed,rmsnorm",
-        "--jobs",
-        "1",
-        "--trials",
-        "4",
-    )
+        "tune", "--arch", "sm70", "--model", "gemma-4-31b", "--kernel", "embed,rmsnorm", "--jobs", "1", "--trials", "4",
+    )  # fmt: skip
     code, out, err = kerngen(*tune, "--report", "page.html", "--json")
     assert code == 0, err
     results = json.loads(out)["results"]

@@ -294,20 +294,8 @@ def test_other_rows_have_other_leaves(data: st.DataObject) -> None:
 
 def test_values_that_look_alike_have_other_leaves() -> None:
     alike: list[list[Value]] = [
-        [1],
-        [1.0],
-        ["1"],
-        [b"1"],
-        [None],
-        [""],
-        [b""],
-        [],
-        ["", ""],
-        ["ab", "c"],
-        ["a", "bc"],
-        [0.0],
-        [-0.0],
-    ]
+        [1], [1.0], ["1"], [b"1"], [None], [""], [b""], [], ["", ""], ["ab", "c"], ["a", "bc"], [0.0], [-0.0],
+    ]  # fmt: skip
     assert len({leaf("t", row) for row in alike}) == len(alike)
 
 
@@ -323,18 +311,14 @@ def _header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Sealed], bytes
 @pytest.mark.parametrize(
     "forge",
     [
-        _header(lambda h: h.update(kerngen_bundle=2)),
-        _header(lambda h: h.pop("kerngen_bundle")),
-        _header(lambda h: h.update(image=None)),
-        _header(lambda h: h["image"].update(bytes=7)),
-        _header(lambda h: h["image"].update(sha256="x")),
-        _header(lambda h: h.update(tables=[])),
+        _header(lambda h: h.update(kerngen_bundle=2)), _header(lambda h: h.pop("kerngen_bundle")),
+        _header(lambda h: h.update(image=None)), _header(lambda h: h["image"].update(bytes=7)),
+        _header(lambda h: h["image"].update(sha256="x")), _header(lambda h: h.update(tables=[])),
         _header(lambda h: h["tables"]["line"].update(rows=39)),
         _header(lambda h: h["tables"]["line"].update(rows=40.0)),
         _header(lambda h: h["tables"]["line"].update(rows=-40)),
         _header(lambda h: h["tables"]["measurement"].update(digest=3)),
-        _header(lambda h: h["tables"]["line"].update(digest="0" * 64)),
-        _header(lambda h: h.update(stored=["line"])),
+        _header(lambda h: h["tables"]["line"].update(digest="0" * 64)), _header(lambda h: h.update(stored=["line"])),
         _header(lambda h: h.update(stored=["revocation", "line", "artifact"])),
         _header(lambda h: h.update(stored=["line", "line", "artifact", "revocation"])),
         _header(lambda h: h.update(stored=["nothing"])),
@@ -343,7 +327,7 @@ def _header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Sealed], bytes
         lambda s: tail_of(s.header["image"]["bytes"], s.header, s.leaves, {"../x": b""}),
         lambda s: tail_of(s.header["image"]["bytes"] - PAGE, s.header, s.leaves, {}),
     ],
-)
+)  # fmt: skip
 def test_a_tail_that_is_whole_and_lies_is_refused(bundle: Path, forge: Callable[[Sealed], bytes]) -> None:
     sealed = Sealed.open(bundle)
     size = sealed.header["image"]["bytes"]

@@ -123,12 +123,8 @@ def test_refusals_hold_the_numbers(arch: str, config: Config, needles: tuple[str
 @pytest.mark.parametrize("num_tokens", [1, 8, 9, 17, 33, 64, 65, 4096])
 def test_every_shape_has_a_default(arch: object, num_tokens: int, row_invariant: bool) -> None:
     for n, k, group in [
-        (32, 32, 32),
-        (128, 128, 128),
-        (5376, 21504, 32),
-        (2816, 704, 64),
-        (43008, 5376, 128),
-    ]:
+        (32, 32, 32), (128, 128, 128), (5376, 21504, 32), (2816, 704, 64), (43008, 5376, 128),
+    ]:  # fmt: skip
         problem = Problem(n, k, group, "fp16", num_tokens, row_invariant=row_invariant)
         config = spec.default_config(problem, Target.of(arch))  # type: ignore[arg-type]
         assert spec.why_invalid(problem, config, Target.of(arch)) is None  # type: ignore[arg-type]

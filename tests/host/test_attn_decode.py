@@ -97,35 +97,6 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor,
     return out[0].transpose(0, 1).float()
 
 
-@pytest.mark.parametrize(
-    ("q_heads", "kv_heads", "q_len", "kv_len"),
-    # the 31B's, the 12B's, E2B's and E4B's
-    [(32, 4, 4, 512), (32, 4, 4, 2048), (32, 4, 4, 64), (16, 1, 4, 1024), (8, 1, 4, 512), (8, 2, 4, 1024)],
-)
-def test_few_keys_of_one_sequence_go_to_blocks_of_eight_rows(
-    q_heads: int, kv_heads: int, q_len: int, kv_len: int
-) -> None:
-    target = Target.of(find_arch("sm90"))
-    problem = SPEC.Problem(512, q_heads, kv_heads, q_len=q_len, kv_len=kv_len, source="qk")
-    config = KERNEL.default_config(problem, target)
-    assert KERNEL.body(config, target.arch).template == "kernel.cu.jinja"
-    assert config.block_m == 8
-    blocks = problem.rows // 8 * kv_heads * config.num_splits
-    assert blocks <= target.device.num_sms, "one round of blocks"
-    assert config.num_splits * config.block_n <= kv_len
-    longer = KERNEL.default_config(replace(problem, kv_len=8192), target)
-    assert longer.block_m > 8 or longer.num_splits > config.num_splits
-
-
-def test_many_windows_whose_q_is_made_in_the_launch_have_quarters_of_keys() -> None:
-    target = Target.of(find_arch("sm90"))
-    one = SPEC.Problem(head_dim=256, num_q_heads=32, num_kv_heads=16, kv_len=1024, window=1024, source="qkv", batch=16)
-    few, many = (KERNEL.default_config(replace(one, batch=batch), target) for batch in (16, 32))
-    assert (few.split_d, many.split_d, few.num_splits, many.num_splits) == (4, 4, 1, 1)
-    assert few.num_warps > many.num_warps, "of many an SM has several blocks"
-    assert KERNEL.default_config(replace(one, batch=32, source="q"), target).split_d == 1
-
-
 @pytest.mark.parametrize(("window", "kv_len", "q_len"), [(0, 37, 1), (0, 5, 4), (8, 37, 3), (8, 8, 1), (8, 9, 2)])
 def test_reference_agrees_with_torch(window: int, kv_len: int, q_len: int) -> None:
     torch.manual_seed(0)

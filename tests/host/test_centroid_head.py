@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kerngen.arch import ARCHES, Arch, Target, find_arch
-from kerngen.compiler.compile import compile_cubin, compile_ptx
+from kerngen.arch import Target, find_arch
+from kerngen.compiler.compile import compile_ptx
 from kerngen.compiler.render import render
 from kerngen.errors import ConfigRefused
 from kerngen.templates import find_kernel
@@ -132,15 +132,6 @@ def test_a_tokens_part_of_the_workspace_stays_where_it_is() -> None:
         assert KERNEL.constants(p, config, SM90)["TOKEN_BYTES"] == size
         for tokens in (2, 7, 64):
             assert KERNEL.workspace_bytes(dataclasses.replace(p, num_tokens=tokens), config, H200) == tokens * size
-
-
-@pytest.mark.parametrize("arch", ARCHES.values(), ids=str)
-def test_builds_without_a_stack(arch: Arch) -> None:
-    for greedy, tokens in ((True, 1), (False, 64)):
-        p = KERNEL.problem_type(dtype=arch.dtype, greedy=greedy, num_tokens=tokens)
-        config = KERNEL.default_config(p, Target.of(arch))
-        for entry in compile_cubin(render(KERNEL, p, config, Target.of(arch)), arch).entries.values():
-            assert (entry.stack_bytes, entry.spill_store_bytes) == (0, 0)
 
 
 def test_both_entries_let_the_next_kernel_start_and_wait() -> None:

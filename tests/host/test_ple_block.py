@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from kerngen.arch import ARCHES, Arch, Target, find_arch
-from kerngen.compiler.compile import compile_cubin, compile_ptx
+from kerngen.arch import Target, find_arch
+from kerngen.compiler.compile import compile_ptx
 from kerngen.compiler.render import render
 from kerngen.errors import ConfigRefused, ProblemError
 from kerngen.templates import find_kernel
@@ -58,16 +58,6 @@ def test_a_tokens_part_of_the_workspace_stays_where_it_is() -> None:
     for tokens in (1, 2, 7, 64):
         asked = dataclasses.replace(p, num_tokens=tokens)
         assert KERNEL.workspace_bytes(asked, KERNEL.default_config(asked, H200), H200) == tokens * size
-
-
-@pytest.mark.parametrize("arch", ARCHES.values(), ids=str)
-def test_builds_without_a_stack(arch: Arch) -> None:
-    residual_dtype = "bf16" if arch.has_bf16 else "fp32"
-    for hidden, tokens in ((1536, 1), (2560, 8)):
-        p = KERNEL.problem_type(hidden, 256, arch.dtype, residual_dtype, tokens)
-        config = KERNEL.default_config(p, Target.of(arch))
-        for entry in compile_cubin(render(KERNEL, p, config, Target.of(arch)), arch).entries.values():
-            assert (entry.stack_bytes, entry.spill_store_bytes) == (0, 0)
 
 
 def test_weights_are_on_their_way_before_the_wait_and_nothing_else_is() -> None:

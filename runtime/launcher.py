@@ -372,13 +372,18 @@ class Launcher:
 
         say: done, of all, what. What cannot be compiled is left to `function`, which says why.
         """
+        from kerngen.compiler.render import Renderer  # Jinja is for those that must render
+
         with CachedCompiler(jobs, self._cache) as compiler:
             building: dict[str, tuple[str, Future[Cubin]]] = {}
+            rendered = Renderer()
             for kernel, problem in asked:
                 with suppress(KerngenError):
                     choice = self._bindings.choice(kernel, problem)
                     if choice.cubin is None and choice not in self._by_choice:
-                        building.setdefault(choice.text, (kernel.name, compiler.submit(choice.text, self.target.arch)))
+                        text = rendered(kernel, choice.problem, choice.config, self.target)
+                        if text not in building:
+                            building[text] = kernel.name, compiler.submit(text, self.target.arch)
             for i, (name, made) in enumerate(building.values()):
                 say(i, len(building), name)
                 with suppress(KerngenError):

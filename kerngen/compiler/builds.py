@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kerngen.arch import Target
 from kerngen.compiler.cache import CachedCompiler, CompileCache, compiling_is_forbidden
 from kerngen.compiler.compile import Cubin, Ptx, nvrtc_version, source_key
-from kerngen.compiler.render import render
+from kerngen.compiler.render import Renderer, render
 from kerngen.errors import CompileError, ProblemError, TuningMiss
 from kerngen.runtime.selection import DEFAULT, Choice, Selector, between, finer, finer_between
 from kerngen.templates import find_kernel, kernel_names
@@ -112,10 +112,11 @@ def workload_builds(
     """What `load` needs on the bindings' target. chosen: is given every choice, each once."""
     builds: dict[str, Build] = {}
     texts: dict[int, tuple[Choice, str]] = {}
+    rendered = Renderer()
     unsupported: Counter[str] = Counter()
     for problem, choice in choices(load, bindings, unsupported):
         if id(choice) not in texts:
-            texts[id(choice)] = choice, choice.text
+            texts[id(choice)] = choice, rendered(choice.kernel, choice.problem, choice.config, choice.target)
         build = _build(builds, choice.kernel, problem, choice.config, bindings.target, texts[id(choice)][1])
         build.origins[choice.source] += 1
         build.stored = build.stored or choice.cubin

@@ -56,6 +56,24 @@ def source_of(kernel: Kernel, problem: Any, config: Any, arch: Arch) -> Source:
     return assemble(_chunks(text), arch, kernel.shared)
 
 
+class Renderer:
+    """Renders as `render`, each text once: problems that differ at launch alone share it.
+
+    One belongs to one listing of builds, during which no template changes.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Any, ...], Source] = {}
+
+    def __call__(self, kernel: Kernel, problem: Any, config: Any, target: Target) -> Source:
+        """Raises as `render`."""
+        kernel.require_valid(problem, config, target)
+        key = kernel.folder, tuple(static_fields(problem).values()), config, target.arch
+        if (made := self._made.get(key)) is None:
+            made = self._made[key] = source_of(kernel, problem, config, target.arch)
+        return made
+
+
 def assemble(chunks: Iterable[Chunk], arch: Arch, shared: tuple[Path, ...]) -> Source:
     """One text: the arch's constants, then `chunks` with what they include of the folders `shared`."""
     out = _Writer()

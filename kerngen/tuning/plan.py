@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Target
 from kerngen.compiler.compile import compile_cubin
-from kerngen.compiler.render import render
+from kerngen.compiler.render import Renderer, render
 from kerngen.cost.predict import Predictor, predict
 from kerngen.errors import ConfigRefused
 from kerngen.templates import find_kernel
@@ -164,14 +164,14 @@ def _likely_sources(kernel: Kernel, rows: list[tuple[Any, Candidates]], target: 
     lines: dict[str, list[tuple[Any, Candidates]]] = {}
     for problem, c in rows:
         lines.setdefault(str(static_fields(problem)), []).append((problem, c))
-    sources = set[str]()
+    sources, rendered = set[str](), Renderer()
     for line in lines.values():
         last = len(line) - 1
         for i in sorted({round(last * k / (RANKED_OF_A_LINE - 1)) for k in range(RANKED_OF_A_LINE)}):
             problem, c = line[i]
             some = c.valid[:: -(-len(c.valid) // RANKED_OF_A_SPACE) or 1]
             likely = dict.fromkeys([c.default, *(x for _, x in rank(kernel, problem, target, some))])
-            sources |= {render(kernel, problem, x, target) for x in list(likely)[:trials]}
+            sources |= {rendered(kernel, problem, x, target) for x in list(likely)[:trials]}
     return sources
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import fresh
 import pytest
+from command import Kerngen
 from once import settle
 from postgres import postgresql_server, postgresql_url
+from toy import toy_kernels
 
+from kerngen.templates.kernel import Kernel
+from kerngen.tuning_db.read import trust
 from kerngen.tuning_db.store import migrate
 
 __all__ = ["postgresql_server", "postgresql_url"]
@@ -24,6 +29,42 @@ def _fresh() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(migrate, "upgrade", fresh.upgrade)
         yield
+
+
+@pytest.fixture
+def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
+    return Kerngen(tmp_path, monkeypatch, capsys)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Of a database that is not there yet."""
+    return tmp_path / "tuning.db"
+
+
+@pytest.fixture
+def scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
+    with toy_kernels(monkeypatch) as kernel:
+        yield kernel
+
+
+@pytest.fixture
+def nobody_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KERNGEN_TRUST", "KERNGEN_TRUST_UNSIGNED", "KERNGEN_TRUST_FILES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setattr(trust, "_HOST", tmp_path / "etc" / "trusted")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """The models are so small that threads only get in each other's way, tenfold so on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

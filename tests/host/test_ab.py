@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from command import ROOT, Kerngen
 from played_gpu import PlayedGpu
-from toy import TOYS, toy_kernels
+from toy import TOYS
 
 from kerngen.arch import Target, find_device
 from kerngen.compiler.compile import Cubin, Resources
@@ -86,12 +86,6 @@ def us(problem: Any, config: Any) -> float | str:
     if config.flavour == "spilling":
         return "out[0] is 1,\nreference 2"
     return 100.0 + problem.num_tokens - config.vectors * 10 - config.threads / 64
-
-
-@pytest.fixture
-def scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
-    with toy_kernels(monkeypatch) as kernel:
-        yield kernel
 
 
 @pytest.fixture(scope="module")

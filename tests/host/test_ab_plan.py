@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command import ROOT
-from toy import toy_kernels
 
 from kerngen.arch import Target, find_arch, find_device
 from kerngen.compiler.render import render
@@ -46,12 +44,6 @@ wrong = true
 this = "    pdl_launch_dependents();\n"
 by = ""
 """
-
-
-@pytest.fixture
-def scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
-    with toy_kernels(monkeypatch) as kernel:
-        yield kernel
 
 
 def _file(folder: Path, text: str) -> Path:

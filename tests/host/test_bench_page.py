@@ -156,11 +156,8 @@ def test_what_is_no_run_of_the_same_is_refused_first(content: str, says: str, tm
         prepared(tmp_path / "new.html", tmp_path / "last.json", "profile", alike)
 
 
-def test_a_file_of_somebody_elses_is_not_written_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_somebody_elses_is_not_written_over(tmp_path: Path, kerngen: Kerngen) -> None:
     """By no command that draws a page, and before anything is measured or tuned."""
-    kerngen = Kerngen(tmp_path, monkeypatch, capsys)
     mine = tmp_path / "thesis.html"
     mine.write_text("<!DOCTYPE html><p>mine</p>")
     for args in (("bench", "profile", "gemma-4-31b"), ("bench", "kernel", "embed"), ("bench", "step", "gemma-4-31b"),

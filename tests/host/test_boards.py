@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from math import inf, isclose
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,22 +57,13 @@ SEEN = [
     ("NVIDIA GeForce RTX 5090", 170, 31.4, "RTX5090"),
 ]
 NOT_THESE = [
-    ("NVIDIA H200 MIG 1g.18gb", 16, 16.0),
-    ("NVIDIA H200 MIG 7g.141gb", 132, 139.8),
-    ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 42, 19.6),
-    ("NVIDIA H200", 16, 16.0),
-    ("NVIDIA H200", 132, 16.0),
-    ("NVIDIA H200 NVL", 132, 139.8),
-    ("NVIDIA H100 NVL", 132, 93.1),
-    ("NVIDIA GH200 480GB", 132, 94.5),
-    ("NVIDIA A10G", 80, 22.2),
-    ("NVIDIA L40", 142, 44.4),
-    ("NVIDIA GeForce RTX 4090 D", 114, 23.6),
-    ("NVIDIA GeForce RTX 4090 Laptop GPU", 76, 15.7),
-    ("Tesla V100-PCIE-16GB", 80, 15.8),
-    ("Tesla T4", 40, 7.3),
+    ("NVIDIA H200 MIG 1g.18gb", 16, 16.0), ("NVIDIA H200 MIG 7g.141gb", 132, 139.8),
+    ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 42, 19.6), ("NVIDIA H200", 16, 16.0), ("NVIDIA H200", 132, 16.0),
+    ("NVIDIA H200 NVL", 132, 139.8), ("NVIDIA H100 NVL", 132, 93.1), ("NVIDIA GH200 480GB", 132, 94.5),
+    ("NVIDIA A10G", 80, 22.2), ("NVIDIA L40", 142, 44.4), ("NVIDIA GeForce RTX 4090 D", 114, 23.6),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", 76, 15.7), ("Tesla V100-PCIE-16GB", 80, 15.8), ("Tesla T4", 40, 7.3),
     ("", 0, 0.0),
-]
+]  # fmt: skip
 A_MIG_SLICE = replace(find_device("H200"), name="H200 MIG 1g.18gb", num_sms=16, mem_gib=16.0, l2_bytes=60 * MIB // 8,
                       source="probed")  # fmt: skip
 
@@ -177,10 +167,7 @@ def test_a_probed_gpu_has_the_name_of_its_profile(
     assert isclose(probed.mem_gbps, 1555.2)
 
 
-def test_the_commands_say_what_drivers_call_a_board(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kerngen = Kerngen(tmp_path, monkeypatch, capsys)
+def test_the_commands_say_what_drivers_call_a_board(kerngen: Kerngen) -> None:
     listed: dict[str, Any] = {d["name"]: d for d in json.loads(kerngen("arch", "ls", "--json")[1])["devices"]}
     for name, board in DEVICES.items():
         shown = json.loads(kerngen("arch", "show", name.lower(), "--json")[1])

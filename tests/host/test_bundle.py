@@ -20,7 +20,8 @@ import kerngen.compiler.cache as cache_module
 import kerngen.compiler.compile as compile_module
 from kerngen.arch import Target, find_arch, find_device
 from kerngen.bundles.bundle import Bundle, BundleCache, sources_for
-from kerngen.compiler.builds import choices, lengths_between
+from kerngen.compiler import render
+from kerngen.compiler.builds import choices, lengths_between, workload_builds
 from kerngen.errors import DatabaseError, TrustError, TuningMiss, UsageError
 from kerngen.runtime.selection import Choice, Selector
 from kerngen.templates import find_kernel
@@ -32,11 +33,6 @@ from kerngen.workload.workload import Workload, find_model, workload
 TINY = ROOT / "examples" / "tiny"
 SMALL = ("--model", "gemma-4-31b", "--kernel", "gelu_gate,rmsnorm", "--jobs", "1")
 OTHER = find_kernel("gelu_gate").problem_type(width=64, dtype="fp16")  # of no bundle here
-
-
-@pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
 
 
 def _alone(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +106,19 @@ def test_lengths_between_the_tuned_ones_are_prepared_too() -> None:
         assert id(bindings.choice(find_kernel("attn_decode"), replace(item, kv_len=length))) in prepared
     for batch in (3, 7, 13, 19, 31):  # and of batches between
         assert id(bindings.choice(find_kernel("attn_decode"), replace(item, batch=batch))) in prepared
+
+
+def test_each_source_of_a_workload_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = workload(find_model("gemma-4-31b"), find_arch("sm90")).only(["w4a16_gemm", "rmsnorm"])
+    chosen: list[Choice] = []
+    rendered: list[object] = []
+    source_of = render.source_of
+    with monkeypatch.context() as patch:
+        patch.setattr(render, "source_of", lambda *asked: (rendered.append(asked), source_of(*asked))[1])
+        builds = workload_builds(load, Selector([], Target.of(find_arch("sm90"))), [], chosen)
+    sources = [str(build.source) for build in builds]
+    assert len(rendered) == len(set(sources)) == len(sources) < len(chosen)
+    assert {choice.text for choice in chosen} == set(sources)
 
 
 def test_no_length_between_is_prepared_twice() -> None:

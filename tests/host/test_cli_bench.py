@@ -28,11 +28,6 @@ ROW = {
 
 
 @pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
-
-
-@pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Two H200s. What torch was told to take, in order."""
     taken: list[int] = []

@@ -22,11 +22,6 @@ COMPILE = ("compile", "--arch", "sm70", "--kernel", "embed", "--jobs", "1")
 SHOW = ("kernel", "show", "embed", "--arch", "sm70", "--no-source")
 
 
-@pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
-
-
 def _require_message(done: tuple[int, str, str], code: int, says: str) -> None:
     """One message, which begins with the kind of error and in which `says` is found; a hint may follow."""
     got, out, err = done

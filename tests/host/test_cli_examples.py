@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
 import pytest
@@ -46,22 +45,12 @@ EXPORT = "db export --arch sm90 --kernel rmsnorm -o sm90.kgdb"
 FIRST = {
     "db build": ("db dump --arch sm90 --kernel embed,gelu_gate -o text",),
     "db diff": (EXPORT, EXPORT.replace("sm90.kgdb", "old.kgdb").replace("rmsnorm", "rmsnorm,gelu_gate")),
-    "db gc": (EXPORT, "db import sm90.kgdb"),
-    "db rm": (EXPORT, "db import sm90.kgdb"),
-    "db rebuild": (EXPORT, "db import sm90.kgdb"),
-    "db install": (EXPORT,),
-    "db uninstall": (EXPORT, "db install sm90.kgdb"),
-    "db import": (EXPORT,),
-    "db merge": (EXPORT,),
-    "db verify": (EXPORT,),
-    "db sign": (EXPORT, "db keygen release.key"),
-}
+    "db gc": (EXPORT, "db import sm90.kgdb"), "db rm": (EXPORT, "db import sm90.kgdb"),
+    "db rebuild": (EXPORT, "db import sm90.kgdb"), "db install": (EXPORT,),
+    "db uninstall": (EXPORT, "db install sm90.kgdb"), "db import": (EXPORT,), "db merge": (EXPORT,),
+    "db verify": (EXPORT,), "db sign": (EXPORT, "db keygen release.key"),
+}  # fmt: skip
 COMMANDS = dict(_walk(cli))
-
-
-@pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
 
 
 def test_every_command_has_an_example() -> None:

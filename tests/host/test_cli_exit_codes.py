@@ -18,11 +18,6 @@ from kerngen.errors import CompileError
 
 
 @pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
-
-
-@pytest.fixture
 def broken_tree(tmp_path: Path) -> Path:
     """A copy of kerngen whose kernel `embed` has a syntax error."""
     tree = tmp_path / "tree"
@@ -98,15 +93,11 @@ def test_a_kernel_that_does_not_compile_fails_its_check(kerngen: Kerngen, monkey
 @pytest.mark.parametrize(
     ("args", "code"),
     [
-        (("--help",), 0),
-        (("--version",), 0),
-        (("db", "ls", "--help"), 0),
-        (("arch", "ls"), 0),
-        ((), 2),
+        (("--help",), 0), (("--version",), 0), (("db", "ls", "--help"), 0), (("arch", "ls"), 0), ((), 2),
         (("db", "x"), 2),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, tuple) else "",
-)
+)  # fmt: skip
 def test_the_code_of_what_does_nothing(kerngen: Kerngen, args: tuple[str, ...], code: int) -> None:
     assert kerngen.run(*args)[0] == code
     assert kerngen(*args)[0] == code

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-from pathlib import Path
 
 import pytest
 from command import Kerngen
@@ -16,12 +15,6 @@ from kerngen.arch import find_arch
 from kerngen.cli.kernel_show import example
 from kerngen.templates import TEMPLATES_VARIABLE, find_kernel
 from kerngen.workload.workload import find_model, workload
-
-
-@pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
-
 
 # -- ls --model
 

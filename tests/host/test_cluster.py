@@ -459,10 +459,7 @@ def test_one_compiles_and_another_measures(url: str, plan: Plan, start: Callable
 # ---- the commands
 
 
-def test_the_commands(
-    url: str, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kerngen = Kerngen(tmp_path, monkeypatch, capsys)
+def test_the_commands(url: str, plan: Plan, tmp_path: Path, kerngen: Kerngen) -> None:
     code, out, err = kerngen("tune", "--db", url, "--status")
     assert (code, out, err) == (0, "the queue is empty\n", "")
     with Queue.open(url) as queue:
@@ -503,11 +500,8 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(find_spec("procrastinate") is None, reason="what needs it fails above, and says so")
-def test_a_server_that_accepts_and_stays_silent_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_accepts_and_stays_silent_is_given_up(monkeypatch: pytest.MonkeyPatch, kerngen: Kerngen) -> None:
     monkeypatch.setattr("kerngen.tuning_db.store.engine.CONNECT_S", 2)
-    kerngen = Kerngen(tmp_path, monkeypatch, capsys)
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"postgresql+psycopg://me@127.0.0.1:{server.getsockname()[1]}/name"
         code, out, err = kerngen("worker", "--db", url, "--arch", "sm70")

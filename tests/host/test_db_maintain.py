@@ -18,11 +18,6 @@ from kerngen.tuning_db.store.prune import gc, rm
 from kerngen.tuning_db.store.stats import stats
 
 
-@pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
-
-
 @pytest.fixture(params=["sqlite", "postgresql"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     where = tmp_path / "mine.db" if request.param == "sqlite" else request.getfixturevalue("postgresql_url")

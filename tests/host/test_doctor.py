@@ -7,7 +7,6 @@ import sqlite3
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from command import ROOT, Kerngen
@@ -25,11 +24,6 @@ from kerngen.tuning_db.shipped import Shipped
 from kerngen.workload.workload import find_workload
 
 MODEL = "gemma-4-31b"
-
-
-@pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(("device", "kind"), [("H200", "exact device"), ("H100", "default")])

@@ -307,11 +307,6 @@ def test_kept_weights_are_the_targets_whatever_the_drafter(tmp_path: Path, monke
     assert not torch.equal(held["pre.weight"], as_stored.pre.weight)
 
 
-@pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
-
-
 def test_run_says_how_the_drafter_is_kept(kerngen: Kerngen) -> None:
     common = ("run", str(TARGET), "--prompt", "What is a warp?", "--max-new-tokens", "16", "--device", "cpu")
     drafted = (*common, "--draft", str(ASSISTANT), "--num-draft-tokens", "3")

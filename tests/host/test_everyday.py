@@ -25,11 +25,6 @@ MODEL = str(ROOT / "examples" / "tiny" / "gemma-4-tiny")
 SAY = ("run", MODEL, "--no-draft", "-n", "2")
 
 
-@pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
-
-
 # ---- what a run is asked
 
 
@@ -183,20 +178,15 @@ def test_a_kernels_folder_that_is_wrong_is_said_and_the_others_work(
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("tune --arch sm9", ["sm90"]),
-        ("compile --arch sm70,sm12", ["sm70,sm120"]),
-        ("tune --model gemma-4-e", ["gemma-4-e2b", "gemma-4-e4b"]),
-        ("tune --kernel rms", ["rmsnorm"]),
-        ("compile --device L4", ["L4", "L40S"]),
-        ("kernel show attn_p", ["attn_prefill"]),
-        ("bench model gemma-4-3", ["gemma-4-31b"]),
-        ("db ls --arch sm8", ["sm80", "sm86", "sm89"]),
-        ("run MODEL --device cp", ["cpu"]),
-        ("tune --objective pre", ["predicted"]),
+        ("tune --arch sm9", ["sm90"]), ("compile --arch sm70,sm12", ["sm70,sm120"]),
+        ("tune --model gemma-4-e", ["gemma-4-e2b", "gemma-4-e4b"]), ("tune --kernel rms", ["rmsnorm"]),
+        ("compile --device L4", ["L4", "L40S"]), ("kernel show attn_p", ["attn_prefill"]),
+        ("bench model gemma-4-3", ["gemma-4-31b"]), ("db ls --arch sm8", ["sm80", "sm86", "sm89"]),
+        ("run MODEL --device cp", ["cpu"]), ("tune --objective pre", ["predicted"]),
         ("doctor --model ./mod", ["./mod"]),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
-)
+)  # fmt: skip
 def test_values_complete(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch, line: str, offered: list[str]) -> None:
     monkeypatch.setenv("_KERNGEN_COMPLETE", "bash_complete")
     monkeypatch.setenv("COMP_WORDS", f"kerngen {line}")

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -34,14 +33,7 @@ import model as training  # noqa: E402
 import passages  # noqa: E402
 import tokenizer as bpe  # noqa: E402
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The models are so small that threads only get in each other's way, tenfold so on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +106,8 @@ def test_the_assistant_fits_its_target() -> None:
     assert config["backbone_hidden_size"] == target["hidden_size"] > own["hidden_size"]
     assert own["num_kv_shared_layers"] == own["num_hidden_layers"] == 4
     for same in (
-        "head_dim",
-        "global_head_dim",
-        "num_key_value_heads",
-        "num_global_key_value_heads",
-        "vocab_size",
-    ):
+        "head_dim", "global_head_dim", "num_key_value_heads", "num_global_key_value_heads", "vocab_size",
+    ):  # fmt: skip
         assert own[same] == target[same]
     names = set(load_file(ASSISTANT / "model.safetensors"))
     assert len(names) == 48
@@ -320,10 +308,7 @@ def test_use_the_ops() -> None:
 
 
 @pytest.mark.parametrize("target", [TARGET, W4A16], ids=lambda p: p.name)
-def test_kerngen_runs_it(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kerngen = Kerngen(tmp_path, monkeypatch, capsys)
+def test_kerngen_runs_it(target: Path, kerngen: Kerngen) -> None:
     command = ("run", str(target), "--backend", "torch", "--dtype", "fp32", "--temperature", "0", "--json", "--prompt")
     prompt = acceptance.PROMPTS[0]
     for code, _, err in (

@@ -18,11 +18,6 @@ from kerngen.system.files import locked, publish
 COMPILE = ("compile", "--arch", "sm70", "--kernel", "embed", "--cases", "--jobs", "1")
 
 
-@pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
-
-
 def _all(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.rglob("*") if not p.is_dir())
 

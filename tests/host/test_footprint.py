@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -51,8 +50,7 @@ def test_int4_weights_take_a_quarter_and_their_scales() -> None:
     assert packed < dense
 
 
-def test_doctor_prints_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    kerngen = Kerngen(tmp_path, monkeypatch, capsys)
+def test_doctor_prints_it(kerngen: Kerngen) -> None:
     which = ("doctor", "--model", str(TINY / "gemma-4-tiny-w4a16"), "--arch", "sm80", "--context", "500")
     memory = json.loads(kerngen(*which, "--json")[1])["model"]["memory"]
     said = footprint(read_model_config(TINY / "gemma-4-tiny-w4a16"), None, torch.bfloat16, 500)
@@ -112,10 +110,7 @@ def test_a_format_of_the_cache_says_what_its_pages_take() -> None:
         ops.attend_decode(projected, heads, kv, batch)
 
 
-def test_run_prints_the_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kerngen = Kerngen(tmp_path, monkeypatch, capsys)
+def test_run_prints_the_plan(kerngen: Kerngen) -> None:
     model = str(TINY / "gemma-4-tiny-w4a16")
     config = read_model_config(TINY / "gemma-4-tiny-w4a16")
     code, out, _ = kerngen("run", model, "--plan", "--json")

@@ -106,10 +106,15 @@ def _divided(name: str, sharing: tuple[str, ...]) -> dict[str, dict[str, tuple[C
     kernel = find_kernel(name)
     sources = {a: _sources(kernel, find_arch(a)) for a in sharing}
     values = {(a, source): _values(kernel, find_arch(a), *of) for a in sharing for source, of in sources[a].items()}
-    missing, chosen = set().union(*values.values()), set()
+    missing, chosen = set().union(*values.values()), list[tuple[str, str]]()
     while missing:
-        chosen.add(best := max(values, key=lambda built: len(values[built] & missing)))
+        chosen.append(best := max(values, key=lambda built: len(values[built] & missing)))
         missing -= values[best]
+    for built in sorted(
+        chosen, key=lambda built: len(built[1]), reverse=True
+    ):  # those chosen later may have its values
+        if values[built] <= set().union(*(values[other] for other in chosen if other != built)):
+            chosen.remove(built)
     return {a: {source: of for source, of in sources[a].items() if (a, source) in chosen} for a in sharing}
 
 
@@ -272,6 +277,8 @@ def _complaints(kernel: Kernel, case: Case, config: Any, arch: Arch, cubin: Cubi
         r, threads = cubin.entries[x.entry], prod(x.block)
         if max(spilled := (r.spill_store_bytes, r.spill_load_bytes)) > (most := kernel.max_spill_bytes):
             yield f"{x.entry} spills {spilled[0]} + {spilled[1]} B a thread; spec.MAX_SPILL_BYTES is {most}"
+        if r.stack_bytes and not most:
+            yield f"{x.entry} has a stack of {r.stack_bytes} B"
         if not 1 <= threads <= 1024:
             yield f"{x.entry}: {threads} threads a block"
         # Registers are dealt to warps by four, so a bound rounded up to them is what the block takes; a spec says where
@@ -298,6 +305,7 @@ def test_unsupported_cases_say_what_serves(kernel: Kernel, arch: Arch) -> None:
         assert why is not None
         assert _has_figure(why) or INSTEAD.search(why), why
         assert set(re.findall(r"\b([a-z]\w*)=", why)) <= named, f"it has no such field: {why}"
+        assert "bf16" not in why or arch.has_bf16 or "fp16" in why.replace("bf16", ""), f"fp16 serves there: {why}"
     if reasons:  # nothing is left out without being counted
         count = len(kernel.cases.CASES)
         pytest.skip("; ".join(f"{n} of {count} cases of {kernel.name}: {why}" for why, n in reasons.items()))

@@ -11,7 +11,6 @@ import sys
 import tomllib
 import venv
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +27,13 @@ from kerngen.templates import find_kernel
 from kerngen.templates.kernel import static_fields
 from kerngen.tuning_db import Measurement, Store, problem_key
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny"
 TARGET = TINY / "gemma-4-tiny-w4a16"
 ASSISTANT = TINY / "gemma-4-tiny-assistant"
 QUESTION = "Where is the lantern?"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The model is so small that threads only get in each other's way."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ---- names
@@ -255,16 +247,12 @@ def test_a_session_makes_room_as_it_needs_it() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"folder": TINY / "nothing"}, "is not a folder"),
-        ({"device": "tpu"}, "unknown device 'tpu'"),
-        ({"dtype": "int4"}, "unknown dtype 'int4'"),
-        ({"dtype": torch.float64}, "unknown dtype 'torch.float64'"),
-        ({"backend": "jax"}, "unknown backend 'jax'"),
-        ({"num_draft_tokens": 99}, "99 draft tokens"),
-        ({"max_len": 1 << 40}, "the model takes"),
-        ({"db": "x.db"}, "looks nothing up"),
+        ({"folder": TINY / "nothing"}, "is not a folder"), ({"device": "tpu"}, "unknown device 'tpu'"),
+        ({"dtype": "int4"}, "unknown dtype 'int4'"), ({"dtype": torch.float64}, "unknown dtype 'torch.float64'"),
+        ({"backend": "jax"}, "unknown backend 'jax'"), ({"num_draft_tokens": 99}, "99 draft tokens"),
+        ({"max_len": 1 << 40}, "the model takes"), ({"db": "x.db"}, "looks nothing up"),
     ],
-)
+)  # fmt: skip
 def test_a_folder_that_cannot_be_opened_so_says_why(options: dict[str, Any], message: str) -> None:
     if torch.cuda.is_available() and "db" in options:
         pytest.skip("the cuda backend looks winners up")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,11 +24,6 @@ from kerngen.soak.server import Settings, Soak
 
 SHORT = ("--prompt-tokens", "8", "--answer-tokens", "6", "--vocab", "1024")
 SOAK = (*SHORT, "--minutes", "0.01", "--concurrency", "6", "--timeout", "0.4", "--reference", "3")
-
-
-@pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
 
 
 def test_figures_are_vllms() -> None:

@@ -63,14 +63,10 @@ def test_what_lost_is_in_the_index(records: ModuleType) -> None:
 @pytest.mark.parametrize(
     "page",
     [
-        "README.md",
-        "docs/performance.md",
-        "docs/experiments.md",
-        "docs/architecture.md",
-        "docs/kernels.md",
+        "README.md", "docs/performance.md", "docs/experiments.md", "docs/architecture.md", "docs/kernels.md",
         "docs/quick-start.md",
     ],
-)
+)  # fmt: skip
 def test_no_sentence_names_a_commit(page: str) -> None:
     assert not HASH.findall(_sentences((ROOT / page).read_text()))
 

@@ -50,24 +50,18 @@ def _predict(n: int, us: float, tag: str, **values: Any) -> Callable[[Store], No
 
 # What a database may hold: any subset of these, in this order.
 FACTS: tuple[Callable[[Store], None], ...] = (
-    lambda store: _failed(store, 0),
-    _measure(0, 10.0, 1),
-    _measure(1, 9.0, 1),
-    _measure(1, 11.5, 2),
+    lambda store: _failed(store, 0), _measure(0, 10.0, 1), _measure(1, 9.0, 1), _measure(1, 11.5, 2),
     _measure(2, 8.0, 1, stage="final"),
     _measure(2, None, 3, outcome="wrong_result", reason="off by 2", problem=key_of(128)),
-    _measure(3, 8.01, 3, stage="final"),
-    _measure(3, 5.0, 2, device=H100),
+    _measure(3, 8.01, 3, stage="final"), _measure(3, 5.0, 2, device=H100),
     _measure(4, None, 2, outcome="launch_failed", reason="too many registers"),
-    _predict(2, 7.0, "one", problem=key_of(256)),
-    _predict(2, 7.0, "another", problem=key_of(256)),
+    _predict(2, 7.0, "one", problem=key_of(256)), _predict(2, 7.0, "another", problem=key_of(256)),
     _predict(5, 6.0, "one", problem=key_of(256), model="roofline-2"),
     lambda store: store.revoke(add_build(store, 3), "it was wrong"),
     lambda store: store.close_search("a search", key_of(), {"trials": 4}),
     lambda store: store.close_search("a search", key_of(), {"trials": 5}),
-    lambda store: store.note_rendered([add_build(store, 1)], "today"),
-    lambda store: store.keep_image(make_cubin(9)),
-)
+    lambda store: store.note_rendered([add_build(store, 1)], "today"), lambda store: store.keep_image(make_cubin(9)),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

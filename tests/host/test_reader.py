@@ -292,17 +292,12 @@ def test_a_revocation_that_comes_in_meanwhile_counts(path: Path, reader: Reader)
 @pytest.mark.parametrize(
     ("place", "says"),
     [
-        ("absent.db", "no such file"),
-        ("notes.txt", "is not an SQLite database"),
-        ("notes.kgdb", "is no sealed database"),
-        ("half.db", "is cut short"),
-        (".", "is a folder, not a database"),
-        ("fifo", "is no regular file"),
-        ("x" * 300, "File name too long"),
-        ("newer.db", "newer kerngen"),
+        ("absent.db", "no such file"), ("notes.txt", "is not an SQLite database"),
+        ("notes.kgdb", "is no sealed database"), ("half.db", "is cut short"), (".", "is a folder, not a database"),
+        ("fifo", "is no regular file"), ("x" * 300, "File name too long"), ("newer.db", "newer kerngen"),
         ("other.db", "is an SQLite database, but not a tuning database"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_served_says_why(path: Path, place: str, says: str) -> None:
     folder = path.parent
     for name in ("notes.txt", "notes.kgdb"):

@@ -45,12 +45,11 @@ def _block(language: str) -> str:
 
 
 @pytest.fixture
-def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Terminal]:
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kerngen: Kerngen) -> Iterator[Terminal]:
     """In a folder that holds what the page's lines name: the examples, and the environment that runs this test."""
     environment = Path(sys.prefix)
     if not all((environment / "bin" / name).exists() for name in ("activate", "kerngen")):
         pytest.skip(f"{environment} is no environment with the kerngen command in it, as make test makes one")
-    Kerngen(tmp_path, monkeypatch, capsys)
     (tmp_path / ".venv").symlink_to(environment)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.setenv("PS1", SHELL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recordings import recording
-from toy import toy_kernels
 
 from kerngen.arch import Target, find_arch
 from kerngen.compiler.compile import Resources
@@ -22,12 +20,6 @@ from kerngen.templates.kernel import Kernel, fields_of
 from kerngen.tuning.recorded import Recorded, Row, completed, read, read_folder, write
 
 SM90 = Target.of(find_arch("sm90"))
-
-
-@pytest.fixture
-def scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
-    with toy_kernels(monkeypatch) as kernel:
-        yield kernel
 
 
 @pytest.fixture

@@ -25,11 +25,6 @@ KERNELS = ("--kernel", "gelu_gate,rmsnorm", "--jobs", "1")
 H200 = Target.of(find_device("H200"))
 
 
-@pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
-
-
 def test_a_release_has_all_that_its_models_run(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two models in one file: each problem has its machine code there, and nothing else is asked."""
     code, out, err = kerngen("release", "-o", "dist", "--arch", "sm90", *MODELS, *KERNELS, "--json")

@@ -302,22 +302,11 @@ def test_only_what_is_wanted(shipped: Store) -> None:
     assert gather([shipped, shipped], Wanted(device="H200")).trials == gather([shipped]).trials, "each row once"
 
 
-def test_of_a_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_a_tune(tmp_path: Path, kerngen: Kerngen) -> None:
     """A predicted database: searches with several trials, and nothing that looks measured."""
-    kerngen = Kerngen(tmp_path, monkeypatch, capsys)
     tune = (
-        "tune",
-        "--arch",
-        "sm70",
-        "--model",
-        "gemma-4-31b",
-        "--kernel",
-        "embed,rmsnorm",
-        "--jobs",
-        "1",
-        "--trials",
-        "4",
-    )
+        "tune", "--arch", "sm70", "--model", "gemma-4-31b", "--kernel", "embed,rmsnorm", "--jobs", "1", "--trials", "4",
+    )  # fmt: skip
     code, out, err = kerngen(*tune, "--report", "page.html", "--json")
     assert code == 0, err
     results = json.loads(out)["results"]
@@ -336,10 +325,7 @@ def test_of_a_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert {row["kernel"] for f in figures(page, "steps") for row in rows_of(f)} <= {"embed", "rmsnorm"}
 
 
-def test_the_command(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kerngen = Kerngen(tmp_path, monkeypatch, capsys)
+def test_the_command(file: Path, tmp_path: Path, kerngen: Kerngen) -> None:
     shipped = str(file)
     code, out, err = kerngen("db", "report", "-o", "sub/page.html", "--db", shipped, "--kernel", "rmsnorm", "--json")
     assert code == 0, err

@@ -27,11 +27,6 @@ TINY = ROOT / "examples" / "tiny" / "gemma-4-tiny-w4a16"
 THINKING = "{% if enable_thinking is defined and enable_thinking %}<|turn>system\nthink<turn|>\n{% endif %}"
 
 
-@pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that babbles to the end of its context, with a template and tokens for thoughts."""

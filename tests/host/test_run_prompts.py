@@ -33,11 +33,6 @@ RUN = ("run", MODEL, "--no-draft", "--device", "cpu", "--temperature", "0")
 
 
 @pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
-
-
-@pytest.fixture
 def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     folder = tmp_path_factory.mktemp("checkpoint")
     make_target(folder, "k_eq_v")

@@ -64,14 +64,9 @@ def test_a_row_has_its_own_parameters() -> None:
     """Rows of different filters together give what each gives alone, whatever `cut` the others allow."""
     logits = 3 * torch.randn(7, 3000, generator=torch.Generator().manual_seed(0))
     ways = [
-        Sampling(),
-        Sampling(0.7),
-        Sampling(1.0, 5, 1.0, 1),
-        Sampling(1.3, 64, 0.9, 2),
-        Sampling(0.5, 0, 0.5, 3),
-        Sampling(2.0, 900, 0.95, 4),
-        Sampling(1e-9, 3, 1.0, 5),
-    ]
+        Sampling(), Sampling(0.7), Sampling(1.0, 5, 1.0, 1), Sampling(1.3, 64, 0.9, 2), Sampling(0.5, 0, 0.5, 3),
+        Sampling(2.0, 900, 0.95, 4), Sampling(1e-9, 3, 1.0, 5),
+    ]  # fmt: skip
     at = torch.arange(100, 107)
     together = choose(logits, at, Parameters.of(ways), cut_for(ways))
     alone = [

@@ -22,17 +22,11 @@ from kerngen.tuning_db.read import trust
 from kerngen.tuning_db.read.sealed import FOOTER_BYTES, QUERY_ERRORS, Sealed, Value, leaf, tail_of
 from kerngen.tuning_db.read.trust import signed_message, trust_digest
 
+pytestmark = pytest.mark.usefixtures("nobody_is_trusted")
+
 ABOUT = {"schema": "0003", "name": "test", "contents": {"arches": ["sm90"]}}
 PAGE = 4096
 ANN, BOB = SecretKey(b"a" * 32, "ann"), SecretKey(b"b" * 32, "bob")
-
-
-@pytest.fixture(autouse=True)
-def nobody_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KERNGEN_TRUST", "KERNGEN_TRUST_UNSIGNED", "KERNGEN_TRUST_FILES"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setattr(trust, "_HOST", tmp_path / "etc" / "trusted")
 
 
 @pytest.fixture
@@ -300,20 +294,8 @@ def test_other_rows_have_other_leaves(data: st.DataObject) -> None:
 
 def test_values_that_look_alike_have_other_leaves() -> None:
     alike: list[list[Value]] = [
-        [1],
-        [1.0],
-        ["1"],
-        [b"1"],
-        [None],
-        [""],
-        [b""],
-        [],
-        ["", ""],
-        ["ab", "c"],
-        ["a", "bc"],
-        [0.0],
-        [-0.0],
-    ]
+        [1], [1.0], ["1"], [b"1"], [None], [""], [b""], [], ["", ""], ["ab", "c"], ["a", "bc"], [0.0], [-0.0],
+    ]  # fmt: skip
     assert len({leaf("t", row) for row in alike}) == len(alike)
 
 
@@ -329,18 +311,14 @@ def _header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Sealed], bytes
 @pytest.mark.parametrize(
     "forge",
     [
-        _header(lambda h: h.update(kerngen_bundle=2)),
-        _header(lambda h: h.pop("kerngen_bundle")),
-        _header(lambda h: h.update(image=None)),
-        _header(lambda h: h["image"].update(bytes=7)),
-        _header(lambda h: h["image"].update(sha256="x")),
-        _header(lambda h: h.update(tables=[])),
+        _header(lambda h: h.update(kerngen_bundle=2)), _header(lambda h: h.pop("kerngen_bundle")),
+        _header(lambda h: h.update(image=None)), _header(lambda h: h["image"].update(bytes=7)),
+        _header(lambda h: h["image"].update(sha256="x")), _header(lambda h: h.update(tables=[])),
         _header(lambda h: h["tables"]["line"].update(rows=39)),
         _header(lambda h: h["tables"]["line"].update(rows=40.0)),
         _header(lambda h: h["tables"]["line"].update(rows=-40)),
         _header(lambda h: h["tables"]["measurement"].update(digest=3)),
-        _header(lambda h: h["tables"]["line"].update(digest="0" * 64)),
-        _header(lambda h: h.update(stored=["line"])),
+        _header(lambda h: h["tables"]["line"].update(digest="0" * 64)), _header(lambda h: h.update(stored=["line"])),
         _header(lambda h: h.update(stored=["revocation", "line", "artifact"])),
         _header(lambda h: h.update(stored=["line", "line", "artifact", "revocation"])),
         _header(lambda h: h.update(stored=["nothing"])),
@@ -349,7 +327,7 @@ def _header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Sealed], bytes
         lambda s: tail_of(s.header["image"]["bytes"], s.header, s.leaves, {"../x": b""}),
         lambda s: tail_of(s.header["image"]["bytes"] - PAGE, s.header, s.leaves, {}),
     ],
-)
+)  # fmt: skip
 def test_a_tail_that_is_whole_and_lies_is_refused(bundle: Path, forge: Callable[[Sealed], bytes]) -> None:
     sealed = Sealed.open(bundle)
     size = sealed.header["image"]["bytes"]

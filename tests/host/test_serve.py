@@ -234,21 +234,15 @@ def test_what_is_off_is_let_pass(client: TestClient) -> None:
         ({"structured_outputs": {"grammar": "root ::= 'a'"}}, "json, regex"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "tool_choice"),
         ({"structured_outputs": {"json": {}, "disable_additional_properties": True}}, "additionalProperties"),
-        ({"bad_words": ["a"]}, "logit_bias"),
-        ({"allowed_token_ids": [5]}, "guided_choice"),
-        ({"prompt_logprobs": 1}, "echo"),
-        ({"truncate_prompt_tokens": -1}, "/tokenize"),
-        ({"use_beam_search": True}, "temperature of 0"),
-        ({"functions": [{"name": "f"}]}, "tools"),
-        ({"function_call": {"name": "f"}}, "tool_choice"),
-        ({"continue_final_message": True}, "/v1/completions"),
-        ({"add_generation_prompt": False}, "/v1/completions"),
-        ({"chat_template": "{{ messages }}"}, "/v1/completions"),
-        ({"echo": True}, "/v1/completions"),
-        ({"best_of": 2, "n": 2}, "the n that are sent"),
+        ({"bad_words": ["a"]}, "logit_bias"), ({"allowed_token_ids": [5]}, "guided_choice"),
+        ({"prompt_logprobs": 1}, "echo"), ({"truncate_prompt_tokens": -1}, "/tokenize"),
+        ({"use_beam_search": True}, "temperature of 0"), ({"functions": [{"name": "f"}]}, "tools"),
+        ({"function_call": {"name": "f"}}, "tool_choice"), ({"continue_final_message": True}, "/v1/completions"),
+        ({"add_generation_prompt": False}, "/v1/completions"), ({"chat_template": "{{ messages }}"}, "/v1/completions"),
+        ({"echo": True}, "/v1/completions"), ({"best_of": 2, "n": 2}, "the n that are sent"),
         ({"top_logprobs": 2}, "logprobs: true"),
     ],
-)
+)  # fmt: skip
 def test_what_is_known_and_not_there_is_refused(client: TestClient, asked: dict[str, Any], instead: str) -> None:
     ((name, value),) = list(asked.items())[:1]
     only_chats = {"functions", "function_call", "continue_final_message", "add_generation_prompt", "chat_template",

@@ -20,15 +20,8 @@ from kerngen.runtime.serve.service import Limits
 
 COUNT = int(os.environ.get("KERNGEN_FUZZ", "3000"))
 PATHS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/tokenize",
-    "/detokenize",
-    "/v1/models",
-    "/v1/nothing",
-    "/health",
-    "/",
-)
+    "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/models", "/v1/nothing", "/health", "/",
+)  # fmt: skip
 STRANGE: tuple[Any, ...] = (
     None, True, 0, -1, 1, 10**400, 1e308, float("nan"), float("inf"), "", "a", "\x00", "\ud800", "<turn|>", "<bos>" * 9,
     "\U0001f600" * 99, "a" * 3000, [], [[]], [[[]]], {}, {"": None}, [None], [1, "a"], [10**9], ["a"] * 70, {"a": {}},

@@ -29,11 +29,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield found
 
 
-@pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
-
-
 def test_what_it_says_is_text(server: Served) -> None:
     asked = {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
     answer = server.http.post(f"{server.url}/v1/chat/completions", json=asked).json()

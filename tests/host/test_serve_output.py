@@ -176,25 +176,8 @@ def test_without_tools_the_tokens_of_calls_mean_nothing() -> None:
 
 
 WORDS = [
-    "call:f{",
-    "call:",
-    "{",
-    "}",
-    "[",
-    "]",
-    ",",
-    ":",
-    '"',
-    "\\",
-    "a",
-    "12",
-    "-",
-    " ",
-    "\n",
-    "true",
-    "é",
-    "thought\n",
-]
+    "call:f{", "call:", "{", "}", "[", "]", ",", ":", '"', "\\", "a", "12", "-", " ", "\n", "true", "é", "thought\n",
+]  # fmt: skip
 PIECES = [*([i] for i in CONTROL.values()), *(encode(w) for w in WORDS)]
 SOUPS = st.lists(st.sampled_from(PIECES) | st.lists(st.integers(0, 1100), max_size=2), max_size=40)
 

@@ -35,9 +35,8 @@ def _until(is_so: object, seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def test_it_says_what_run_says(server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                               capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
-    code, out, _ = Kerngen(tmp_path, monkeypatch, capsys)(
+def test_it_says_what_run_says(server: Served, kerngen: Kerngen) -> None:
+    code, out, _ = kerngen(
         "run", str(TINY), "--prompt", ASKED["messages"][0]["content"], "--max-new-tokens", "40", "--json",  # type: ignore[index]
         "--backend", "torch", "--temperature", "0",
     )  # fmt: skip
@@ -165,10 +164,10 @@ def test_a_port_is_one_servers_while_its_weights_load_and_free_once_it_has_ended
         serving._answer(second)
 
 
-def test_what_cannot_be_served(kerngen_here: Kerngen, tmp_path: Path) -> None:
+def test_what_cannot_be_served(kerngen: Kerngen, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        code, _, err = kerngen_here("serve", str(TINY), "--port", port)
+        code, _, err = kerngen("serve", str(TINY), "--port", port)
         assert (code, "--port takes another one" in err) == (2, True), err
     for arguments, status, says in (
         ((str(tmp_path / "none"),), 2, "none"),
@@ -181,11 +180,6 @@ def test_what_cannot_be_served(kerngen_here: Kerngen, tmp_path: Path) -> None:
         ((str(TINY), "--draft", str(tmp_path)), 1, str(tmp_path)),
         ((str(TINY), "--db", "x.db"), 2, "UsageError: --db x.db: the torch backend looks nothing up"),
     ):
-        code, out, err = kerngen_here("serve", *arguments, "--port", "0", "--backend", "torch")
+        code, out, err = kerngen("serve", *arguments, "--port", "0", "--backend", "torch")
         assert (code, out) == (status, ""), (arguments, err)
         assert says in err
-
-
-@pytest.fixture
-def kerngen_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,15 +94,13 @@ def test_no_spans_where_nobody_asks_for_them(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("by", ["option", "environment"])
-def test_what_is_not_installed_is_said(
-    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_installed_is_said(by: str, monkeypatch: pytest.MonkeyPatch, kerngen: Kerngen) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)
     where = "http://localhost:4318"
     arguments = ["--otlp-traces-endpoint", where] if by == "option" else []
     if by == "environment":
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", where)
-    code, out, err = Kerngen(tmp_path, monkeypatch, capsys)("serve", str(TINY), "--port", "0", *arguments)
+    code, out, err = kerngen("serve", str(TINY), "--port", "0", *arguments)
     assert (code, out) == (2, "")
     assert "pip install 'kerngen[otel]'" in err
 

@@ -38,11 +38,6 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
-
-
-@pytest.fixture
 def store() -> Iterator[Store]:
     """Twenty configurations of one problem, and all else that a database may hold."""
     with Store.open("mine.db") as made:

@@ -36,11 +36,6 @@ SMALL = Settings(seconds=2.0, check_seconds=2.0, max_batch=5, max_prompt=40, max
 STEP_S = 0.01  # of the clock that tests run by
 
 
-@pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
-
-
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
     root: Path = tmp_path_factory.mktemp("soak")

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, product
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -124,7 +123,7 @@ def test_every_kernel_is_known_as_brute_force_knows_it(name: str, monkeypatch: p
         served = [p for p in cases if kernel.why_unsupported(p, target) is None]
         for problem in rng.sample(served, min(2, len(served))):
             grids = tuple(_some(part, rng) for part in space_of(kernel, problem, target))
-            monkeypatch.setattr(kerngen.tuning.space, "space_of", lambda *_, grids=grids: grids)
+            monkeypatch.setattr("kerngen.tuning.space.space_of", lambda *_, grids=grids: grids)
             found = enumerated(kernel, problem, target)
             assert found.complete
             valid, counts = [], Counter[str]()
@@ -224,23 +223,20 @@ def test_a_problem_is_told_apart_by_what_properties_and_methods_read() -> None:
     assert read == {"width": 16}
 
 
-def test_a_space_that_cannot_be_known_whole_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(kerngen.tuning.space, "MOST_CALLS", 3)
-    monkeypatch.setattr(kerngen.tuning.space, "SAMPLE", 20)
-    monkeypatch.setattr(kerngen.tuning.space, "_known", {})
+def test_a_space_that_cannot_be_known_whole_says_so(monkeypatch: pytest.MonkeyPatch, kerngen: Kerngen) -> None:
+    monkeypatch.setattr("kerngen.tuning.space.MOST_CALLS", 3)
+    monkeypatch.setattr("kerngen.tuning.space.SAMPLE", 20)
+    monkeypatch.setattr("kerngen.tuning.space._known", {})
     kernel = find_kernel("attn_prefill")
     target = Target.of(find_arch("sm70"))
     found = candidates(kernel, kernel.problem_type(dtype="fp16"), target)
     assert not found.complete
     assert len(found.valid) + found.points.num_refused == 20 < found.space_size
     assert all(kernel.why_invalid(found.problem, c, target) is None for c in found.valid)
-    command = Kerngen(tmp_path, monkeypatch, capsys)
-    code, out, err = command("kernel", "show", "attn_prefill", "--arch", "sm70", "--no-source")
+    code, out, err = kerngen("kernel", "show", "attn_prefill", "--arch", "sm70", "--no-source")
     assert code == 0, err
     assert f"of a sample of 20 of {found.space_size} configurations, too irregular to be known whole, can run" in out
-    code, out, err = command(
+    code, out, err = kerngen(
         "tune", "--arch", "sm70", "--model", "gemma-4-31b", "--kernel", "attn_prefill", "--dry-run"
     )
     assert code == 0, err

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from test_tune import V100, FakeGpu
-from toy import toy_kernels
 
 from kerngen.arch import Target
 from kerngen.compiler.cache import CachedCompiler, CompileCache
@@ -39,12 +38,6 @@ from kerngen.workload.workload import Item, Use, Workload
 TOKENS = (4096, 8192, 16384)  # of the problems of the step, in its order
 CACHE = Path()
 CROWDED = 128  # threads: below, a block's kernel holds up the one after it
-
-
-@pytest.fixture
-def scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
-    with toy_kernels(monkeypatch) as kernel:
-        yield kernel
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,11 +14,6 @@ from kerngen.timing.step_profile import IDLE, Profile, Span, _span, moved, rows_
 
 ATTENTION = find_kernel("attn_decode").problem_type(head_dim=256, num_q_heads=32, num_kv_heads=16, kv_len=2048)
 NORM = find_kernel("add_norm").problem_type()
-
-
-@pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
 
 
 def test_a_launch_counts_by_how_far_it_moves_the_end() -> None:

@@ -15,11 +15,6 @@ TINY = str(ROOT / "examples" / "tiny" / "gemma-4-tiny-w4a16")
 ESCAPES = re.compile(r"\x1b\[[\d;?]*[a-zA-Z]")
 
 
-@pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
-
-
 def told(shown: str, begins: str) -> list[str]:
     """The lines of a terminal from the one that begins so."""
     lines = [ESCAPES.sub("", line).rpartition("\r")[2] for line in shown.splitlines()]

@@ -45,8 +45,7 @@ KERNEL, HERE = find_kernel("gelu_gate"), Target.of(find_device("H200"))
 
 
 @pytest.fixture
-def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
-    kerngen = Kerngen(tmp_path, monkeypatch, capsys)
+def bundle(tmp_path: Path, kerngen: Kerngen) -> Path:
     which = ("--device", "H200", "--model", "gemma-4-31b", "--kernel", KERNEL.name)
     assert kerngen("compile", *which, "-o", "b.kgdb")[0] == 0, "with machine code, which an export of sheets has not"
     os.chmod("b.kgdb", 0o644)

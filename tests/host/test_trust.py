@@ -28,6 +28,8 @@ from kerngen.tuning_db.read.trust import (
     why_untrusted,
 )  # fmt: skip
 
+pytestmark = pytest.mark.usefixtures("nobody_is_trusted")
+
 DIGEST = "ab" * 32
 # RFC 8032, 7.1, test 2.
 SEED = bytes.fromhex("4ccd089b28ff96da9db6c346ec114e0f5b8a319f35aba624da8cf6ed4fb8a6fb")
@@ -35,14 +37,6 @@ PUBLIC = bytes.fromhex("3d4017c3e843895a92b70aa74d1b7ebc9c982ccf2ec4968cc0cd55f1
 SIGNATURE = bytes.fromhex(
     "92a009a9f0d4cab8720e820b5f642540a2b27b5416503f8fb3762223ebdb69da085ac1e43e15996e458f3613d0f11d8c387b2eaeb4302aeeb00d291612bb0c00"
 )
-
-
-@pytest.fixture(autouse=True)
-def nobody_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KERNGEN_TRUST", "KERNGEN_TRUST_UNSIGNED", "KERNGEN_TRUST_FILES"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setattr(trust, "_HOST", tmp_path / "etc" / "trusted")
 
 
 def sign(*keys: SecretKey, digest: str = DIGEST) -> dict[str, bytes]:
@@ -274,11 +268,6 @@ def test_the_users_own_key_is_made_once_and_trusted() -> None:
 
 
 # ---- the commands
-
-
-@pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
 
 
 def test_a_key_is_made_trusted_listed_and_removed(kerngen: Kerngen) -> None:

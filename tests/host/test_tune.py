@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy import TOYS, toy_kernels
+from toy import TOYS
 
 import kerngen.tuning.plan
 from kerngen.arch import Arch, Device, Target, default_device, find_arch
@@ -42,12 +42,6 @@ from kerngen.workload.workload import Item, Use, Workload, find_workload
 
 SM70 = find_arch("sm70")
 V100 = default_device(SM70)
-
-
-@pytest.fixture
-def scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
-    with toy_kernels(monkeypatch) as kernel:
-        yield kernel
 
 
 @pytest.fixture

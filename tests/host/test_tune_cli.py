@@ -37,11 +37,6 @@ from kerngen.workload.workload import find_model, find_workload
 TUNE = ("tune", "--arch", "sm70", "--model", "gemma-4-31b")
 
 
-@pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
-
-
 def _json(done: tuple[int, str, str]) -> Any:
     code, out, err = done
     assert code == 0, err

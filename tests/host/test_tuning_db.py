@@ -68,11 +68,6 @@ def predicted(build_id: str, n: int, us: float, **values: Any) -> Measurement:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "tuning.db"
-
-
-@pytest.fixture
 def store(path: Path) -> Any:
     with Store.open(path) as s:
         yield s
@@ -235,17 +230,12 @@ def test_finished_searches_are_noted(any_store: Store) -> None:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"outcome": "fine"}, "not one of ok, invalid"),
-        ({"provenance": "guessed"}, "not one of measured"),
-        ({"outcome": "timed_out"}, "needs its reason"),
-        ({"us": None}, "positive p50_us"),
-        ({"us": float("nan")}, "positive p50_us"),
-        ({"us": 0.0}, "positive p50_us"),
-        ({"error_abs": None}, "error_abs"),
-        ({"provenance": "predicted"}, "its model"),
-        ({"build_id": None}, "build_id"),
+        ({"outcome": "fine"}, "not one of ok, invalid"), ({"provenance": "guessed"}, "not one of measured"),
+        ({"outcome": "timed_out"}, "needs its reason"), ({"us": None}, "positive p50_us"),
+        ({"us": float("nan")}, "positive p50_us"), ({"us": 0.0}, "positive p50_us"), ({"error_abs": None}, "error_abs"),
+        ({"provenance": "predicted"}, "its model"), ({"build_id": None}, "build_id"),
     ],
-)
+)  # fmt: skip
 def test_a_measurement_that_says_too_little_is_refused(values: dict[str, Any], says: str) -> None:
     values = {"us": 1.0, "build_id": "b", **values}
     with pytest.raises(DatabaseError, match=says):

@@ -123,11 +123,6 @@ def test_a_damaged_winner_is_skipped_with_a_warning_that_names_it(path: Path, st
     assert "skipped" in done.stderr
 
 
-@pytest.fixture
-def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kerngen:
-    return Kerngen(tmp_path, monkeypatch, capsys)
-
-
 @pytest.mark.parametrize(
     ("statement", "command", "code", "says"),
     [

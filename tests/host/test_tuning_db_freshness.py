@@ -43,11 +43,6 @@ def renders(monkeypatch: pytest.MonkeyPatch) -> Renders:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "tuning.db"
-
-
-@pytest.fixture
 def store(path: Path, renders: Renders) -> Iterator[Store]:
     """Two trials of a problem, the second the winner; both judged when the winner was chosen."""
     with Store.open(path) as s:

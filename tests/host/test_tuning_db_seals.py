@@ -30,11 +30,6 @@ def _renders(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "tuning.db"
-
-
-@pytest.fixture
 def store(path: Path) -> Iterator[Store]:
     """Of one problem two trials, the better of them the winner, and another tuned point."""
     with Store.open(path) as s:

@@ -100,30 +100,6 @@ def test_reference_is_the_dense_product() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "needle"),
-    [
-        ({"n": 48}, "n=48"),
-        ({"k": 100}, "k=100"),
-        ({"k": 192, "group_size": 128}, "k=192"),
-        ({"group_size": 16}, "group_size=16"),
-        ({"dtype": "fp64"}, "fp64"),
-        ({"num_tokens": 0}, "num_tokens=0"),
-    ],
-)
-def test_problems_that_contradict_themselves_say_which_figure(fields: dict[str, object], needle: str) -> None:
-    with pytest.raises(ProblemError, match=needle):
-        Problem(**({"n": 64, "k": 128} | fields))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["sm70", "sm75"])
-def test_bf16_before_sm80_is_refused_and_names_fp16(name: str) -> None:
-    why = spec.why_unsupported(Problem(64, 128, 32, "bf16"), Target.of(find_arch(name)))
-    assert why is not None
-    assert "fp16" in why
-    assert spec.why_unsupported(Problem(64, 128, 32, "fp16"), Target.of(find_arch(name))) is None
-
-
-@pytest.mark.parametrize(
     ("arch", "config", "needles"),
     [
         ("sm86", Config(128, 256, 128, 64, 2, 1, 4, 0), ("101,376",)),
@@ -140,44 +116,6 @@ def test_refusals_hold_the_numbers(arch: str, config: Config, needles: tuple[str
     assert why is not None
     for needle in needles:
         assert needle in why
-
-
-@pytest.mark.parametrize("arch", ARCHES.values(), ids=str)
-@pytest.mark.parametrize("row_invariant", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 8, 9, 17, 33, 64, 65, 4096])
-def test_every_shape_has_a_default(arch: object, num_tokens: int, row_invariant: bool) -> None:
-    for n, k, group in [
-        (32, 32, 32),
-        (128, 128, 128),
-        (5376, 21504, 32),
-        (2816, 704, 64),
-        (43008, 5376, 128),
-    ]:
-        problem = Problem(n, k, group, "fp16", num_tokens, row_invariant=row_invariant)
-        config = spec.default_config(problem, Target.of(arch))  # type: ignore[arg-type]
-        assert spec.why_invalid(problem, config, Target.of(arch)) is None  # type: ignore[arg-type]
-        (launch,) = spec.launches(problem, config, Target.of(arch))  # type: ignore[arg-type]
-        assert launch.grid[0] >= 1
-
-
-def test_pairs_are_even_where_both_blocks_have_rows() -> None:
-    """132 SMs: 48 pairs of strips of rows by 8 of tokens are nearly six rounds of 66 pairs; 33 strips by four are one
-    round of blocks, but of 17 pairs, whose last block has no rows, two.
-    """
-    target = Target.of(find_device("H200"))
-    even = spec.default_config(Problem(n=12288, k=1536, group_size=128, num_tokens=2048), target)
-    assert even.cluster == 2
-    odd = spec.default_config(Problem(n=4224, k=2816, group_size=128, num_tokens=1024), target)
-    assert odd.cluster == 1
-
-
-@pytest.mark.parametrize(("m", "least"), [(16, 16), (32, 32), (64, 64), (4096, 128)])
-def test_a_k_that_warpgroups_do_not_take_keeps_large_tiles(m: int, least: int) -> None:
-    target = Target.of(find_arch("sm90"))
-    config = spec.default_config(Problem(5376, 5344, 32, "bf16", m), target)
-    assert not config.warpgroups
-    assert (config.block_m >= least, config.block_n >= 128) == (True, True)
-    assert spec.default_config(Problem(5376, 5376, 32, "bf16", m), target).warpgroups
 
 
 @pytest.mark.parametrize(
@@ -341,48 +279,6 @@ def test_a_default_reads_w_once_for_few_tokens_and_keeps_memory_busy(board: str)
         if launch.cooperative:  # its blocks wait for each other
             smem = KERNEL.smem_bytes(problem, config, target) + arch.reserved_smem_bytes
             assert blocks <= min(arch.smem_per_sm // smem, 2048 // math.prod(launch.block)) * sms, (problem, config)
-
-
-@pytest.mark.parametrize("board", ["H100", "H200"])
-def test_what_body_serves_how_many_tokens(board: str) -> None:
-    """On 132 SMs: of small matrices one token goes straight, of others few by bulk copies, and the ring has the longest
-    rows and up to eight tokens. An H200, whose memory is faster, has whole strips by a ring that warps share.
-    """
-    target = Target.of(find_device(board))
-    is_fast = board == "H200"
-
-    def bodies(tokens: int) -> dict[tuple[int, int], str]:
-        found = {m: spec.default_config(Problem(*m, 32, "bf16", tokens), target) for m in MATRICES}
-        return {m: _body(config, target).removesuffix(".cu.jinja") for m, config in found.items()}
-
-    one, few, eight, many = (bodies(tokens) for tokens in (1, 4, 8, 9))
-    small = {(10752, 2560), (8192, 2816), (3840, 4096), (3072, 2560)}
-    assert {one[m] for m in small} == {"gemv"}
-    assert one[43008, 5376] == "stream"
-    assert few[5376, 21504] == ("stream" if is_fast else "kernel")
-    assert few[2560, 2048] == "gemv"
-    shared = {m for m, body in few.items() if body == "block_stream"}
-    whole = {(43008, 5376), (16384, 5376), (30720, 3840), (8192, 3840), (20480, 2560), (8192, 2816), (4224, 2816)}
-    assert whole <= shared if is_fast else not shared
-    assert (4096, 2560) not in shared
-    short = {(12288, 1536), (2048, 1536), (1536, 2048), (1536, 6144), (1536, 12288), (2816, 4096), (2560, 4096)}
-    assert {few[m] for m in short} <= ({"stream", "block_stream"} if is_fast else {"gemv"})
-    assert {eight[m] for m in ((43008, 5376), (16384, 5376), (5376, 8192), (5376, 21504))} == {"kernel"}
-    assert {eight[m] for m in ((2048, 2560), (2560, 2048), (2816, 2112), (2560, 4096))} == {"gemv"}
-    assert set(many.values()) == {"wgmma_ws"}
-
-
-@pytest.mark.parametrize("tokens", [2, 4, 8, 16, 32, 64])
-def test_only_a_fast_memory_has_fewer_bytes_on_their_way_while_x_is_waited_for(tokens: int) -> None:
-    limited = {board: {m for m in MATRICES if _prefetch_stages(m, tokens, board)} for board in ("H100", "H200")}
-    assert limited["H200"]
-    assert tokens <= 4 or not limited["H100"]
-
-
-def _prefetch_stages(matrix: tuple[int, int], tokens: int, board: str) -> int:
-    config = spec.default_config(Problem(*matrix, 32, "bf16", tokens), Target.of(find_device(board)))
-    assert config.prefetch_stages < config.num_stages
-    return config.prefetch_stages
 
 
 def _streams(problem: Problem, target: Target) -> list[Config]:

@@ -22,17 +22,6 @@ H100, H200 = (Target.of(find_device(name)) for name in ("H100", "H200"))
 DOWN = Problem(5376, 21504, has_scalar=True)
 
 
-@pytest.mark.parametrize("target", [H100, H200, Target.of(find_arch("sm120"))], ids=str)
-@pytest.mark.parametrize("num_tokens", range(1, 9))
-def test_the_default_is_a_tile_for_all_tokens(num_tokens: int, target: Target) -> None:
-    problem = replace(DOWN, num_tokens=num_tokens)
-    config = KERNEL.default_config(problem, target)
-    assert KERNEL.why_invalid(problem, config, target) is None
-    assert config.block_m == (4 if num_tokens <= 4 else 8)
-    few = "block_stream.cu.jinja" if target is H200 else "stream.cu.jinja"
-    assert KERNEL.body(config, target.arch).template == (few if num_tokens <= 4 else "kernel.cu.jinja")
-
-
 @pytest.mark.parametrize(("num_tokens", "target"), [(4, H100), (8, H100), (8, H200)], ids=str)
 def test_w_is_cut_as_w4a16_gemm_cuts_it(num_tokens: int, target: Target) -> None:
     """So what a step's looks chose for one serves the other; of few tokens an H200's norms share their rings alone."""

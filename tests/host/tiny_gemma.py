@@ -19,21 +19,11 @@ from kerngen.runtime.weights.loader import load_drafter, load_model
 S, F = "sliding_attention", "full_attention"
 WINDOW = 8
 BASE: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "global_head_dim": 32,
-    "sliding_window": WINDOW,
-    "max_position_embeddings": 1024,
-    "final_logit_softcapping": 30.0,
-    "hidden_size_per_layer_input": 0,
-    "vocab_size_per_layer_input": 96,
-    "num_hidden_layers": 4,
-    "layer_types": [S, S, S, F],
-}
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "global_head_dim": 32, "sliding_window": WINDOW, "max_position_embeddings": 1024,
+    "final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 96,
+    "num_hidden_layers": 4, "layer_types": [S, S, S, F],
+}  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "dense": {},
     "k_eq_v": {

@@ -8,8 +8,8 @@ next; a comment is white space; white space between two tokens becomes one space
 token without it, and nothing elsewhere. A preprocessor directive keeps its line, and a space wherever it has white
 space: `#define F (x)` is not `#define F(x)`. Literals, raw strings included, are kept.
 
-A text can see its own layout. One that asks for line numbers is filed as it is. Where a macro turns its arguments into
-strings (`#x`), white space becomes one space everywhere.
+A text can see its own layout. One that asks for line numbers, as an assert does, is filed as it is. Where a macro turns
+its arguments into strings (`#x`), white space becomes one space everywhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _ACROSS_LINES = re.compile(
     r"|(?P<comment>/(?:\\\n)*/(?:\\\n|.)*|/(?:\\\n)*\*(?s:.*?)\*(?:\\\n)*/)|(?P<splice>\\\n)"
 )
 _TOKEN = re.compile(rf"(?P<blank>(?:[ \t\r\f\v]|//.*)+)|{_RAW}|{_STRING}|{_NUMBER}|{_CHARACTER}|[\w$]+|.")
-_SEES_LINES = re.compile(r"__LINE__|__builtin_LINE|source_location|%:")  # %: is another spelling of #
+# An assert names the line that it failed in. %: is another spelling of #.
+_SEES_LINES = re.compile(r"__LINE__|__builtin_LINE|source_location|(?<![\w$])assert(?![\w$])|%:")
 # What compilers join with the next line too, or a raw string whose opening is on two lines: filed as they are.
 _UNUSUAL_SPLICE = re.compile(r'\\[ \t\r\f\v]+\n|R(?:\\\n)+"')
 _MAKES_STRINGS = re.compile(r"^[ \t]*#[ \t]*define\b.*[^#\n]#(?!#)", re.MULTILINE)
@@ -44,9 +45,14 @@ def normal_form(text: str) -> str:
 
     What is no C++, an open quotation mark say, is kept character by character.
     """
-    joined = text.replace("\\\n", "")
-    if _SEES_LINES.search(joined) or _UNUSUAL_SPLICE.search(text):
+    if _UNUSUAL_SPLICE.search(text):
         return text
+    form = _form(text)
+    return text if _SEES_LINES.search(form) else form
+
+
+def _form(text: str) -> str:
+    joined = text.replace("\\\n", "")
     has_more = "/*" in joined or 'R"' in joined  # what else may cross lines: few sources have either
     text = _ACROSS_LINES.sub(_on_one_line, text) if has_more else joined
     spaced = _MAKES_STRINGS.search(text) is not None

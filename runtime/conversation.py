@@ -12,7 +12,7 @@ from kerngen.errors import DeviceError, UsageError
 from kerngen.runtime.backend import explaining_memory
 from kerngen.runtime.chat import THINKING
 from kerngen.runtime.completion import Answer, Completion
-from kerngen.runtime.engine import CacheShape, Engine, Handle, Request
+from kerngen.runtime.engine import Engine, Handle, Request
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.session import CACHE_SHARE, Session
 from kerngen.runtime.text import TextCodec, TextStream
@@ -210,7 +210,7 @@ def _room(session: Session) -> int:
     if session.ops.device.type != "cuda":
         return most
     free = torch.cuda.mem_get_info(session.ops.device)[0]
-    fits = CacheShape(session.config, session.ops.dtype).most_tokens(int(CACHE_SHARE * free))
+    fits = session.cache_shape.most_tokens(int(CACHE_SHARE * free))
     if fits < 1:
         raise DeviceError(f"{free / 1e9:.1f} GB are free on {session.ops.device}: no room for a context",
                           hint="a W4A16 checkpoint, or a larger GPU; kerngen run --plan says what fits")  # fmt: skip

@@ -201,6 +201,12 @@ class Session:
                     on_done(i, made[i])
         return [made[i] for i in range(len(prompts))]
 
+    @property
+    def cache_shape(self) -> CacheShape:
+        """What decides how much cache its sequences take, the drafter's own layers included."""
+        layers = () if self.drafter is None else self.drafter.cache_layers
+        return CacheShape(self.config, self.ops.dtype, drafter_layers=layers)
+
     def reserve(self, length: int, batch: int = 1) -> Engine:
         """The engine at hand if it runs `batch` sequences of `length` tokens, or max_len fixes it, else one that does.
 
@@ -216,7 +222,7 @@ class Session:
         del held
         pages = None
         if self.ops.device.type == "cuda":
-            shape = CacheShape(self.config, self.ops.dtype)
+            shape = self.cache_shape
             budget = int(CACHE_SHARE * torch.cuda.mem_get_info(self.ops.device)[0])
             if shape.num_bytes(shape.pages(batch, max_len)) > budget:
                 batch, pages = shape.split(budget, batch, max_len)

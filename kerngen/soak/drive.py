@@ -73,10 +73,6 @@ class Answer:
     num_cached_tokens: int
     num_preemptions: int
 
-    @property
-    def num_all_tokens(self) -> int:
-        return self.num_prompt_tokens + len(self.tokens)
-
 
 @dataclass(slots=True, eq=False)
 class Phase:
@@ -116,12 +112,14 @@ class Phase:
         )  # fmt: skip
 
 
-def pages_of(settings: Settings, model: Gemma4) -> dict[str, int]:
+def pages_of(settings: Settings, model: Gemma4, drafter: Drafter | None) -> dict[str, int]:
     """Pages of each kind for a run of `settings`: as many as it says, or too few for all that comes.
 
     Raises UsageError where the longest request does not fit.
     """
-    shape = CacheShape(model.config, model.ops.dtype, settings.page_size, chunk=settings.prefill_chunk)
+    layers = () if drafter is None else drafter.cache_layers
+    shape = CacheShape(model.config, model.ops.dtype, settings.page_size, chunk=settings.prefill_chunk,
+                       drafter_layers=layers)  # fmt: skip
     least = shape.pages(1, settings.max_len)
     wanted = _wanted(settings, shape)
     budget = settings.cache_bytes if settings.cache_bytes is not None else int(PRESSURE * shape.num_bytes(wanted))
@@ -166,7 +164,7 @@ def engine_for(
 
 def run_phase(name: str, settings: Settings, model: Gemma4, drafter: Drafter | None, seconds: float, say: Say) -> Phase:
     """`seconds` of random requests; those that are under way then are let end. Raises UsageError for what cannot be."""
-    num_pages = pages_of(settings, model)
+    num_pages = pages_of(settings, model, drafter)
     engine = engine_for(settings, model, drafter, num_pages)
     phase = Phase(name, engine.load.num_pages, engine.cache.num_bytes)
     driver = _Driver(settings, engine, phase, seconds, say)

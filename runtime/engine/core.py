@@ -109,8 +109,6 @@ class Engine:
         self._fixed = 0 if drafter is None else num_draft_tokens
         most = ops.max_decode_len - 1 if self._fixed is None else self._fixed
         self._budget = PrefillBudget(prefill_chunk, None if reproducible else max_stall)
-        ingests = drafter is not None and drafter.taps is not None
-        self._joins = joint and not (reproducible or self._fixed or ingests) and max_batch > 1 and model.joins
         self._lengths = DraftLength(most if self._fixed is None else 0)
         self._async_depth = async_depth if async_depth is not None else 1 if ops.supports_graphs else 0
         step = (self._async_depth + 1) * (most + 1)
@@ -123,6 +121,7 @@ class Engine:
         self.runner = Runner(model, drafter, self.cache, max_batch=max_batch, max_kv_len=room,
                              reproducible=reproducible,
                              buckets=(max_batch,) if reproducible else buckets)  # fmt: skip
+        self._joins = joint and not self._fixed and max_batch > 1 and self.runner.mixes
         self.pools = {kind: PagePool(pages[kind]) for kind in KINDS}
         self.scheduler = Scheduler(
             self.pools, page_size=page_size, window=config.window, max_batch=max_batch, step=step,

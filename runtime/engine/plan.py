@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 from kerngen.errors import UsageError
 from kerngen.runtime.cache import KINDS
 from kerngen.runtime.config_fields import short
-from kerngen.runtime.sampling import Sampling, cut_for
+from kerngen.runtime.sampling import CUTS, Sampling, cut_for
 
 MAX_JSON_BYTES = 1 << 26  # of one plan: 128 rows with a mask each take 6 MB, a chunk of 2,048 tokens 20 kB
 GREEDY = Sampling()
@@ -28,7 +28,8 @@ GREEDY = Sampling()
 class SamplingMode(NamedTuple):
     """How a step chooses tokens. cut: see sampling.cut_for. The others say what some row needs.
 
-    masked: suppresses tokens of its own, or has a mask; guided: has a mask, and takes no drafts; held: may not end yet.
+    masked: suppresses tokens of its own, or has a mask; guided: has a mask, and takes none of the drafts that others
+    may take; held: may not end yet.
     """
 
     sampled: bool = False
@@ -175,7 +176,8 @@ class StepPlan:
 class Limits:
     """What plans may ask of a runner: a page or a row that it does not have would be somebody else's memory.
 
-    max_len: tokens that block tables have room for. num_pages: of each kind, page 0 included, in the order of KINDS.
+    max_len: tokens that block tables have room for. max_drafts: 0 without a drafter. num_pages: of each kind, page 0
+    included, in the order of KINDS. mixes: whether a forward may decode and prefill.
     """
 
     max_batch: int
@@ -184,21 +186,13 @@ class Limits:
     vocab_size: int
     page_size: int
     num_pages: tuple[int, ...]
+    mixes: bool = True
 
     def check(self, plan: StepPlan) -> None:
         """Raises UsageError where `plan` asks for more."""
         rows, most = self.max_batch, -(-self.max_len // self.page_size)
-        for row, last in plan.update.moves:
-            _within("a row that leaves", (row, last), rows)
-            if row > last:
-                raise UsageError(f"a plan lets row {last} take the place of row {row}, which comes after it")
-        for new in plan.update.new_pages:
-            if new.kind not in KINDS:
-                raise UsageError(f"a plan has a page of kind {short(new.kind)}; there are {', '.join(KINDS)}")
-            _within("a row that gets a page", (new.row,), rows)
-            _within("the place of a page in its table", (new.index,), most)
-            _within("a page", (new.page,), self.num_pages[KINDS.index(new.kind)])
         _within("the number of rows", (plan.num_running,), rows + 1)
+        self._check_update(plan.update, plan.num_running, most)
         _within("the number of chunks", (len(plan.chunks),), rows + 1)
         joining = [chunk.new_row for chunk in plan.chunks if chunk.new_row is not None]
         _within("the number of rows", (plan.num_running + len(joining),), rows + 1)
@@ -206,18 +200,39 @@ class Limits:
             _within("the rows that decode", (plan.num_running - 1,), decode.batch)
             _within("the rows that are computed", (decode.batch,), rows + 1)
             _within("the number of drafts", (decode.num_drafts,), self.max_drafts + 1)
-            _within("the longest sequence", (decode.longest,), self.max_len + 1)
-            _within("the likeliest tokens that are looked at", (decode.mode.cut,), self.vocab_size + 1)
+            _within("the longest sequence with a step's tokens", (decode.longest + decode.num_drafts,), self.max_len)
             _within("a row with a mask", (row for row, _ in decode.masks), plan.num_running)
             for _, bits in decode.masks:
                 self._check_mask(bits)
-            if plan.chunks:
-                _within("the number of drafts beside a prefill", (decode.num_drafts,), 1)
-                asked = decode.batch + sum(len(chunk.tokens) for chunk in plan.chunks)
-                _within("the tokens of a forward that are none", (plan.num_tokens - asked,), self.max_len)
-        _within("the likeliest tokens that are looked at", (plan.first_mode.cut,), self.vocab_size + 1)
+            _check_mode(decode.mode, bool(decode.masks))
+        if decode is not None and plan.chunks:
+            if not self.mixes:
+                raise UsageError("a plan decodes and prefills in one forward; this model and its options need two")
+            _within("the number of drafts beside a prefill", (decode.num_drafts,), 1)
+            _within("the targets of chunks beside a decode step", (len(c.targets) for c in plan.chunks), 1)
+            asked = decode.batch + sum(len(chunk.tokens) for chunk in plan.chunks)
+            _within("the tokens of a forward that are none", (plan.num_tokens - asked,), self.max_len)
+        else:
+            _within("the tokens of a forward that is not mixed", (plan.num_tokens,), 1)
+        _check_mode(plan.first_mode, any(new.mask is not None for new in joining))
         for chunk in plan.chunks:
             self._check_chunk(chunk, most)
+
+    def _check_update(self, update: RowUpdate, num_running: int, most: int) -> None:
+        before = num_running + len(update.moves)
+        _within("the number of rows before some leave", (before,), self.max_batch + 1)
+        if update.reset and before:
+            raise UsageError(f"a plan resets all rows, and {before} of them stand for sequences")
+        for last, move in zip(reversed(range(num_running, before)), update.moves, strict=True):
+            _within("a row that leaves", (move[0],), last + 1)
+            if move[1] != last:
+                raise UsageError(f"a plan lets row {move[1]} take the place of row {move[0]}; row {last} is the last")
+        for new in update.new_pages:
+            if new.kind not in KINDS:
+                raise UsageError(f"a plan has a page of kind {short(new.kind)}; there are {', '.join(KINDS)}")
+            _within("a row that gets a page", (new.row,), num_running)
+            _within("the place of a page in its table", (new.index,), most)
+            _within("a page", (new.page,), self.num_pages[KINDS.index(new.kind)])
 
     def _check_chunk(self, chunk: PrefillChunk, most: int) -> None:
         size, end = len(chunk.tokens), chunk.start + len(chunk.tokens)
@@ -233,7 +248,8 @@ class Limits:
             _within("the pages of a chunk", (len(pages),), most + 1)
             _within("a page", pages, count)
         if (new := chunk.new_row) is not None:
-            _within("the most tokens of a sequence", (new.limit,), self.max_len + 1)
+            _within("the most tokens of a sequence", (new.limit,), self.max_len)
+            _within("the tokens that a sequence may still get", (new.limit - end,), self.max_len)
             self._check_tokens(new.suppressed_ids, new.stop_ids, new.prompt, new.answer)
             self._check_tokens([token for token, _ in new.sampling.logit_bias])
             _within("where a sequence may end", (new.first_stop,), self.max_len + 1)
@@ -247,6 +263,16 @@ class Limits:
     def _check_mask(self, bits: bytes) -> None:
         if len(bits) != (need := 4 * -(-self.vocab_size // 32)):
             raise UsageError(f"a mask has {len(bits):,} B in a plan; for {self.vocab_size:,} tokens it has {need:,}")
+
+
+def _check_mode(mode: SamplingMode, has_masks: bool) -> None:
+    if mode.cut not in (0, *CUTS):
+        raise UsageError(
+            f"a step looks at the {short(mode.cut)} likeliest tokens in a plan; it may at {CUTS}, or 0: all"
+        )
+    # A step in another mode would not look at masks, and accept drafts that they forbid.
+    if has_masks and not (mode.masked and mode.guided):
+        raise UsageError("a plan has masks, and a mode that is not masked and guided")
 
 
 def _within(what: str, numbers: Iterable[int], end: int) -> None:

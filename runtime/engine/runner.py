@@ -26,7 +26,7 @@ from kerngen.runtime.engine.graphs import Captured, Graphs
 from kerngen.runtime.engine.logit_processors import LogitProcessors, Values
 from kerngen.runtime.engine.mixed_batches import ANY_SHAPE, MixedBatchGraphs, MixedBatchShapes, Shape
 from kerngen.runtime.engine.plan import DecodeRows, Limits, NewPage, PrefillChunk, RowUpdate, SamplingMode, StepPlan
-from kerngen.runtime.engine.prefill_graphs import PrefillGraphs
+from kerngen.runtime.engine.prefill_graphs import SEQUENCES, PrefillGraphs
 from kerngen.runtime.logprobs import logprob_words
 from kerngen.runtime.model import Gemma4, Taps
 from kerngen.runtime.ops.fallbacks import GATHERED_ROWS
@@ -144,8 +144,20 @@ class Runner:
     def limits(self) -> Limits:
         """What a plan from elsewhere must keep to."""
         cache, model = self.cache, self.model
-        return Limits(len(self.hidden), self.max_kv_len, model.ops.max_decode_len - 1, model.config.vocab_size,
-                      cache.page_size, tuple(cache.num_pages[kind] for kind in KINDS))  # fmt: skip
+        return Limits(
+            max_batch=len(self.hidden),
+            max_len=self.max_kv_len,
+            max_drafts=0 if self.drafter is None else model.ops.max_decode_len - 1,
+            vocab_size=model.config.vocab_size,
+            page_size=cache.page_size,
+            num_pages=tuple(cache.num_pages[kind] for kind in KINDS),
+            mixes=self.mixes,
+        )
+
+    @property
+    def mixes(self) -> bool:
+        """Whether sequences may decode in the forward that prefills others."""
+        return self.model.joins and not (self.reproducible or self._ingests)
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Hand in what `plan` says, and wait for none of it but the log-probabilities of prompts."""
@@ -393,7 +405,7 @@ class Runner:
         ids, starts, sizes, tables = self._layout(plan.chunks)
         self.logit_processors.guide(rows.masks)
         shape = Shape(plan.num_tokens, rows.batch, rows.mode)
-        if shape in self.mixed_graphs:
+        if shape in self.mixed_graphs and len(sizes) < SEQUENCES:
             self.prefill_graphs.put(ids, starts, sizes, tables, shape.chunk)
             began = self._beginning()
             result, last = self.mixed_graphs.replay(shape)

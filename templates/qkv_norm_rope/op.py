@@ -39,13 +39,14 @@ def qkv_norm_rope(qkv: Tensor, heads: HeadNorms, positions: Tensor, kv: KVView, 
     """
     kv.require_plain()
     require(heads.owns_kv, "k_weight is None: such a layer has q alone, which q_norm_rope takes")
-    tokens, k_eq_v = len(qkv), heads.v_is_k(qkv.shape[1], kv)
-    q = empty(qkv, tokens, heads.num_q_heads, kv.head_dim)
+    (tokens, width), (_, num_kv_heads, page_size, dim) = qkv.shape, kv.k_cache.shape
+    k_eq_v = heads.v_is_k(width, kv)
+    q = empty(qkv, tokens, heads.num_q_heads, dim)
     problem = None
     if tokens:
         problem = Problem(
-            heads.num_q_heads, kv.num_kv_heads, kv.head_dim, heads.num_rotated_pairs, kv.page_size,
-            DTYPE_NAME[qkv.dtype], k_eq_v=k_eq_v, num_tokens=tokens,
+            heads.num_q_heads, num_kv_heads, dim, heads.num_rotated_pairs, page_size, DTYPE_NAME[qkv.dtype],
+            k_eq_v=k_eq_v, num_tokens=tokens,
         )  # fmt: skip
     arguments = {
         "q": q, "k_cache": kv.k_cache, "v_cache": kv.v_cache, "qkv": qkv, "q_weight": heads.q_weight,

@@ -21,6 +21,9 @@ from kerngen.runtime.config import LayerConfig
 from kerngen.runtime.engine import CacheShape, Engine, Request
 from kerngen.runtime.model import Gemma4, Taps
 from kerngen.runtime.sampling import Sampling
+from kerngen.runtime.session import Session
+from kerngen.soak.drive import Settings, pages_of
+from kerngen.soak.drive import engine_for as engine_of_soak
 
 Made = dict[str, tuple[Gemma4ForCausalLM, Gemma4]]
 
@@ -150,6 +153,22 @@ def test_what_it_keeps_counts_as_cache(made: Made) -> None:
     assert engine.cache.num_bytes == plain.cache.num_bytes + own
     assert engine.shape.num_bytes(engine.cache.num_pages) == engine.cache.num_bytes
     assert engine.shape.page_bytes["sliding"] == CacheShape(model.config, torch.float32, 4).page_bytes["sliding"]
+
+
+def test_what_it_keeps_is_counted_before_it_is_allocated(made: Made) -> None:
+    """Of a session, and of a soak that is told how much it may take."""
+    _, model = made["dense"]
+    drafter = TappingDrafter(model, (0, 1, 2), {})
+    codec: Any = None  # no text is read here
+    plain = Session(Path(), model.config, codec, model, None, (), 0.0)
+    session = replace(plain, drafter=drafter)  # type: ignore[arg-type]
+    own = 2 * 3 * BASE["hidden_size"] * session.cache_shape.page_size * 4
+    assert session.cache_shape.page_bytes["full"] == plain.cache_shape.page_bytes["full"] + own
+
+    budget = 10**7
+    settings = Settings(1.0, 1.0, max_batch=8, max_prompt=64, max_new_tokens=8, cache_bytes=budget, page_size=8)
+    pages = pages_of(settings, model, drafter)
+    assert engine_of_soak(settings, model, drafter, pages).cache.num_bytes <= budget
 
 
 def test_a_layer_of_its_own_is_none_of_the_targets(made: Made) -> None:

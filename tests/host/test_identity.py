@@ -17,6 +17,7 @@ from kerngen.compiler.render import render
 from kerngen.compiler.source_digest import source_digest_of
 from kerngen.identity import digest_of, normal_form, without_comment_lines
 from kerngen.templates import find_kernel, kernel_names
+from kerngen.templates.kernel import ROOT as TEMPLATES
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning_db import Store, lookup, problem_key
 from kerngen.tuning_db.dist import results_folder
@@ -45,6 +46,8 @@ SAME = [
     ("c = '\"'; // \"\nint a;", "c = '\"';\nint a;"),
     ('s = R"x(a // b)" c\n)x"; // one', 's = R"x(a // b)" c\n)x";'),
     ("value + 1", "value+1"),
+    ("static_assert(a > 0);", "\nstatic_assert(a>0);"),
+    ("// an assert would tell __LINE__\nint a;", "int a;"),
     ("/\\\n/ a comment\nint a;\n" + 's = R"(x)";', 'int a;\ns = R"(x)";'),
     ("#define S(x) #x\nS( a )  // one\n\nint a;", "#define S(x) #x\nS( a )\nint a;"),
 ]
@@ -69,6 +72,8 @@ DIFFERENT = [
     ('s = R"(a  // b)";', 's = R"(a )";'),
     ("#define S(x) #x\nS(a + b)", "#define S(x) #x\nS(a+b)"),
     ("int a = __LINE__;", "\nint a = __LINE__;"),
+    ("assert(a);", "\nassert(a);"),
+    ("#define CHECK assert\nCHECK(a);", "#define CHECK assert\n// one\nCHECK(a);"),
     ("n = 1'000;", "n = 1000;"),
     ("#include <a//b>", "#include <a//c>"),
     ("// c \\\r\nint a;\n", "// c\r\nint a;\n"),  # joined with the next line, so no code
@@ -124,6 +129,15 @@ def test_comments_of_every_kernel_are_no_part_of_what_it_is_filed_by() -> None:
         assert cache_key(other, "sm_90a", (), (12, 9)) == cache_key(source, "sm_90a", (), (12, 9))
         for wrong in (source.replace("= 90;", "= 91;"), source.replace("{", "{;", 1)):
             assert digest_of(wrong) != digest_of(source)
+
+
+def test_no_template_sees_its_lines() -> None:
+    """Of one that did, a comment in a header that it includes would change the machine code, and no source digest."""
+    templates = [path for end in ("*.cuh", "*.jinja") for path in TEMPLATES.rglob(end)]
+    assert len(templates) > 50
+    for path in templates:
+        text = path.read_text()
+        assert normal_form(text) != text, path
 
 
 # ---- a shared header

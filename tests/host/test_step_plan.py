@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import plan_replay
 import pytest
+import torch
 from command import ROOT
 from numpy.typing import NDArray
 from test_engine_batches import assert_nothing_is_held, kind_of
@@ -22,7 +23,9 @@ from kerngen.errors import UsageError
 from kerngen.runtime.engine import Engine, Handle, Request
 from kerngen.runtime.engine import plan as plans
 from kerngen.runtime.engine.draft_length import Choice
+from kerngen.runtime.engine.mixed_batches import Shape
 from kerngen.runtime.engine.plan import (
+    PLAIN,
     DecodeRows,
     Limits,
     NewPage,
@@ -32,6 +35,7 @@ from kerngen.runtime.engine.plan import (
     SamplingMode,
     StepPlan,
 )
+from kerngen.runtime.engine.prefill_graphs import SEQUENCES
 from kerngen.runtime.engine.runner import StepOutput
 from kerngen.runtime.sampling import Sampling
 
@@ -166,11 +170,11 @@ def test_another_process_makes_the_same_tokens_of_the_plans() -> None:
 
 LIMITS = Limits(max_batch=4, max_len=64, max_drafts=7, vocab_size=100, page_size=16, num_pages=(20, 30))
 MASK = bytes(16)
-CHUNK = PrefillChunk((5, 6, 7), 16, ((1, 2), (0, 9)), NewRow(40, Sampling(0.5, 3, seed=-9), mask=MASK), (6, 7), 0)
+CHUNK = PrefillChunk((5, 6, 7), 16, ((1, 2), (0, 9)), NewRow(40, Sampling(0.5, 3, seed=-9), mask=MASK))
 PLAN = StepPlan(
     num_running=2,
     update=RowUpdate(moves=((0, 2),), new_pages=(NewPage("sliding", 1, 3, 29),)),
-    decode=DecodeRows(batch=3, longest=50, masks=((1, MASK),)),
+    decode=DecodeRows(batch=3, longest=50, mode=SamplingMode(masked=True, guided=True), masks=((1, MASK),)),
     chunks=(CHUNK,),
     first_mode=SamplingMode(sampled=True, cut=64, masked=True, guided=True),
     num_tokens=8,
@@ -178,7 +182,8 @@ PLAN = StepPlan(
 
 
 def test_a_plan_survives_being_written_down() -> None:
-    for plan in (PLAN, StepPlan(0), replace(PLAN, decode=None, chunks=(replace(CHUNK, new_row=None),))):
+    weighed = replace(CHUNK, new_row=None, targets=(6, 7), first_target=1)
+    for plan in (PLAN, StepPlan(0), replace(PLAN, decode=None, chunks=(weighed,), num_tokens=0)):
         assert StepPlan.from_json(plan.to_json(), LIMITS) == plan
     assert StepPlan(0).to_json() == '{"num_running":0}', "fields that have their default are left out"
 
@@ -192,28 +197,44 @@ DAMAGES: dict[str, Damage] = {
     "['more']": lambda v: v.update(more=1),
     "plan.chunks is ": lambda v: v.update(chunks={}),
     "plan.update.moves is ": lambda v: v["update"].update(moves=[[1, 2, 3]]),
-    "a row that leaves is 4": lambda v: v["update"].update(moves=[[0, 4]]),
-    "row 1 take the place of row 2": lambda v: v["update"].update(moves=[[2, 1]]),
+    "a row that leaves is 3": lambda v: v["update"].update(moves=[[3, 2]]),
+    "a row that leaves is -1": lambda v: v["update"].update(moves=[[-1, 2]]),
+    "row 3 take the place of row 0; row 2 is the last": lambda v: v["update"].update(moves=[[0, 3]]),
+    "row 1 take the place of row 0; row 2 is the last": lambda v: v["update"].update(moves=[[0, 1]]),
+    "row 2 take the place of row 1; row 3 is the last": lambda v: v["update"].update(moves=[[1, 2], [0, 2]]),
+    "the number of rows before some leave is 5": lambda v: v["update"].update(moves=[[0, 4], [0, 3], [0, 2]]),
+    "resets all rows, and 3 of them": lambda v: v["update"].update(reset=True),
     "a page is 30": lambda v: v["update"]["new_pages"][0].update(page=30),
     "kind 'half'": lambda v: v["update"]["new_pages"][0].update(kind="half"),
     "the place of a page in its table is 4": lambda v: v["update"]["new_pages"][0].update(index=4),
     "a row that gets a page is -1": lambda v: v["update"]["new_pages"][0].update(row=-1),
+    "a row that gets a page is 2": lambda v: v["update"]["new_pages"][0].update(row=2),
     "the rows that are computed is 5": lambda v: v["decode"].update(batch=5),
     "the rows that decode is 1": lambda v: v["decode"].update(batch=1),
     "the number of drafts beside a prefill is 1": lambda v: v["decode"].update(num_drafts=1),
     "the number of drafts is 8": lambda v: v["decode"].update(num_drafts=8),
+    "a step's tokens is 64": lambda v: v.update(decode=v["decode"] | {"longest": 61, "num_drafts": 3}, chunks=[]),
     "a row with a mask is 2": lambda v: v["decode"].update(masks=[[2, v["decode"]["masks"][0][1]]]),
     "a mask has 3 B": lambda v: v["decode"].update(masks=[[1, "AAAA"]]),
     "plan.decode.masks is 'A!'": lambda v: v["decode"].update(masks=[[1, "A!"]]),
+    "looks at the 65 likeliest": lambda v: v["first_mode"].update(cut=65),
+    "a mode that is not masked and guided": lambda v: v["decode"].update(mode={"masked": True}, num_drafts=1),
+    "and a mode that is not masked and guided": lambda v: v.update(first_mode={"guided": True}),
     "the tokens of a forward that are none is -1": lambda v: v.update(num_tokens=5),
+    "that is not mixed is 8": lambda v: v.pop("decode"),
+    "that is not mixed is 9": lambda v: v.update(chunks=[], num_tokens=9),
+    "the targets of chunks beside a decode step is 2": lambda v: v["chunks"][0].update(targets=[6, 7]),
     "a token is 100": lambda v: v["chunks"][0].update(tokens=[5, 6, 100]),
     "the tokens of a chunk is -1": lambda v: v["chunks"][0].update(tokens=[], targets=[]),
     "the pages of a chunk that lack is -1": lambda v: v["chunks"][0].update(pages=[[1, 2], [1]]),
     "a page is 20": lambda v: v["chunks"][0].update(pages=[[1, 20], [1, 2]]),
     "pages of 1 kinds": lambda v: v["chunks"][0].update(pages=[[1, 2]]),
     "where a chunk ends is 65": lambda v: v["chunks"][0].update(start=62),
-    "the targets of a chunk is 4": lambda v: v["chunks"][0].update(first_target=2),
-    "the most tokens of a sequence is 65": lambda v: v["chunks"][0]["new_row"].update(limit=65),
+    "the targets of a chunk is 4": lambda v: v.update(
+        decode=None, num_tokens=0, chunks=[v["chunks"][0] | {"targets": [6, 7], "first_target": 2}]
+    ),
+    "the most tokens of a sequence is 64": lambda v: v["chunks"][0]["new_row"].update(limit=64),
+    "the tokens that a sequence may still get is -1": lambda v: v["chunks"][0]["new_row"].update(limit=18),
     "temperature -1": lambda v: v["chunks"][0]["new_row"]["sampling"].update(temperature=-1),
     "temperature nan": lambda v: v["chunks"][0]["new_row"]["sampling"].update(temperature=float("nan")),
     "temperature is 1000": lambda v: v["chunks"][0]["new_row"]["sampling"].update(temperature=10**400),
@@ -228,6 +249,45 @@ def test_a_plan_that_asks_for_what_the_runner_does_not_have_is_refused(what: str
     with pytest.raises(UsageError) as refused:
         StepPlan.from_json(json.dumps(values), LIMITS)
     assert what in str(refused.value)
+
+
+def test_a_plan_of_what_the_runner_cannot_do_is_refused() -> None:
+    """No drafter: no drafts. One that takes in tokens, or arithmetic that is not to depend on others: two forwards."""
+    drafts = StepPlan(1, decode=DecodeRows(1, 20, 1)).to_json()
+    engine = plan_replay.engine()
+    assert StepPlan.from_json(drafts, engine.runner.limits).decode == DecodeRows(1, 20, 1)
+    engine.runner.drafter = None
+    with pytest.raises(UsageError, match="the number of drafts is 1"):
+        StepPlan.from_json(drafts, engine.runner.limits)
+
+    mixed = replace(PLAN, update=RowUpdate(), decode=DecodeRows(2, 50), first_mode=PLAIN, num_tokens=5)
+    mixed = replace(mixed, chunks=(PrefillChunk((5, 6, 7), 0, ((1,), (1,))),))
+    assert StepPlan.from_json(mixed.to_json(), engine.runner.limits) == mixed
+    reproducible = plan_replay.engine(reproducible=True, num_draft_tokens=0)
+    with pytest.raises(UsageError, match="this model and its options need two"):
+        StepPlan.from_json(mixed.to_json(), reproducible.runner.limits)
+
+
+def test_chunks_that_no_captured_forward_has_room_for_run_as_they_are() -> None:
+    """A captured mixed batch has room for SEQUENCES - 1 chunks."""
+    engine = plan_replay.engine()
+    recorded = Recorded(engine)
+    first = engine.submit(Request([2, 300, 301], 8))
+    while not first.tokens:
+        engine.step()
+    runner = engine.runner
+    chunks = tuple(PrefillChunk((2, 310 + i), 0, ((10 + i,), (10 + i,)), NewRow(10)) for i in range(SEQUENCES))
+    plan = StepPlan(1, decode=DecodeRows(1, 20), chunks=chunks, num_tokens=2 * SEQUENCES + 1)
+
+    def captured() -> tuple[torch.Tensor, torch.Tensor]:
+        raise AssertionError("it has no room")
+
+    runner.mixed_graphs.replay = captured  # type: ignore[method-assign,assignment]
+    runner.mixed_graphs._captured[Shape(plan.num_tokens, 1, PLAIN)] = captured  # type: ignore[assignment]
+    with torch.inference_mode():
+        runner.run(StepPlan.from_json(plan.to_json(), runner.limits))
+    decoded, new, _ = recorded.made[-1]
+    assert [len(row) for row in (*decoded, *new)] == [1] * (1 + SEQUENCES)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, '{"num_running":' + "9" * 5000 + "}"])

@@ -58,12 +58,12 @@ template <bool BF16> DEVICE void store_half4(uint16_t* p, float4 v) {
 
 // Combine kernel. Partials in the workspace: o [rows, NUM_SPLITS, HEAD_DIM], each normalised by its split's own sum,
 // then lse [rows, NUM_SPLITS] in base 2; -inf where a split saw no key, and its o is not written. A block of SLICES *
-// COLUMNS threads combines 4 * COLUMNS elements of a row; its slices share the splits: out = sum_s 2^(lse_s - max) o_s
-// / sum_s 2^(lse_s - max).
+// COLUMNS threads combines 4 * COLUMNS elements of a row; its slices share the splits:
+// out = sum_s 2^(lse_s - max) o_s / sum_s 2^(lse_s - max).
 template <int HEAD_DIM, int NUM_SPLITS, int SLICES, int COLUMNS, bool BF16>
 DEVICE void combine_row(uint16_t* out, const float* partial_o, const float* partial_lse, int row, int part) {
     constexpr int PER_SLICE = (NUM_SPLITS + SLICES - 1) / SLICES, PER_LANE = (NUM_SPLITS + 31) / 32;
-    constexpr int AHEAD = min_of(PER_SLICE, 8);  // loads a thread has under way
+    constexpr int AHEAD = min_of(PER_SLICE, 8);  // loads of a thread in flight
     static_assert(HEAD_DIM % (4 * COLUMNS) == 0 && COLUMNS % 32 == 0, "whole warps in a slice");
     __shared__ float4 sums[SLICES * COLUMNS];
     __shared__ float weights[NUM_SPLITS];
@@ -78,7 +78,7 @@ DEVICE void combine_row(uint16_t* out, const float* partial_o, const float* part
         return split < NUM_SPLITS ? load_l2(o + split * (HEAD_DIM / 4)) : make_float4(0, 0, 0, 0);
     };
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) v[i] = load(i);  // while the weights are made
+    for (int i = 0; i < AHEAD; ++i) v[i] = load(i);  // while the weights are computed
     if (threadIdx.x < 32) {
         float x[PER_LANE], top = -INF, total = 0;
 #pragma unroll

@@ -497,6 +497,12 @@ def trimmed(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str,
     return {defaults.names.get(k, k): v for k, v in kept.items()}
 
 
+def untrimmed(fields: Mapping[str, Any], defaults: Defaults) -> dict[str, Any]:
+    """`fields` by the names that they are filed under, with those that equal their default."""
+    known = {defaults.names.get(k, k): v for k, v in defaults.items() if v is not dataclasses.MISSING}
+    return known | dict.fromkeys(defaults.flags, False) | trimmed(fields, defaults)
+
+
 def filled(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """What `trimmed` left out put back, in the order of declaration; fields that are not declared come last."""
     if isinstance(defaults, Defaults):

@@ -28,7 +28,7 @@ from kerngen.compiler.compile import Resources
 from kerngen.errors import KerngenError, RecordingError
 from kerngen.system.files import publish
 from kerngen.templates import find_kernel
-from kerngen.templates.kernel import Kernel, describe, fields_of
+from kerngen.templates.kernel import Kernel, defaults_of, describe, fields_of
 from kerngen.tuning_db.read.canonical_fields import device_from
 
 VERSION = 1
@@ -286,7 +286,8 @@ def read(path: Path) -> Recorded:
     if path.name != head.file_name:
         raise RecordingError(f"{path}:1: this is {head.file_name}, under another name")
     cells = _line(path, 1, lambda: _Cells(head))
-    _line(path, 2, lambda: _require_columns(lines[1] if len(lines) > 1 else "", cells.columns))
+    own = _own_names(head.kernel)
+    _line(path, 2, lambda: _require_columns(lines[1] if len(lines) > 1 else "", cells.columns, own))
     rows: dict[Any, Row] = {}
     seen: dict[Any, int] = {}
     for number, line in enumerate(lines[2:], 3):
@@ -360,14 +361,22 @@ def _head(line: str) -> Head:
         isinstance(part, dict) and all(isinstance(v, list) and v for v in part.values()) for part in given["grid"]
     ):
         raise RecordingError("the head's grid is not a list of fields with lists of values")
-    grid = tuple({k: tuple(v) for k, v in part.items()} for part in given["grid"])
-    head = Head(**(given | {"grid": grid, "entries": tuple(given["entries"]), "clocks": tuple(given["clocks"])}))
+    own = _own_names(given["kernel"])
+    grid = tuple({own.get(k, k): tuple(v) for k, v in part.items()} for part in given["grid"])
+    default = {own.get(k, k): v for k, v in given["default"].items()}
+    read = {"grid": grid, "default": default, "entries": tuple(given["entries"]), "clocks": tuple(given["clocks"])}
+    head = Head(**(given | read))
     recorded = Recorded(head, ())
     try:
         _ = recorded.problem, recorded.default, recorded.target
     except TypeError as e:
         raise RecordingError(f"the head does not fit today's {head.kernel}: {e}", hint="record it again") from None
     return head
+
+
+def _own_names(kernel: str) -> Mapping[str, str]:
+    """Today's names of fields that were recorded under the names that they are filed under."""
+    return defaults_of(find_kernel(kernel).config_type).own
 
 
 _KINDS: dict[str, type] = {
@@ -377,8 +386,8 @@ _KINDS: dict[str, type] = {
 }  # fmt: skip
 
 
-def _require_columns(line: str, columns: tuple[str, ...]) -> None:
-    given = line.split(",")
+def _require_columns(line: str, columns: tuple[str, ...], own: Mapping[str, str]) -> None:
+    given = [own.get(c, c) for c in line.split(",")]
     if unknown := [c for c in given if c not in columns]:
         raise RecordingError(f"unknown column {', '.join(map(repr, unknown))}")
     if tuple(given) != columns:

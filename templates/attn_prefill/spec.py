@@ -5,7 +5,7 @@ walks that sequence's keys backwards in tiles of BLOCK_N. Tiles that no row sees
 sees run without a mask. The block table is read where it lies, so its length costs no shared memory.
 
 Few query tokens behind many keys are too few blocks for a GPU. Then several blocks may have the same rows, each with a
-part of the keys (Config.split), and a second launch, attn_combine, merges what they found, as in attn_decode. In how
+part of the keys (Config.split_kv), and a second launch, attn_combine, merges what they found, as in attn_decode. In how
 many parts is said at each launch (num_splits), so that what is compiled serves any number of tokens.
 """
 
@@ -72,8 +72,8 @@ class Config:
     8 KB, for each of two warpgroups, where body=wgmma_ws and warps_d=2.
     q_in_regs: queries stay in registers instead of being read from shared memory for each tile. body: mma, by mma.sync;
     wgmma_ws, num_warps warps multiply by warpgroups of 64 rows, and four more copy. ping_pong: two warpgroups have the
-    tensor cores by turns. boxes: keys and values come in boxes of a tensor map where a tile is whole. cluster: blocks
-    that share their copies. split: the keys that a tile of rows sees go to several blocks, where there are few.
+    tensor cores by turns. use_tma: keys and values come in boxes of a tensor map where a tile is whole. cluster: blocks
+    that share their copies. split_kv: the keys that a tile of rows sees go to several blocks, where there are few.
     """
 
     block_m: int = 128
@@ -84,9 +84,9 @@ class Config:
     q_in_regs: bool = False
     body: str = field(default="mma", metadata={"filed": {"wgmma_ws": {"wgmma": True}}})
     ping_pong: bool = False
-    boxes: bool = False
+    use_tma: bool = field(default=False, metadata={"filed": "boxes"})
     cluster: int = 1
-    split: bool = False
+    split_kv: bool = field(default=False, metadata={"filed": "split"})
 
     @property
     def wgmma(self) -> bool:
@@ -106,16 +106,16 @@ WGMMA_SPACE = {
     "num_warps": (8, 12),
     "num_stages": (1, 2),
     "ping_pong": (False, True),
-    "boxes": (False, True),
+    "use_tma": (False, True),
     "cluster": (1, 2),
 }
 
-HALVES_SPACE = {
+SPLIT_D_SPACE = {
     "block_m": (64,),
     "block_n": (64,),
     "num_warps": (8,),
     "num_stages": (7, 8, 9),
-    "boxes": (False, True),
+    "use_tma": (False, True),
     "cluster": (1, 2, 4),
 }
 
@@ -150,28 +150,28 @@ SPLIT_ARGS = {
 BODIES = (
     Body(
         "kernel.cu.jinja", ARGS, SPACE | {"num_stages": (1, 2), "q_in_regs": (False, True)},
-        serves=lambda arch: arch.has_ldmatrix, when={"body": "mma", "split": False},
+        serves=lambda arch: arch.has_ldmatrix, when={"body": "mma", "split_kv": False},
     ),
     Body(
         "wgmma.cu.jinja", WGMMA_ARGS, WGMMA_SPACE, serves=lambda arch: arch.has_wgmma,
-        when={"body": "wgmma_ws", "warps_d": 1, "split": False},
+        when={"body": "wgmma_ws", "warps_d": 1, "split_kv": False},
     ),
     Body(
-        "wgmma_ws_split_d.cu.jinja", WGMMA_ARGS, HALVES_SPACE, serves=lambda arch: arch.has_wgmma,
-        when={"body": "wgmma_ws", "warps_d": 2, "split": False},
+        "wgmma_ws_split_d.cu.jinja", WGMMA_ARGS, SPLIT_D_SPACE, serves=lambda arch: arch.has_wgmma,
+        when={"body": "wgmma_ws", "warps_d": 2, "split_kv": False},
     ),
     Body(
-        "wgmma_ws_split_d.cu.jinja", SPLIT_ARGS, HALVES_SPACE, serves=lambda arch: arch.has_wgmma,
-        when={"body": "wgmma_ws", "warps_d": 2, "split": True},
+        "wgmma_ws_split_d.cu.jinja", SPLIT_ARGS, SPLIT_D_SPACE, serves=lambda arch: arch.has_wgmma,
+        when={"body": "wgmma_ws", "warps_d": 2, "split_kv": True},
     ),
     Body(
         "volta.cu.jinja", ARGS, SPACE, serves=lambda arch: not arch.has_ldmatrix,
-        when={"body": "mma", "split": False},
+        when={"body": "mma", "split_kv": False},
     ),
 )  # fmt: skip
 OUTPUTS = ("out",)
 # What writing, merging and another launch take, in tiles of keys' time (of a block 1.6 us, on an H200).
-MERGE_TILES = 6
+COMBINE_TILES = 6
 # What ptxas may keep in local memory, a thread: the accumulators fill the register file. 96 at most in the test cases.
 MAX_SPILL_BYTES = 128
 
@@ -183,12 +183,12 @@ def box_rows(problem: Problem, config: Config, of: str = "k") -> int:
     if config.warps_d == 2:
         together = CHUNK_BYTES // problem.head_dim if of == "v" else config.block_n // config.cluster
     rows = gcd(problem.page_size, together)  # no box crosses the end of a page
-    return rows if config.boxes and rows and rows % 8 == 0 else 0
+    return rows if config.use_tma and rows and rows % 8 == 0 else 0
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
     found = {"BOX_ROWS": box_rows(problem, config), "V_BOX_ROWS": box_rows(problem, config, "v")}
-    return found | ({"MAX_SPLITS": MAX_SPLITS} if config.split else {})
+    return found | ({"MAX_SPLITS": MAX_SPLITS} if config.split_kv else {})
 
 
 def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]) -> TensorMap | None:
@@ -221,24 +221,24 @@ def staging_regs(problem: Problem, config: Config, target: Target) -> int:
     return 0 if target.arch.has_cp_async else config.block_n * problem.head_dim // (64 * config.num_warps)
 
 
-def _why_not_by_warpgroups(problem: Problem, config: Config, target: Target) -> str | None:
+def _why_not_wgmma(problem: Problem, config: Config, target: Target) -> str | None:
     c, arch = config, target.arch
     if not arch.has_wgmma:
         return f"body=wgmma_ws needs wgmma, which {arch} lacks"
-    why_not = _why_not_by_halves if c.warps_d == 2 else _why_not_by_rows
+    why_not = _why_not_split_d if c.warps_d == 2 else _why_not_split_m
     if (why := why_not(problem, c)) is not None:
         return why
     if c.q_in_regs:
         return "body=wgmma_ws reads queries from shared memory; use q_in_regs=False"
-    if c.boxes and not (box_rows(problem, c) and box_rows(problem, c, "v")):
-        return f"boxes=True: page_size={problem.page_size} is no multiple of 8 rows"
-    if c.cluster > 1 and not c.boxes:
-        return f"cluster={c.cluster} copies to all its blocks in boxes; use boxes=True"
+    if c.use_tma and not (box_rows(problem, c) and box_rows(problem, c, "v")):
+        return f"use_tma=True: page_size={problem.page_size} is no multiple of 8 rows"
+    if c.cluster > 1 and not c.use_tma:
+        return f"cluster={c.cluster} copies to all its blocks in boxes; use use_tma=True"
     return None
 
 
-def _why_not_by_halves(problem: Problem, config: Config) -> str | None:
-    """Of wgmma_ws_split_d.cu.jinja."""
+def _why_not_split_d(problem: Problem, config: Config) -> str | None:
+    """Of wgmma_ws_split_d.cu.jinja: two warpgroups share their rows and split head_dim."""
     c = config
     if problem.head_dim != 512:
         return f"body=wgmma_ws with warps_d=2 is for head_dim=512, not {problem.head_dim}; use warps_d=1"
@@ -256,8 +256,8 @@ def _why_not_by_halves(problem: Problem, config: Config) -> str | None:
     return None
 
 
-def _why_not_by_rows(problem: Problem, config: Config) -> str | None:
-    """Of wgmma.cu.jinja."""
+def _why_not_split_m(problem: Problem, config: Config) -> str | None:
+    """Of wgmma.cu.jinja: each warpgroup has rows of its own."""
     c = config
     if c.num_warps not in (8, 12) or c.warps_d != 1 or c.block_m != 16 * c.num_warps:
         return (
@@ -281,7 +281,7 @@ def _why_not_by_rows(problem: Problem, config: Config) -> str | None:
     return None
 
 
-def _why_not_by_warps(problem: Problem, config: Config, target: Target) -> str | None:
+def _why_not_mma(problem: Problem, config: Config, target: Target) -> str | None:
     c, arch = config, target.arch
     unit = 16 if arch.has_ldmatrix else 32
     if c.num_warps % c.warps_d:
@@ -314,9 +314,9 @@ def _why_not_by_warps(problem: Problem, config: Config, target: Target) -> str |
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
-    if config.split and not (config.wgmma and config.warps_d == 2):
-        return "split=True is for body=wgmma_ws with warps_d=2"
-    why_not = _why_not_by_warpgroups if config.wgmma else _why_not_by_warps
+    if config.split_kv and not (config.wgmma and config.warps_d == 2):
+        return "split_kv=True is for body=wgmma_ws with warps_d=2"
+    why_not = _why_not_wgmma if config.wgmma else _why_not_mma
     why = why_not(problem, config, target)
     return target.arch.why_too_large(smem_bytes(problem, config, target)) if why is None else why
 
@@ -346,23 +346,23 @@ _WINDOWED_256 = Config(64, 64, 4, 1)
 
 
 # Where there is wgmma, best on an H200.
-_BY_WARPGROUPS = {
-    128: Config(192, 80, 12, 1, 2, body="wgmma_ws", boxes=True),
-    256: Config(128, 80, 8, 1, 2, body="wgmma_ws", boxes=True),
-    512: Config(64, 64, 8, 2, 8, body="wgmma_ws", boxes=True, cluster=2),
+_WGMMA_CONFIGS = {
+    128: Config(192, 80, 12, 1, 2, body="wgmma_ws", use_tma=True),
+    256: Config(128, 80, 8, 1, 2, body="wgmma_ws", use_tma=True),
+    512: Config(64, 64, 8, 2, 8, body="wgmma_ws", use_tma=True, cluster=2),
 }
 
 
-def _by_warpgroups(problem: Problem, target: Target) -> Config:
-    config = _BY_WARPGROUPS[problem.head_dim]
+def _wgmma_config(problem: Problem, target: Target) -> Config:
+    config = _WGMMA_CONFIGS[problem.head_dim]
     if problem.window and problem.page_size and config.block_n == 80:  # boxes of more than 16 keys, and shorter ends
         config = replace(config, block_n=64)
     if not box_rows(problem, config):
-        config = replace(config, boxes=False, cluster=1)
-    # what serves so many tokens may serve half as many, too
-    return (
-        replace(config, split=_blocks(problem, config) <= 2 * target.device.num_sms) if config.warps_d == 2 else config
-    )
+        config = replace(config, use_tma=False, cluster=1)
+    if config.warps_d == 1:
+        return config
+    # A tuned point's winner serves down to half as many tokens.
+    return replace(config, split_kv=_blocks(problem, config) <= 2 * target.device.num_sms)
 
 
 def num_splits(problem: Problem, config: Config, target: Target) -> int:
@@ -373,13 +373,13 @@ def num_splits(problem: Problem, config: Config, target: Target) -> int:
     """
     p, sms = problem, target.device.num_sms
     blocks = _blocks(p, config)
-    if not config.split or not blocks:
+    if not config.split_kv or not blocks:
         return 1
     pairs = -(-visible_keys(p) // (2 * config.block_n))  # of tiles, which are dealt
     rounds = -(-blocks // sms)
     splits = max(min(rounds * sms // blocks, MAX_SPLITS, pairs, MAX_PARTIAL_BYTES // _partial_bytes(p, 1)), 1)
     longest = -(-pairs // splits)
-    return -(-pairs // longest) if 2 * rounds * (pairs - longest) >= MERGE_TILES else 1
+    return -(-pairs // longest) if 2 * rounds * (pairs - longest) >= COMBINE_TILES else 1
 
 
 def _row_tiles(problem: Problem, config: Config) -> int:
@@ -402,7 +402,7 @@ def default_config(problem: Problem, target: Target) -> Config:
     """By warpgroups where there is wgmma; elsewhere the first configuration of a short list, best first, that fits."""
     arch = target.arch
     if arch.has_wgmma:
-        return _by_warpgroups(problem, target)
+        return _wgmma_config(problem, target)
     if problem.head_dim == 256 and problem.window:
         need = smem_bytes(problem, _WINDOWED_256, target) + arch.reserved_smem_bytes
         if arch.has_cp_async and 2 * need <= arch.smem_per_sm:

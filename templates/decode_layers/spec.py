@@ -200,15 +200,17 @@ class Config:
     max_inflight_stages: int = field(default=4, metadata={"filed": "in_flight"})
     # Tiles that a warp reads ahead of multiplying them, two by two.
     prefetch_tiles: int = field(default=3, metadata={"filed": "tiles_together"})
-    out_parts: int = 2  # parts of a strip of 32 rows of the output projection, where blocks' shares may end
-    down_parts: int = 3  # the same of down
-    slots: int = 3  # for partial sums of a strip: blocks that meet in one at most
+    # Stream-K: the parts of K that an n-tile (32 rows) of the output projection is cut into, and an n-tile of down. A
+    # block's share begins and ends between two parts.
+    out_split_k: int = field(default=2, metadata={"filed": "out_parts"})
+    down_split_k: int = field(default=3, metadata={"filed": "down_parts"})
+    max_peers: int = field(default=3, metadata={"filed": "slots"})  # blocks that may share an n-tile
     split_tiles: int = 1  # of keys, in a block, before more blocks take some
 
     @property
     def parts(self) -> tuple[int, ...]:
         """Of each of MATRICES, and of EXPERT_MATRICES: into how many parts its strips are cut."""
-        return 1, self.out_parts, 1, self.down_parts, 1, self.down_parts
+        return 1, self.out_split_k, 1, self.down_split_k, 1, self.down_split_k
 
 
 SPACE = {
@@ -217,9 +219,9 @@ SPACE = {
     "num_stages": (3, 4, 5, 6, 7, 8, 10, 12),
     "max_inflight_stages": (1, 2, 3, 4),
     "prefetch_tiles": (2, 3, 5),  # one, two and three pairs
-    "out_parts": (1, 2, 3, 4, 5, 8, 11, 33),
-    "down_parts": (1, 2, 3, 4, 5, 8, 11, 33),
-    "slots": (1, 2, 3, 4, 5),
+    "out_split_k": (1, 2, 3, 4, 5, 8, 11, 33),
+    "down_split_k": (1, 2, 3, 4, 5, 8, 11, 33),
+    "max_peers": (1, 2, 3, 4, 5),
     "split_tiles": (1, 2, 4),
 }
 # What a layer brings along, in the order in which the kernel finds their addresses; null: k_norm where the layer owns
@@ -280,7 +282,7 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
     return {
         "KINDS": [
             {
-                "shapes": _cut(p, c, kind),
+                "shapes": _work_shapes(p, c, kind),
                 "is_full": str(kind in "fF").lower(),
                 "owns_kv": str(kind in "sf").lower(),
                 "attended": p.matrices(kind)[1][1],
@@ -307,8 +309,8 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
     }
 
 
-def _cut(p: Problem, c: Config, kind: str) -> list[tuple[int, int, int]]:
-    """Of each of a layer's products: strips, tiles of a strip, and parts that it is cut into."""
+def _work_shapes(p: Problem, c: Config, kind: str) -> list[tuple[int, int, int]]:
+    """Of each of a layer's products: n-tiles, k-tiles of an n-tile, and the parts of K that it is cut into."""
     matrices = p.matrices(kind)
     return [(n // STRIP, k // STRIP, of) for (n, k), of in zip(matrices, c.parts[: len(matrices)], strict=True)]
 
@@ -390,8 +392,8 @@ def _units(p: Problem, c: Config, matrix: int) -> int:
     return min(p.matrices(kind)[matrix][0] for kind in _kinds(p)) // STRIP * c.parts[matrix]
 
 
-def _most_that_meet(strips: int, parts: int, blocks: int) -> int:
-    """How many blocks have a share of the same strip, at most, of strips * parts units dealt evenly."""
+def _max_peers(strips: int, parts: int, blocks: int) -> int:
+    """The most blocks that share an n-tile, where strips * parts units are dealt evenly."""
     least = max(1, strips * parts // blocks)  # units of a block that has any
     return min(parts, ceil((parts - 1) / least) + 1)
 
@@ -406,17 +408,17 @@ def num_blocks(problem: Problem, config: Config, target: Target) -> int:
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     p, c, blocks = problem, config, num_blocks(problem, config, target)
-    strips = [(n, parts) for kind in _kinds(p) for n, _, parts in _cut(p, c, kind)]
+    strips = [(n, parts) for kind in _kinds(p) for n, _, parts in _work_shapes(p, c, kind)]
     pieces = max(min(ceil(n * parts / blocks), ceil(n * parts / blocks / parts) + 1) for n, parts in strips)
     return _shared_bytes(p, c) + max(
         128 * c.num_warps * pieces,
-        4 * c.num_warps * max(_rows_of_four(rows, blocks) for rows in (p.ple_width, p.num_experts)),
+        4 * c.num_warps * max(_padded_share(rows, blocks) for rows in (p.ple_width, p.num_experts)),
         4 * 16 * ceil(p.hidden / STRIP / blocks),
     )
 
 
-def _rows_of_four(rows: int, blocks: int) -> int:
-    """Of the per-layer gate or the router, in a block, which takes runs of four."""
+def _padded_share(rows: int, blocks: int) -> int:
+    """Rows of the per-layer gate or the router of a block, a multiple of four."""
     return 4 * ceil(rows / 4 / blocks)
 
 
@@ -463,19 +465,19 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return f"max_inflight_stages={c.max_inflight_stages} is more than num_stages={c.num_stages}"
     if (slot := slot_bytes(p, c)) < (least := _least_slot_bytes(p)):
         return f"stage_tiles={c.stage_tiles}: a slot of {slot:,} B holds no keys, or no dense row: {least:,} B"
-    for name, parts, matrices in (("out_parts", c.out_parts, (1,)), ("down_parts", c.down_parts, DOWN)):
+    for name, parts, matrices in (("out_split_k", c.out_split_k, (1,)), ("down_split_k", c.down_split_k, DOWN)):
         if parts > (groups := _least_columns(p, *matrices) // p.group_size):
             return f"{name}={parts} is more than the {groups} groups of a row"
-        if parts > 1 and (meet := _most_that_meet(p.hidden // STRIP, parts, blocks)) > c.slots:
-            return f"{name}={parts}: {meet} blocks meet in a strip; slots={c.slots}"
+        if parts > 1 and (peers := _max_peers(p.hidden // STRIP, parts, blocks)) > c.max_peers:
+            return f"{name}={parts}: {peers} blocks share an n-tile; max_peers={c.max_peers}"
     for kind in "sf":
         if (units := p.num_q_heads // _unit_heads(p, kind)) > blocks:
             return f"attention's heads are {units} units; {blocks} blocks take one each"
     vecs = _row_vecs(p, c.num_warps)
-    if (words := 8 * vecs * c.slots) > MAX_ROW_WORDS:
-        return (f"{words} words of partial sums a thread ({vecs} vectors of hidden={p.hidden}, slots={c.slots}); "
-                f"at most {MAX_ROW_WORDS}")  # fmt: skip
-    if p.ple_width and (rows := _rows_of_four(p.ple_width, blocks) * GATED_COPIES) > 32 * c.num_warps:
+    if (words := 8 * vecs * c.max_peers) > MAX_ROW_WORDS:
+        return (f"{words} words of partial sums a thread ({vecs} vectors of hidden={p.hidden}, "
+                f"max_peers={c.max_peers}); at most {MAX_ROW_WORDS}")  # fmt: skip
+    if p.ple_width and (rows := _padded_share(p.ple_width, blocks) * GATED_COPIES) > 32 * c.num_warps:
         return f"{rows} results of the per-layer gate a block; {c.num_warps} warps make {32 * c.num_warps} at a time"
     return arch.why_too_large(smem_bytes(p, c, target))
 
@@ -494,14 +496,14 @@ def default_config(problem: Problem, target: Target) -> Config:
     out = _parts(p.hidden, (_least_columns(p, 1),), p.group_size, blocks, most, everywhere=False)
     downs = [_least_columns(p, i) for i in DOWN if i < _num_products(p)]
     down = _parts(p.hidden, downs, p.group_size, blocks, most, everywhere=True)
-    slots = max(_most_that_meet(p.hidden // STRIP, parts, blocks) for parts in (out, down))
+    peers = max(_max_peers(p.hidden // STRIP, parts, blocks) for parts in (out, down))
     sizes = sizes_of(warps)
     sizes = [t for t in sizes if matrix_bytes(STRIP, STRIP * t, p.group_size) >= _least_slot_bytes(p)] or sizes[-1:]
     sizes = [t for t in sizes if t <= 48] or sizes[:1]
     sizes.sort(key=lambda t: (ceil(p.hidden // STRIP / t), t))
     for tiles, stages in product((sizes[0], min(sizes)), (10, 8, 7, 6, 5, 4, 3)):
         max_inflight_stages = min(max(2, p.hidden // STRIP // tiles), _max_inflight_stages(p, tiles, target))
-        config = Config(warps, tiles, stages, max_inflight_stages, 2, out, down, slots)
+        config = Config(warps, tiles, stages, max_inflight_stages, 2, out, down, peers)
         if smem_bytes(p, config, target) <= target.arch.max_smem_bytes:
             break
     return config
@@ -528,10 +530,10 @@ def _parts(rows: int, columns: Sequence[int], group_size: int, blocks: int, most
 
     def price(parts: int) -> int:
         busiest = ceil(strips * parts / blocks) * sum(ceil(k // STRIP / parts) for k in columns)
-        return busiest + SUM_TILES * _most_that_meet(strips, parts, min(blocks, strips * parts))
+        return busiest + SUM_TILES * _max_peers(strips, parts, min(blocks, strips * parts))
 
-    choices = [c for c in SPACE["down_parts"] if c <= groups]
-    choices = [c for c in choices if _most_that_meet(strips, c, min(blocks, strips * c)) <= most]
+    choices = [c for c in SPACE["down_split_k"] if c <= groups]
+    choices = [c for c in choices if _max_peers(strips, c, min(blocks, strips * c)) <= most]
     enough = [c for c in choices if strips * c >= 0.95 * blocks] if everywhere else choices
     return min(enough or choices[-1:], key=price)
 
@@ -547,9 +549,10 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
 def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     """Two counts; of three layers what blocks post in one (kernel.cu.jinja). All zero between launches."""
     p, c, blocks = problem, config, num_blocks(problem, config, target)
-    rows = (_most(p, 0, 0) + _most(p, 1, 1) + _most(p, 3, 1)) // 8 + 2 * 2 * c.slots * p.hidden // 8
+    sums = 2 * c.max_peers * p.hidden // 8
+    rows = (_most(p, 0, 0) + _most(p, 1, 1) + _most(p, 3, 1)) // 8 + 2 * sums
     per_layer = GATED_COPIES * p.ple_width // 4 + p.hidden // 8 if p.ple_width else 0
-    chosen = p.num_experts // 4 + p.top_k * p.expert_inner // 8 + 2 * c.slots * p.hidden // 8 if p.num_experts else 0
+    chosen = p.num_experts // 4 + p.top_k * p.expert_inner // 8 + sums if p.num_experts else 0
     return 16 + 3 * 16 * (rows + per_layer + chosen + blocks * (_unit_elements(p) // 32 * 9))
 
 

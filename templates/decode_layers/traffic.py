@@ -17,9 +17,9 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     least, weights, rows = cost(problem).bytes, 0, 0
     for letter in p.layers:
         weights += sum(n * k for n, k in p.matrices(letter))
-        rows += 4 * (p.matrices(letter)[1][1] + p.inner_of(letter)) + 8 * p.hidden * c.slots
+        rows += 4 * (p.matrices(letter)[1][1] + p.inner_of(letter)) + 8 * p.hidden * c.max_peers
         if p.num_experts:
-            rows += 4 * (p.num_experts + p.top_k * p.expert_inner) + 4 * p.hidden * c.slots
+            rows += 4 * (p.num_experts + p.top_k * p.expert_inner) + 4 * p.hidden * c.max_peers
     return Traffic(
         least, 0, l2_bytes=least + blocks * rows, smem_bytes=2 * least, cuda_ops=weights * 44 // 32,
         bytes_in_flight=c.max_inflight_stages * slot_bytes(p, c), copies=True,

@@ -1,16 +1,16 @@
 """dense_gemv: out[M, N] = x[M, K] W[N, K]^T with dense 16-bit weights as they are stored, for up to 16 tokens.
 
-What it takes is the time to read W once. Rows of W are the tensor core's A operand and tokens its 8 columns, so that
-one token costs no more than eight. A warp holds `steps` loads of each row in registers, and fetches anew what it has
-used: the first of them before the kernel that makes x has finished.
+It takes the time to read W once. Operands are swapped (swap-AB): rows of W are the tensor core's A operand and tokens
+its 8 columns, so that one token costs no more than eight. A warp keeps `unroll` loads of each row in registers and
+issues the next one as soon as it has used one. The first loads start before the kernel that makes x has ended.
 
-The order in which the columns of a row are summed depends on the configuration's steps, warps_k and split_k, and never
+The order in which the columns of a row are summed depends on the configuration's unroll, warps_k and split_k, and never
 on M, block_m or the order in which blocks finish: a token's outputs are the same bits alone and among fifteen others.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 from typing import ClassVar
@@ -58,7 +58,8 @@ class Config:
     row_tiles: int = 1  # of 16 rows of W, that a warp owns
     warps_n: int = 1  # warps of a block that differ in rows
     warps_k: int = 8  # warps that share rows and differ in columns; summed through shared memory
-    steps: int = 4  # of 32 columns: what a warp has under way, 1 KiB each and row tile
+    # Loads of 32 columns that a warp keeps in flight, 1 KiB each and row tile.
+    unroll: int = field(default=4, metadata={"filed": "steps"})
     split_k: int = 1  # blocks that share rows and differ in columns; summed by the last of them, in their order
     blocks_per_sm: int = 2  # that registers must suffice for
     persistent: bool = False  # blocks_per_sm blocks an SM go through all rows; else each block has its own
@@ -69,7 +70,7 @@ SPACE = {
     "row_tiles": (1, 2),
     "warps_n": (1, 2, 4),
     "warps_k": (1, 2, 4, 8, 16),
-    "steps": (1, 2, 3, 4, 5, 6, 8),
+    "unroll": (1, 2, 3, 4, 5, 6, 8),
     "split_k": (1, 2, 4, 8),
     "blocks_per_sm": (1, 2, 3, 4),
     "persistent": (False, True),
@@ -97,8 +98,8 @@ def num_tiles(problem: Problem, config: Config) -> int:
 
 
 def num_turns(problem: Problem, config: Config) -> int:
-    """How often the busiest warp of a tile fetches `steps`."""
-    groups = -(-problem.k // (COLUMNS * config.steps))
+    """Iterations of the k loop, of `unroll` times 32 columns each, of the warp that has the most."""
+    groups = -(-problem.k // (COLUMNS * config.unroll))
     return -(-groups // (config.warps_k * config.split_k))
 
 
@@ -123,7 +124,7 @@ def why_unsupported(problem: Problem, target: Target) -> str | None:
 def registers(config: Config, arch: Arch) -> int:
     """A thread's, about: loads of W and x under way, sums, and the rest."""
     x_loads, accumulators = (1, 4) if arch.has_ldmatrix else (2, 8)
-    loaded = 4 * config.steps * (2 * config.row_tiles + x_loads * config.block_m // TOKENS)
+    loaded = 4 * config.unroll * (2 * config.row_tiles + x_loads * config.block_m // TOKENS)
     return loaded + accumulators * _fragments(config) + OTHER_REGISTERS
 
 
@@ -133,9 +134,9 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return f"block_m={c.block_m} holds fewer than num_tokens={problem.num_tokens}"
     if why := why_block_too_large(_threads(c), f"warps_n={c.warps_n} x warps_k={c.warps_k} warps"):
         return why
-    groups, shares = -(-problem.k // (COLUMNS * c.steps)), c.warps_k * c.split_k
+    groups, shares = -(-problem.k // (COLUMNS * c.unroll)), c.warps_k * c.split_k
     if groups < shares:
-        return (f"k={problem.k} is {groups} groups of steps={c.steps} x {COLUMNS} columns; warps_k={c.warps_k} x "
+        return (f"k={problem.k} is {groups} groups of unroll={c.unroll} x {COLUMNS} columns; warps_k={c.warps_k} x "
                 f"split_k={c.split_k} warps share them")  # fmt: skip
     if c.persistent and c.split_k > 1:
         return f"persistent=True with split_k={c.split_k}: blocks that wait for each other take one tile each"
@@ -192,8 +193,8 @@ def _best(n: int, k: int, dtype: str, block_m: int, target: Target) -> Config | 
     widest = Problem(n, k, dtype, MAX_TOKENS)
     warps = ((1, 8), (1, 4), (2, 4), (1, 16), (4, 2), (8, 1), (4, 1), (1, 2), (2, 1), (1, 1))
     candidates = (
-        Config(MAX_TOKENS, 1, warps_n, warps_k, steps, split_k, blocks, persistent)
-        for (warps_n, warps_k), steps, split_k, blocks, persistent in product(
+        Config(MAX_TOKENS, 1, warps_n, warps_k, unroll, split_k, blocks, persistent)
+        for (warps_n, warps_k), unroll, split_k, blocks, persistent in product(
             warps, (2, 3, 4, 5, 6, 7, 8, 1), (1, 2, 4, 8), (1, 2, 3), (False, True)
         )
     )
@@ -211,7 +212,7 @@ def estimated_us(problem: Problem, config: Config, target: Target) -> float:
     busy = min(items, device.num_sms)
     per_sm = -(-items // device.num_sms)
     warps, turns = c.warps_n * c.warps_k, num_turns(p, c)
-    under_way = min(per_sm, c.blocks_per_sm) * warps * c.steps * c.row_tiles * STEP_BYTES
+    under_way = min(per_sm, c.blocks_per_sm) * warps * c.unroll * c.row_tiles * STEP_BYTES
     share = device.mem_gbps * 1e3 / device.num_sms  # bytes a us; a lone SM can draw more, and latency grows with load
     rate = min(device.mem_gbps * 1e3, busy * min(under_way / (2 * target.arch.memory_latency_us), 1.5 * share))
     item_bytes = 2 * ROWS * c.row_tiles * c.warps_n * p.k / c.split_k

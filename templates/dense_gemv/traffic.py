@@ -42,7 +42,7 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
         flops,
         l2_bytes=cost(p).bytes + x_bytes + 2 * workspace_bytes(p, c, target),
         cuda_ops=32 * steps * (12 + 8 * token_tiles),
-        bytes_in_flight=c.warps_n * c.warps_k * c.steps * c.row_tiles * STEP_BYTES,
+        bytes_in_flight=c.warps_n * c.warps_k * c.unroll * c.row_tiles * STEP_BYTES,
         smem_bytes=steps * (W_LINES + token_tiles * min(p.num_tokens, TOKENS)) * LINE_BYTES,
         joins=1 if c.warps_k > 1 else 0,
         join_bytes=2 * tiles * c.split_k * (smem_bytes(p, c, target) // (1 + c.persistent)),

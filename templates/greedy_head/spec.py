@@ -16,7 +16,7 @@ rows of 262,144 that those leave.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, prod, sqrt
 from statistics import NormalDist
 from typing import Any, ClassVar
@@ -96,29 +96,30 @@ class Problem:
 class Config:
     block_tokens: int = 4  # that share a read of the codes
     column_parts: int = 1  # whose digits are in shared memory one after the other
-    num_warps: int = 16  # of a block of greedy_screen, each with `strips` at a time
-    steps: int = 4  # tiles of `bits` / 8 KiB of each strip that a warp has under way, whole groups of them
-    blocks_per_sm: int = 1  # of greedy_screen; they go through all strips
+    num_warps: int = 16  # of a block of greedy_screen, each with `row_tiles` at a time
+    # Tiles of `bits` / 8 KiB of each row tile that a warp keeps in flight: whole groups of tiles.
+    unroll: int = field(default=4, metadata={"filed": "steps"})
+    blocks_per_sm: int = 1  # of greedy_screen; they loop over all row tiles
     choose_warps: int = 8  # of a block of greedy_choose, which looks at up to 1024 rows a warp at a time
-    strips: int = 1  # of 16 rows that a warp multiplies together
+    row_tiles: int = field(default=1, metadata={"filed": "strips"})  # of 16 rows, that a warp multiplies at a time
     # Of each code's seven bits those that greedy_screen multiplies, six; greedy_choose looks at the last one, of the
     # rows that may be chosen by these. 0: all bits that there are.
     first_bits: int = 0
 
 
 SPACE_TOKENS, SPACE_PARTS = (4, 8, 16, 32), (1, 2, 3, 4, 6)
-STEPS = {4: (1, 2, 4, 6, 8, 12, 16), 6: (2, 4, 6, 8, 12), 7: (4, 8, 12), 8: (1, 2, 3, 4, 5, 6, 8)}
+UNROLLS = {4: (1, 2, 4, 6, 8, 12, 16), 6: (2, 4, 6, 8, 12), 7: (4, 8, 12), 8: (1, 2, 3, 4, 5, 6, 8)}
 SPACE: dict[str, Choices] = {
     "block_tokens": SPACE_TOKENS,
     "column_parts": SPACE_PARTS,
     "num_warps": (4, 8, 16),
-    "steps": lambda problem, target: STEPS[problem.bits],
+    "unroll": lambda problem, target: UNROLLS[problem.bits],
     "blocks_per_sm": (1, 2, 3, 4),
     "choose_warps": (4, 8, 16),
-    "strips": lambda problem, target: (1, 2) if problem.bits == 7 and problem.num_tokens > 16 else (1,),
+    "row_tiles": lambda problem, target: (1, 2) if problem.bits == 7 and problem.num_tokens > 16 else (1,),
     "first_bits": lambda problem, target: (0, FIRST_BITS[problem.bits]) if problem.bits in FIRST_BITS else (0,),
 }
-# By block_tokens, (num_warps, steps, strips) that a default takes the first of that fits.
+# By block_tokens, (num_warps, unroll, row_tiles) that a default takes the first of that fits.
 EIGHT_BIT_CUTS = {
     4: ((16, 4, 1), (8, 4, 1), (4, 4, 1)),
     8: ((16, 4, 1), (8, 4, 1), (4, 4, 1)),
@@ -211,10 +212,10 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return why
     if c.first_bits and c.first_bits != FIRST_BITS.get(p.bits):
         return f"first_bits={c.first_bits}: of seven bits six may come first, not of {p.bits}"
-    if c.steps % (group := GROUP_TILES[p.bits]):
-        return f"steps={c.steps} are no whole groups of {group} tiles, as codes of {p.bits} bits are"
-    if c.steps * c.column_parts > (tiles := _tiles(p)):
-        return f"steps={c.steps} in column_parts={c.column_parts}, and a row has {tiles} tiles"
+    if c.unroll % (group := GROUP_TILES[p.bits]):
+        return f"unroll={c.unroll} are no whole groups of {group} tiles, as codes of {p.bits} bits are"
+    if c.unroll * c.column_parts > (tiles := _tiles(p)):
+        return f"unroll={c.unroll} in column_parts={c.column_parts}, and a row has {tiles} tiles"
     if c.block_tokens > MOST_BY_DOT and not arch.has_mma16816:
         return f"block_tokens={c.block_tokens}: {arch} has sums of at most {MOST_BY_DOT} tokens in registers"
     if c.column_parts > 1 and _part_tiles(p, c) * (c.column_parts - 1) >= tiles:
@@ -231,9 +232,9 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 def registers(problem: Problem, config: Config, arch: Arch) -> int:
     """A thread's of greedy_screen, about: tiles under way, sums, and the rest."""
     sums = 4 if arch.has_mma16816 else 16
-    each = _first_bits(problem, config) * config.steps + sums * config.block_tokens // 4
-    others = OTHER_REGISTERS + (config.strips - 1) * STRIP_REGISTERS
-    return config.strips * each + config.block_tokens // 2 + others
+    each = _first_bits(problem, config) * config.unroll + sums * config.block_tokens // 4
+    others = OTHER_REGISTERS + (config.row_tiles - 1) * STRIP_REGISTERS
+    return config.row_tiles * each + config.block_tokens // 2 + others
 
 
 def _first_bits(problem: Problem, config: Config) -> int:
@@ -246,7 +247,7 @@ def default_config(problem: Problem, target: Target) -> Config:
     widest = next(n for n in SPACE_TOKENS if n >= problem.num_tokens)
     widths = [n for n in reversed(SPACE_TOKENS) if n <= widest]
     cuts = {4: NIBBLE_CUTS, 6: SIX_BIT_CUTS, 7: SEVEN_BIT_CUTS, 8: EIGHT_BIT_CUTS}[problem.bits]
-    most_steps = max(s for s in STEPS[problem.bits] if s <= tiles)
+    max_unroll = max(s for s in UNROLLS[problem.bits] if s <= tiles)
     has_long_rows = problem.hidden >= LONG_ROW
     few = FEW_OF_LONG_ROWS if has_long_rows and target.device.has_fast_memory else FEW_ELEMENTS
     base = Config(
@@ -254,10 +255,17 @@ def default_config(problem: Problem, target: Target) -> Config:
         first_bits=FIRST_BITS.get(problem.bits, 0) if problem.num_tokens * problem.hidden <= few else 0,
     )
     candidates = (
-        replace(base, block_tokens=n, column_parts=parts, num_warps=warps, strips=strips, steps=min(steps, most_steps))
+        replace(
+            base,
+            block_tokens=n,
+            column_parts=parts,
+            num_warps=warps,
+            unroll=min(unroll, max_unroll),
+            row_tiles=row_tiles,
+        )
         for n in widths
         for parts in SPACE_PARTS
-        for warps, steps, strips in cuts[n]
+        for warps, unroll, row_tiles in cuts[n]
     )
     return next(c for c in candidates if why_invalid(problem, c, target) is None)
 
@@ -268,8 +276,8 @@ def _tiles(p: Problem) -> int:
 
 
 def _part_tiles(p: Problem, c: Config) -> int:
-    """Tiles of a part of the columns, in whole steps."""
-    return padded(ceil(_tiles(p) / c.column_parts), c.steps)
+    """Tiles of a part of the columns, a multiple of `unroll`."""
+    return padded(ceil(_tiles(p) / c.column_parts), c.unroll)
 
 
 def _digit_bytes(p: Problem, c: Config) -> int:
@@ -305,7 +313,7 @@ def _last_digit_bytes(p: Problem, c: Config) -> int:
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
     p, c, pdl = problem, config, target.arch.has_pdl
-    spans = ceil(_rows(p) / ROWS / c.strips)
+    spans = ceil(_rows(p) / ROWS / c.row_tiles)
     blocks = min(ceil(spans / c.num_warps), c.blocks_per_sm * target.device.num_sms)
     reads = ceil(p.num_tokens / c.block_tokens)
     most = ceil(_rows(p) / (128 * c.choose_warps))
@@ -366,10 +374,10 @@ def traffic(problem: Problem, config: Config, target: Target) -> list[Traffic]:
         once * ceil(reads / beside),
         tiles * fours * TILE_CODES * 8 if tensor else 0,  # two of eight bits an element, at the rate of one of 16
         l2_bytes=codes + uppers * (2 * c.column_parts - 1) + 2 * blocks * x_bytes,
-        smem_bytes=tiles * fours * 512 // c.strips,
+        smem_bytes=tiles * fours * 512 // c.row_tiles,
         cuda_ops=32 * tiles * each + ends,
-        bytes_in_flight=c.num_warps * c.strips * c.steps * TILE_CODES * bits // 8,
-        units=ceil(strips / c.strips / c.num_warps) * reads,
+        bytes_in_flight=c.num_warps * c.row_tiles * c.unroll * TILE_CODES * bits // 8,
+        units=ceil(strips / c.row_tiles / c.num_warps) * reads,
         clocks=_tiles(p) * TILE_CLOCKS,
         waits=2,
     )

@@ -8,7 +8,7 @@ share the experts, and the last of them to arrive chooses; with many, a block ha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 from typing import ClassVar
@@ -70,7 +70,8 @@ class Config:
     row_tiles: int = 1  # of 16 experts, that a warp owns
     warps_n: int = 1  # warps of a block that differ in experts
     warps_k: int = 8  # warps that share experts and differ in columns; summed through shared memory
-    steps: int = 6  # of 32 columns of W: what a warp has under way
+    # Loads of 32 columns of W that a warp keeps in flight.
+    unroll: int = field(default=6, metadata={"filed": "steps"})
     row_warps: int = 4  # warps that share a token's row while it is normed
 
 
@@ -79,7 +80,7 @@ SPACE = {
     "row_tiles": (1, 2),
     "warps_n": (1, 2, 4, 8, 16),
     "warps_k": (1, 2, 4, 8, 16),
-    "steps": (1, 2, 3, 4, 5, 6, 8, 11),
+    "unroll": (1, 2, 3, 4, 5, 6, 8, 11),
     "row_warps": (1, 2, 4, 8, 16),
 }
 ARGS = {
@@ -130,7 +131,7 @@ def registers(problem: Problem, config: Config, arch: Arch) -> int:
     token_tiles = c.block_t // TOKENS
     row = _row_vecs(problem, c) * (2 * ELEMENT_BYTES[problem.residual_dtype] + 14)
     products = token_tiles * c.row_tiles * accumulators + 4 * x_loads * min(token_tiles, 2)
-    return 8 * c.steps * c.row_tiles + max(row, products) + OTHER_REGISTERS
+    return 8 * c.unroll * c.row_tiles + max(row, products) + OTHER_REGISTERS
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
@@ -139,13 +140,13 @@ def why_unsupported(problem: Problem, target: Target) -> str | None:
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     c, arch = config, target.arch
-    warps, groups = _warps(c), -(-problem.hidden // (COLUMNS * c.steps))
+    warps, groups = _warps(c), -(-problem.hidden // (COLUMNS * c.unroll))
     if why := why_block_too_large(32 * warps, f"warps_n={c.warps_n} x warps_k={c.warps_k} warps"):
         return why
     if warps % c.row_warps:
         return f"{warps} warps are not made of groups of row_warps={c.row_warps}"
     if groups <= c.warps_k // 2:
-        return (f"hidden={problem.hidden} is {groups} groups of steps={c.steps} x {COLUMNS} columns; half of "
+        return (f"hidden={problem.hidden} is {groups} groups of unroll={c.unroll} x {COLUMNS} columns; half of "
                 f"warps_k={c.warps_k} warps do")  # fmt: skip
     if (rows := ROWS * c.row_tiles * c.warps_n) >= 2 * max(problem.num_experts, ROWS):
         return f"row_tiles={c.row_tiles} x warps_n={c.warps_n} warps hold {rows} experts of {problem.num_experts}"
@@ -212,8 +213,8 @@ def _best(
     problem = Problem(hidden, num_experts, top_k, dtype, residual_dtype, tokens)
     spread = ((1, 16), (1, 8), (2, 8), (4, 4), (8, 2), (16, 1), (4, 2), (8, 1), (2, 4), (1, 4), (1, 2), (1, 1))
     candidates = (
-        Config(block_t, 1, warps_n, warps_k, steps, row_warps)
-        for block_t, (warps_n, warps_k), steps, row_warps in product(
+        Config(block_t, 1, warps_n, warps_k, unroll, row_warps)
+        for block_t, (warps_n, warps_k), unroll, row_warps in product(
             SPACE["block_t"], spread, (6, 11, 4, 3, 2, 1), (4, 2, 8, 16, 1)
         )
     )
@@ -236,7 +237,7 @@ def estimated_us(problem: Problem, config: Config, target: Target) -> float:
     row_turns = -(-tokens // (_warps(c) // c.row_warps))
     rows = max(busy * tokens * row_bytes / share, 0.9 * row_turns) + 0.1 * _row_vecs(p, c)
     w_bytes = 2 * p.hidden * min(p.num_experts, ROWS * c.row_tiles * c.warps_n)
-    turns = -(-p.hidden // (COLUMNS * c.steps * c.warps_k))
+    turns = -(-p.hidden // (COLUMNS * c.unroll * c.warps_k))
     w = max(busy * w_bytes / (2.5 * share), 0.7 * (turns - 1))  # from L2; the first turn comes before the wait
     meeting = 0.03 * c.warps_k + (1.5 if shared > 1 else 0.0)
     return waves * (1.0 + rows + w + meeting)
@@ -264,6 +265,6 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
         l2_bytes=l2 + 2 * workspace_bytes(p, c, target),
         smem_bytes=read,
         cuda_ops=30 * shared * p.num_tokens * p.hidden + 32 * (steps * (12 + 8 * token_tiles) + 500 * p.num_tokens),
-        bytes_in_flight=rows * row_bytes + _warps(c) * c.steps * c.row_tiles * ROWS * COLUMNS * 2,
+        bytes_in_flight=rows * row_bytes + _warps(c) * c.unroll * c.row_tiles * ROWS * COLUMNS * 2,
         waits=2 if shared > 1 else 0,
     )

@@ -22,16 +22,16 @@ TILES = {
     256: ((128, 80, 8, 1, 2), (128, 64, 8, 1, 1)),
     512: ((64, 64, 8, 2, 9), (64, 64, 8, 2, 8), (64, 64, 8, 2, 4)),
 }
-WAYS = tuple(product((False, True), (False, True), (1, 2)))  # ping_pong, boxes, cluster
+WAYS = tuple(product((False, True), (False, True), (1, 2)))  # ping_pong, use_tma, cluster
 HALVES_WAYS = tuple(product((False,), (False, True), (1, 2, 4)))
-SPLIT = KERNEL.config_type(64, 64, 8, 2, 8, body="wgmma_ws", boxes=True, cluster=2, split=True)
-SPLITS = (SPLIT, replace(SPLIT, boxes=False, cluster=1))
+SPLIT = KERNEL.config_type(64, 64, 8, 2, 8, body="wgmma_ws", use_tma=True, cluster=2, split_kv=True)
+SPLITS = (SPLIT, replace(SPLIT, use_tma=False, cluster=1))
 
 
 def _configs(case: Case) -> Iterator[Any]:
     ways = HALVES_WAYS if case.problem.head_dim == 512 else WAYS
-    for tile, (ping_pong, boxes, cluster) in product(TILES[case.problem.head_dim], ways):
-        yield KERNEL.config_type(*tile, False, "wgmma_ws", ping_pong, boxes, cluster)
+    for tile, (ping_pong, use_tma, cluster) in product(TILES[case.problem.head_dim], ways):
+        yield KERNEL.config_type(*tile, False, "wgmma_ws", ping_pong, use_tma, cluster)
     if case.problem.head_dim == 512:
         yield from SPLITS
 
@@ -47,7 +47,7 @@ def test_by_warpgroups(case: Case) -> None:
 @pytest.mark.parametrize("case", [c for c in KERNEL.cases.CASES if c.problem.head_dim == 512], ids=str)
 def test_more_parts_than_are_of_use(case: Case, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts without a key, rows that see no key of a part; masks, windows and caps in others than the first."""
-    monkeypatch.setattr(spec, "num_splits", lambda problem, config, target: splits if config.split else 1)
+    monkeypatch.setattr(spec, "num_splits", lambda problem, config, target: splits if config.split_kv else 1)
     configs = valid_here(KERNEL, case, SPLITS)
     assert configs
     assert wrong_of(KERNEL, case, configs) == []

@@ -53,7 +53,7 @@ def test_grid_covers_every_split_of_the_tokens() -> None:
 
 
 H200 = Target.of(find_arch("sm90"))
-SPLIT = replace(spec._BY_WARPGROUPS[512], split=True)
+SPLIT = replace(spec._WGMMA_CONFIGS[512], split_kv=True)
 
 
 def test_few_tokens_behind_many_keys_fill_the_gpu() -> None:
@@ -71,7 +71,7 @@ def test_few_tokens_behind_many_keys_fill_the_gpu() -> None:
 
 def test_whole_keys_are_one_launch() -> None:
     p = problem(512, page_size=64, num_tokens=64, kv_len=8192)
-    for some, config in ((p, replace(SPLIT, split=False)), (replace(p, num_tokens=8192), SPLIT), (p, SPLIT)):
+    for some, config in ((p, replace(SPLIT, split_kv=False)), (replace(p, num_tokens=8192), SPLIT), (p, SPLIT)):
         splits = spec.num_splits(some, config, H200)
         assert len(KERNEL.launches(some, config, H200)) == 1 + (splits > 1)
         assert (KERNEL.workspace_bytes(some, config, H200) > 0) == (splits > 1)
@@ -90,14 +90,14 @@ def test_splits_have_keys_and_room(num_tokens: int, kv_len: int) -> None:
 
 def test_the_default_splits_where_few_blocks_are() -> None:
     p = problem(512, page_size=64, kv_len=8192)
-    chosen = {n: KERNEL.default_config(replace(p, num_tokens=n), H200).split for n in (1, 64, 512, 1024, 8192)}
+    chosen = {n: KERNEL.default_config(replace(p, num_tokens=n), H200).split_kv for n in (1, 64, 512, 1024, 8192)}
     assert chosen == {1: True, 64: True, 512: True, 1024: False, 8192: False}
-    assert not KERNEL.default_config(problem(256, page_size=64, num_tokens=64), H200).split
+    assert not KERNEL.default_config(problem(256, page_size=64, num_tokens=64), H200).split_kv
 
 
 def test_only_halves_split() -> None:
     config = KERNEL.default_config(problem(256), H200)
-    why = KERNEL.why_invalid(problem(256), replace(config, split=True), H200)
+    why = KERNEL.why_invalid(problem(256), replace(config, split_kv=True), H200)
     assert why is not None
     assert "warps_d=2" in why
 

@@ -263,7 +263,7 @@ def test_every_unit_has_one_owner_and_parts_of_a_strip_their_slots(strips: int, 
         slots = sorted({owners[strip * parts + part] - first for part in range(parts)})
         assert slots == list(range(len(slots))), "no slot is left empty: whoever sums them would wait for ever"
         most = max(most, len(slots))
-    assert most <= layers_spec._most_that_meet(strips, parts, blocks)
+    assert most <= layers_spec._max_peers(strips, parts, blocks)
 
 
 def test_all_blocks_have_a_share_of_what_all_wait_for() -> None:
@@ -275,7 +275,7 @@ def test_all_blocks_have_a_share_of_what_all_wait_for() -> None:
         p, config = case.problem, KERNEL.default_config(case.problem, H200)
         (launch,) = KERNEL.launches(p, config, H200)
         for letter in p.layers:
-            units_of = [2 * p.inner_of(letter) // 32, p.hidden // 32 * config.down_parts]
+            units_of = [2 * p.inner_of(letter) // 32, p.hidden // 32 * config.down_split_k]
             units_of += [2 * p.top_k * p.expert_inner // 32] if p.num_experts else []
             for units in units_of:
                 runs = [_begin(units, b, launch.grid[0]) for b in range(launch.grid[0] + 1)]
@@ -400,9 +400,9 @@ def test_where_it_does_not_serve_it_says_what_does(arch: str) -> None:
         ({"max_inflight_stages": 4, "num_stages": 3}, "max_inflight_stages=4 is more than num_stages=3"),
         ({"num_warps": 8, "stage_tiles": 8}, "a slot of 4,608 B holds no keys"),
         ({"num_warps": 12, "stage_tiles": 24}, "a slot of 13,824 B holds no keys, or no dense row: 16,512 B"),
-        ({"down_parts": 1000}, "down_parts=1000 is more than the 672 groups of a row"),
-        ({"out_parts": 1, "down_parts": 33, "slots": 1}, "down_parts=33: 2 blocks meet in a strip; slots=1"),
-        ({"slots": 5}, r"80 words of partial sums a thread \(2 vectors of hidden=5376, slots=5\); at most 40"),
+        ({"down_split_k": 1000}, "down_split_k=1000 is more than the 672 groups of a row"),
+        ({"out_split_k": 1, "down_split_k": 33, "max_peers": 1}, "2 blocks share an n-tile; max_peers=1"),
+        ({"max_peers": 5}, r"80 words of partial sums a thread \(2 vectors of hidden=5376, max_peers=5\); at most 40"),
         ({"num_stages": 8}, r"needs 29\d,\d\d\d B of shared memory; sm90 allows 232,448 B a block"),
     ],
 )

@@ -120,9 +120,9 @@ def test_more_tokens_are_torchs(arch: Arch) -> None:
     [
         (Config(block_m=8), ("block_m=8", "num_tokens=9")),
         (Config(16, warps_n=8, warps_k=8), ("2048 threads", "1024")),
-        (Config(16, warps_k=16, split_k=8, steps=8), ("k=2816", "11 groups", "split_k=8")),
+        (Config(16, warps_k=16, split_k=8, unroll=8), ("k=2816", "11 groups", "split_k=8")),
         (Config(16, split_k=2, persistent=True), ("split_k=2",)),
-        (Config(16, row_tiles=2, steps=8, blocks_per_sm=4), ("4 blocks an SM of 256 threads", "leave 64")),
+        (Config(16, row_tiles=2, unroll=8, blocks_per_sm=4), ("4 blocks an SM of 256 threads", "leave 64")),
         (Config(16, 1, 8, 2, 1, blocks_per_sm=8), ("about", "leave 16")),
         (Config(16, 2, 4, 4, 1, blocks_per_sm=1, persistent=True), ("65,536 B", "49,152")),
     ],

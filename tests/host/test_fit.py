@@ -23,7 +23,7 @@ from tools.fit import FITTED, Score, fit, loss, main, sample, score, spearman, s
 SM90 = Target.of(find_arch("sm90"))
 DENSE = find_kernel("dense_gemv")
 PROBLEM = DENSE.problem_type(n=8192, k=1024)
-FEWER = {"row_tiles": (1,), "warps_n": (1, 4), "steps": (2, 4), "blocks_per_sm": (1, 2)}
+FEWER = {"row_tiles": (1,), "warps_n": (1, 4), "unroll": (2, 4), "blocks_per_sm": (1, 2)}
 H200 = Path(__file__).parents[2] / "data" / "recorded" / "h200"
 TAKES = {"dense_gemv": Resources(40, 0, 0, 0, 0)}
 

@@ -381,15 +381,15 @@ def test_refused(changed: dict[str, object], why: str) -> None:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (Config(steps=8), "steps=8 in column_parts=1, and a row has 3 tiles"),
-        (Config(num_warps=16, steps=1, blocks_per_sm=4), "registers"),
-        (Config(block_tokens=8, num_warps=16, steps=3), None),
-        (Config(steps=2, column_parts=2), "steps=2 in column_parts=2, and a row has 3 tiles"),
-        (Config(steps=1, column_parts=2), None),
-        (Config(block_tokens=32, num_warps=16, steps=3, blocks_per_sm=2), "registers"),
-        (Config(block_tokens=32, num_warps=8, steps=3, strips=2), None),
-        (Config(block_tokens=32, num_warps=16, steps=3, strips=2), "registers"),
-        (Config(steps=1, first_bits=6), "first_bits=6: of seven bits six may come first, not of 8"),
+        (Config(unroll=8), "unroll=8 in column_parts=1, and a row has 3 tiles"),
+        (Config(num_warps=16, unroll=1, blocks_per_sm=4), "registers"),
+        (Config(block_tokens=8, num_warps=16, unroll=3), None),
+        (Config(unroll=2, column_parts=2), "unroll=2 in column_parts=2, and a row has 3 tiles"),
+        (Config(unroll=1, column_parts=2), None),
+        (Config(block_tokens=32, num_warps=16, unroll=3, blocks_per_sm=2), "registers"),
+        (Config(block_tokens=32, num_warps=8, unroll=3, row_tiles=2), None),
+        (Config(block_tokens=32, num_warps=16, unroll=3, row_tiles=2), "registers"),
+        (Config(unroll=1, first_bits=6), "first_bits=6: of seven bits six may come first, not of 8"),
     ],
 )
 def test_configurations(config: Config, why: str | None) -> None:
@@ -428,8 +428,8 @@ def test_few_tokens_read_six_of_seven_bits(hidden: int, num_tokens: int, first: 
 
 
 def test_tiles_under_way_are_whole_groups() -> None:
-    why = KERNEL.why_invalid(Problem(1000, 1536, bits=7), Config(steps=6), Target.of(find_arch("sm90")))
-    assert why == "steps=6 are no whole groups of 4 tiles, as codes of 7 bits are"
+    why = KERNEL.why_invalid(Problem(1000, 1536, bits=7), Config(unroll=6), Target.of(find_arch("sm90")))
+    assert why == "unroll=6 are no whole groups of 4 tiles, as codes of 7 bits are"
 
 
 @pytest.mark.parametrize("bits", GROUP_TILES)

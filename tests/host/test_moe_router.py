@@ -75,10 +75,10 @@ def test_nan_comes_first_shows_in_every_weight_and_stays_in_its_row() -> None:
     [
         (Config(warps_n=4, warps_k=16), 1, ("2048 threads", "1024")),
         (Config(warps_k=4, row_warps=8), 1, ("4 warps", "row_warps=8")),
-        (Config(warps_k=16, steps=11), 1, ("hidden=2816", "8 groups", "warps_k=16")),
-        (Config(warps_n=16, warps_k=1, steps=1, row_warps=16), 1, ("256 experts of 128",)),
-        (Config(warps_k=8, steps=8, row_warps=1), 1, ("registers", "256 threads leave 255")),
-        (Config(16, warps_k=8, steps=4), 20000, ("1250 tiles of 16", "8 blocks", "1024")),
+        (Config(warps_k=16, unroll=11), 1, ("hidden=2816", "8 groups", "warps_k=16")),
+        (Config(warps_n=16, warps_k=1, unroll=1, row_warps=16), 1, ("256 experts of 128",)),
+        (Config(warps_k=8, unroll=8, row_warps=1), 1, ("registers", "256 threads leave 255")),
+        (Config(16, warps_k=8, unroll=4), 20000, ("1250 tiles of 16", "8 blocks", "1024")),
     ],
 )
 def test_refusals_hold_the_numbers(config: Config, tokens: int, needles: tuple[str, ...]) -> None:

@@ -72,7 +72,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, toy: Recorded, data: st.Da
     [
         ("w4a16_gemm", {"n": 4096, "k": 1024}, {"block_m": (2, 8), "num_stages": (1, 2, 3), "block_n": (32, 64)}),
         ("attn_decode", {"kv_len": 512}, {}),
-        ("greedy_head", {"vocab_size": 4096, "hidden": 2816}, {"steps": (1, 2)}),
+        ("greedy_head", {"vocab_size": 4096, "hidden": 2816}, {"unroll": (1, 2)}),
         ("dense_gemv", {"n": 128, "k": 512}, {"row_tiles": (1,)}),
     ],
 )
@@ -89,6 +89,19 @@ def test_kernels_with_bodies_entries_and_switches_are_read_back(
     assert found.default == kernel.default_config(found.problem, SM90)
     assert found.best.us == min(r.us for r in made.rows if r.us)
     assert len(path.read_text()) < 110 * len(made.rows) + 6000, "compact enough to be in the repository"
+
+
+def test_a_recording_under_the_names_of_before_is_read(tmp_path: Path) -> None:
+    """`unroll` was `steps` when the recordings of dense_gemv were made."""
+    kernel = find_kernel("dense_gemv")
+    problem = kernel.problem_type(n=128, k=512)
+    made = recording(kernel, problem, SM90, lambda c: 1 + hash(c) % 1000 / 7, fewer={"row_tiles": (1,)})
+    path = tmp_path / made.head.file_name
+    write(path, made)
+    text = path.read_text()
+    assert text.count("unroll") == 3, "the default, the grid and the columns"
+    path.write_text(text.replace("unroll", "steps"))
+    assert read(path) == made
 
 
 def test_the_columns_are_those_that_vary(tmp_path: Path, toy: Recorded) -> None:

@@ -6,11 +6,14 @@ import dataclasses
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sheets import MEASURED
+from test_tuning_db import measured
+from test_tuning_db_winners import build as build_of
 
 from kerngen import templates
 from kerngen.arch import Target, find_device
@@ -18,7 +21,7 @@ from kerngen.boards import Device
 from kerngen.errors import UnknownName
 from kerngen.templates import TEMPLATES_VARIABLE, find_kernel, rescan
 from kerngen.templates.kernel import Kernel, defaults_of, filled, parse_fields, trimmed
-from kerngen.tuning_db import Store, Winner, lookup, problem_key
+from kerngen.tuning_db import Observation, Store, Winner, lookup, problem_key
 from kerngen.tuning_db.dist import prediction_file, results_file
 from kerngen.tuning_db.dist.export import Selection
 from kerngen.tuning_db.dist.predicted import predictions_of
@@ -27,13 +30,14 @@ from kerngen.tuning_db.read import canonical_fields
 from kerngen.tuning_db.read.canonical_fields import device_from, filed_device, filed_kernel, named_kernel
 from kerngen.tuning_db.read.places import PREBUILT
 from kerngen.tuning_db.read.reader import Reader
+from kerngen.tuning_db.store.winners import choose
 
 H200 = Target.of(find_device("H200"))
 MEASURED_SHEET = next(p for p in MEASURED if p.stem == "gelu_gate")
 PREDICTED_SHEET = PREBUILT / "H200" / "gelu_gate.predicted.txt"
 
 
-RENAMES = {"num_tokens": "rows", "width": "num_columns", "threads": "block_size"}
+RENAMES = {"num_tokens": "rows", "width": "num_columns", "threads": "work_group_size"}
 
 
 @pytest.fixture
@@ -77,7 +81,7 @@ def test_the_shipped_winners_of_a_renamed_kernel_are_found(renamed: Kernel, tmp_
         assert {w.kernel for w in winners} == {w.problem.kernel for w in winners} == {"gated_gelu"}
         assert {w.provenance for w in winners} == {"measured", "predicted"}
         for w in winners:
-            assert set(w.config) == {"block_size", "vecs_per_thread"}
+            assert set(w.config) == {"work_group_size", "vecs_per_thread"}
             problem = renamed.problem_type(**w.problem.fields)
             for found in (lookup([store], renamed, problem, H200), _by_reader(tmp_path / "new.db", renamed, problem)):
                 assert found is not None
@@ -117,6 +121,28 @@ def test_ids_are_those_of_before(tmp_path: Path, request: pytest.FixtureRequest)
         assert not found.stale
         key = problem_key(renamed, renamed.problem_type(**winners[0].problem.fields))
         assert store.recompute_winners(renamed, key.static_key, H200)
+
+
+def test_a_tie_is_broken_by_the_names_that_are_filed(request: pytest.FixtureRequest) -> None:
+    """`work_group_size` comes after `vecs_per_thread` in the alphabet, and `threads` before it: the winner stays."""
+    pairs = [(128, 4), (256, 2)]
+    before = _winner_of_tie("gelu_gate", [{"threads": t, "vecs_per_thread": v} for t, v in pairs])
+    kernel: Kernel = request.getfixturevalue("renamed")
+    now = _winner_of_tie(kernel.name, [{"work_group_size": t, "vecs_per_thread": v} for t, v in pairs])
+    assert (before["threads"], before["vecs_per_thread"]) == (now["work_group_size"], now["vecs_per_thread"])
+
+
+def _winner_of_tie(kernel: str, configs: list[dict[str, int]]) -> dict[str, Any]:
+    """The winner where each was measured to take the same."""
+    builds, rows = {}, []
+    for n, config in enumerate(configs):
+        id = f"b{n}"
+        builds[id] = replace(build_of(n), kernel=kernel, config=config)
+        rows.append(Observation(f"m{n}", replace(measured(id, n, 10.0), config=config)))
+    choice = choose(rows, builds)
+    assert choice is not None
+    assert choice.why["within_noise"] == len(configs)
+    return builds[choice.build_id].config
 
 
 def _ids(store: Store) -> list[tuple[str, str, str]]:

@@ -27,7 +27,7 @@ from tools.replay import SAMPLERS, Recalled, main, replay, table
 SM90 = Target.of(find_arch("sm90"))
 DENSE = find_kernel("dense_gemv")
 PROBLEM = DENSE.problem_type(n=8192, k=1024)
-FEWER = {"row_tiles": (1,), "warps_n": (1, 4), "steps": (2, 4, 8), "blocks_per_sm": (1, 2, 3)}
+FEWER = {"row_tiles": (1,), "warps_n": (1, 4), "unroll": (2, 4, 8), "blocks_per_sm": (1, 2, 3)}
 QUICK = [s for s in SAMPLERS.values() if s.is_here and not s.needs]
 
 
@@ -138,9 +138,9 @@ def test_the_second_look_decides_among_the_fastest(right: Recorded) -> None:
 
 
 def test_a_default_off_the_grid_is_tried_all_the_same(right: Recorded) -> None:
-    default = replace(right.default, steps=5)
+    default = replace(right.default, unroll=5)
     row = replace(right.rows[0], config=default, us=0.5, p10_us=0.5, p90_us=0.5)
-    head = replace(right.head, default=dict(right.head.default) | {"steps": 5}, num_configs=len(right.rows) + 1)
+    head = replace(right.head, default=dict(right.head.default) | {"unroll": 5}, num_configs=len(right.rows) + 1)
     recorded = completed(head, [*right.rows, row])
     for sampler in QUICK:
         assert replay(recorded, sampler, trials=10).tried[0] == (default, 0.5)

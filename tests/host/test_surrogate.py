@@ -146,10 +146,10 @@ def test_expected_improvement_is_the_integral_it_stands_for() -> None:
 
 @pytest.fixture(scope="module")
 def made() -> list[Recorded]:
-    dense = {"row_tiles": (1,), "warps_n": (1, 4), "steps": (2, 4, 8), "blocks_per_sm": (1, 2, 3)}
+    dense = {"row_tiles": (1,), "warps_n": (1, 4), "unroll": (2, 4, 8), "blocks_per_sm": (1, 2, 3)}
     w4 = {"block_m": (2, 8), "block_n": (32, 64), "num_stages": (1, 3, 4), "blocks_per_sm": (0, 1), "warps_m": (1,)}
     attention = {"num_warps": (2, 4, 8), "num_stages": (2, 3, 4), "num_splits": (1, 2, 4, 8, 16)}
-    greedy = {"column_parts": (1, 2), "choose_warps": (4, 8), "steps": (2, 4, 6)}
+    greedy = {"column_parts": (1, 2), "choose_warps": (4, 8), "unroll": (2, 4, 6)}
     return [
         *(_recorded("dense_gemv", {"n": 8192, "k": 1024}, s, dense) for s in range(2)),
         *(_recorded("w4a16_gemm", {"n": 4096, "k": 2048}, s, w4) for s in range(2)),

@@ -40,7 +40,7 @@ def test_what_streams_once_is_fetched_by_lines_and_what_is_read_again_by_two() -
     config = decode.config_type(8, 16, 4, 4, 6, body="wgmma_ws")
     keys = decode.tensor_map(problem, config, "k_cache", (3, 4, 64, 512))
     again = PREFILL.problem_type(head_dim=128, num_q_heads=4, num_kv_heads=2, page_size=64)
-    boxes = PREFILL.tensor_map(again, PREFILL.config_type(128, 64, body="wgmma_ws", boxes=True), "k", (3, 2, 64, 128))
+    boxes = PREFILL.tensor_map(again, PREFILL.config_type(128, 64, body="wgmma_ws", use_tma=True), "k", (3, 2, 64, 128))
     assert keys is not None
     assert boxes is not None
     assert (keys.l2_bytes, boxes.l2_bytes) == (128, 256)
@@ -51,7 +51,7 @@ def test_what_streams_once_is_fetched_by_lines_and_what_is_read_again_by_two() -
 )
 def test_keys_in_pages(page_size: int, block_n: int, rows: int) -> None:
     problem = PREFILL.problem_type(head_dim=128, num_q_heads=4, num_kv_heads=2, page_size=page_size)
-    config = PREFILL.config_type(128, block_n, body="wgmma_ws", boxes=True)
+    config = PREFILL.config_type(128, block_n, body="wgmma_ws", use_tma=True)
     cache = torch.arange(3 * 2 * page_size * 128, dtype=torch.int16).view(3, 2, page_size, 128)
     seen = PREFILL.tensor_map(problem, config, "k", tuple(cache.shape))
     assert seen is not None
@@ -67,7 +67,7 @@ def test_keys_in_pages(page_size: int, block_n: int, rows: int) -> None:
 def test_chunks_of_wide_heads(page_size: int, cluster: int, k_rows: int, v_rows: int) -> None:
     """Keys come in chunks of 64 rows, a part for each block of a cluster, and values in chunks of 16."""
     problem = PREFILL.problem_type(head_dim=512, num_q_heads=4, num_kv_heads=2, page_size=page_size)
-    config = PREFILL.config_type(64, 64, warps_d=2, num_stages=9, body="wgmma_ws", boxes=True, cluster=cluster)
+    config = PREFILL.config_type(64, 64, warps_d=2, num_stages=9, body="wgmma_ws", use_tma=True, cluster=cluster)
     shape = (3, 2, page_size, 512) if page_size else (100, 2, 512)
     boxes = [seen.box for of in "kv" if (seen := PREFILL.tensor_map(problem, config, of, shape))]
     assert boxes == [(64, k_rows, 1, 1), (64, v_rows, 1, 1)]
@@ -75,7 +75,7 @@ def test_chunks_of_wide_heads(page_size: int, cluster: int, k_rows: int, v_rows:
 
 def test_keys_that_lie_dense() -> None:
     problem = PREFILL.problem_type(head_dim=256, num_q_heads=6, num_kv_heads=3)
-    config = PREFILL.config_type(128, 80, body="wgmma_ws", boxes=True)
+    config = PREFILL.config_type(128, 80, body="wgmma_ws", use_tma=True)
     keys = torch.arange(100 * 3 * 256).to(torch.int16).view(100, 3, 256)
     seen = PREFILL.tensor_map(problem, config, "v", tuple(keys.shape))
     assert seen is not None
@@ -90,7 +90,7 @@ def test_pages_that_tiles_cannot_be_made_of_are_refused(page_size: int, block_n:
     from kerngen.arch import Target, find_device
 
     problem = PREFILL.problem_type(head_dim=128, page_size=page_size)
-    config = PREFILL.config_type(128, block_n, body="wgmma_ws", boxes=True)
+    config = PREFILL.config_type(128, block_n, body="wgmma_ws", use_tma=True)
     why = PREFILL.why_invalid(problem, config, Target.of(find_device("H200")))
     assert why is not None
     assert f"page_size={page_size}" in why

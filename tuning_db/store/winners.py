@@ -13,7 +13,8 @@
    keeps one from winning keeps all. So a comment in a source costs nothing once it is built (`kerngen db rebuild`).
 6. Its time is the median of its medians. Those within the noise of the fastest are equal, and the first of them in
    canonical order wins: the default configuration, of predictions then the fewest spills (a clock has seen those, and
-   another compiler has others), then its JSON. So two tunes agree, and so does whoever compiles the sources anew.
+   another compiler has others), then its JSON under the names that are filed. So two tunes agree, and so does whoever
+   compiles the sources anew, and a renamed field changes no winner.
 7. A prediction puts another in the default's place only where that would take PREDICTED_MARGIN longer: by less the
    model does not know better than whoever wrote the default.
 """
@@ -28,6 +29,8 @@ from itertools import chain
 from statistics import median
 from typing import Any
 
+from kerngen.templates.kernel import untrimmed
+from kerngen.tuning_db.read.canonical_fields import canonical_fields_of
 from kerngen.tuning_db.read.ids import canonical
 from kerngen.tuning_db.read.values import Build, Measurement, Observation
 from kerngen.tuning_db.store.step_trials import judged
@@ -201,7 +204,7 @@ def rank(
         replace(c, step=verdict.ratios.get(codes[c.build.id]), has_lost=verdict.has_lost(codes[c.build.id]))
         for c in _candidates(pool, builds, codes)
     )
-    return sorted(found, key=lambda c: (c.has_lost, c.p50_us, canonical(c.build.config), c.build.id))
+    return sorted(found, key=lambda c: (c.has_lost, c.p50_us, _filed_config(c.build), c.build.id))
 
 
 def may_win(
@@ -309,7 +312,12 @@ def _candidates(
 
 def _canonical_order(c: Candidate, default: dict[str, Any] | None) -> tuple[bool, int, str, str]:
     spills = c.build.spill_bytes if c.typical.measurement.provenance == "predicted" else 0
-    return (c.build.config != default, spills, canonical(c.build.config), c.build.id)
+    return (c.build.config != default, spills, _filed_config(c.build), c.build.id)
+
+
+def _filed_config(build: Build) -> str:
+    """JSON of all fields of its configuration by the names that they are filed under: renaming one changes no order."""
+    return canonical(untrimmed(build.config, canonical_fields_of(build.kernel).config))
 
 
 def _brief(c: Candidate) -> dict[str, Any]:

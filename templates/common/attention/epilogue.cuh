@@ -1,10 +1,10 @@
-// What becomes of a block's output.
+// Epilogue of attention: how a block's output is stored.
 #pragma once
 #include "common/ptx/types.cuh"
 
-// A warp's rows of a tile of 16-bit elements in shared memory, to rows of the output: 16 bytes a lane and whole lines. Rows
-// row .. row + ROWS - 1 of the tile, which begins with the output's row first_row, and CHUNKS chunks of 16 bytes from
-// `chunk` on; offset(row, chunk) is where one lies, in bytes. Rows that the output does not have are left out.
+// Stores rows row .. row + ROWS - 1 of a 16-bit tile in shared memory to the output, by one warp: 16 bytes a lane,
+// whole lines. The tile's row 0 is row first_row of the output; CHUNKS chunks of 16 bytes are stored, from `chunk` on.
+// offset(row, chunk): a chunk's byte offset in the tile. Rows beyond the output's end are skipped.
 template <int ROWS, int CHUNKS, class Results, class Offset>
 DEVICE void store_rows(const Results& results, const unsigned char* tile, int first_row, int row, int chunk, Offset offset) {
 #pragma unroll 4

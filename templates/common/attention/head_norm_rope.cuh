@@ -1,15 +1,15 @@
-// The norm and RoPE of a head that LANES lanes hold: lane i the eight dims from 8 i and their RoPE partners, the eight from
-// HEAD_DIM / 2 + 8 i. Rounded where the model rounds.
+// Norm and RoPE of a head, which LANES lanes share: lane i holds dims 8 i .. 8 i + 7 and their RoPE partners, the eight
+// from HEAD_DIM / 2 + 8 i. Every step rounds where the model rounds.
 #pragma once
 #include "common/rows/norm.cuh"
 #include "common/rows/rope.cuh"
 
-// Cosine and sine of a lane's eight pairs, in the activations' dtype: the model casts them before it multiplies.
+// Cosine and sine of a lane's eight pairs, cast to the activations' dtype before the products, as in the model.
 struct RopeTerms {
     uint4 cos, sin;
 };
 
-// freqs: the lane's eight of inv_freq. Pairs from NUM_ROTATED on do not turn.
+// freqs: the lane's eight elements of inv_freq. Pairs from NUM_ROTATED on are not rotated.
 template <bool BF16, int NUM_ROTATED> DEVICE RopeTerms rope_terms_at(float position, const Vec8<Dtype::fp32>& freqs, int lane) {
     float freq[8];
     freqs.unpack(freq);
@@ -61,7 +61,7 @@ template <Dtype D, int HEAD_DIM> struct HeadSlice {
         low.pack(a);
         high.pack(b);
     }
-    // a and b, as norm gave them, times the weight, rounded, and turned.
+    // Multiplies a and b, as `norm` returned them, by the weight, rounds, and rotates.
     DEVICE void pack_rotated(float (&a)[8], float (&b)[8], const HeadSlice& weight, const RopeTerms& turn) {
         float w_low[8], w_high[8];
         weight.low.unpack(w_low);

@@ -1,34 +1,34 @@
-// Keys and values in the cache and on their way to the tensor cores: types that an attention body takes.
+// Keys and values: the cache's format and the loader of a tile, as types that an attention body takes.
 #pragma once
 #include "common/attention/mask.cuh"
 #include "common/ptx/copy.cuh"
 
-// What is asked of a format, `KvFormat` in a body. In memory a row has HEAD_DIM of its Elements; wherever keys are multiplied
-// it has 16-bit ones, eight to a chunk of 16 bytes. A format converts in the copy, a chunk at a time, and in `store`.
+// A KvFormat is the element format of a cache. In memory a row has HEAD_DIM Elements; the tensor cores take 16-bit
+// ones, eight in a chunk of 16 bytes. A format converts a chunk at a time, in the copy and in `store`.
 //
-// This one: elements lie in memory as they are multiplied. Rows may then be copied as bytes, by bulk copies and in boxes
-// of a tensor map, too (IS_BYTES).
+// This one stores elements as they are multiplied. IS_BYTES: rows may be copied as bytes, so bulk copies and TMA boxes
+// work too.
 struct Elements16 {
     typedef uint16_t Element;
     static constexpr bool IS_BYTES = true;
 
-    // From global to shared memory, asynchronously where there is cp.async; zeros where `valid` is false.
+    // Global to shared memory, asynchronous where the arch has cp.async; zeros where `valid` is false.
     static DEVICE void copy(void* to, const Element* chunk) { copy16(to, chunk); }
     static DEVICE void copy_or_zero(void* to, const Element* chunk, bool valid) { copy16_or_zero(to, chunk, valid); }
     static DEVICE void copy_at(uint32_t to, const Element* chunk, bool valid = true) { copy16_at(to, chunk, valid); }
-    // To registers.
+    // Global memory to registers.
     static DEVICE uint4 load(const Element* chunk) { return *reinterpret_cast<const uint4*>(chunk); }
     template <bool CONSTANT> static DEVICE uint4 load_or_zero(const Element* chunk, bool valid) {
         return ::load_or_zero<CONSTANT>(chunk, valid);
     }
-    // What a lane holds of a head (HeadSlice) to row `row` of a cache. By all lanes that hold it.
+    // Stores a lane's part of a head (HeadSlice) to row `row` of a cache. Called by all lanes that hold the head.
     template <class Slice> static DEVICE void store(Element* cache, int64_t row, const Slice& x, int lane) {
         x.store(cache, row, lane);
     }
 };
 
-// Rows of a cache [num_pages, num_kv_heads, page_size]: of kv_head's part of the token at position `key`, whose page is
-// `page`, or of the token in `slot`.
+// Row index in a cache [num_pages, num_kv_heads, page_size] of kv_head: for the token at position `key`, on page
+// `page`, or for slot `slot` of slot_mapping.
 DEVICE int64_t cache_row(int64_t page, int key, int kv_head, int num_kv_heads, int page_size) {
     return (page * num_kv_heads + kv_head) * page_size + key % page_size;
 }
@@ -36,14 +36,14 @@ DEVICE int64_t cache_row(int64_t slot, int kv_head, int num_kv_heads, int page_s
     return (slot / page_size * num_kv_heads + kv_head) * page_size + slot % page_size;
 }
 
-// Where such a row begins in `cache`.
+// Address of such a row in `cache`.
 template <int HEAD_DIM, int NUM_KV_HEADS, int PAGE_SIZE, class Element>
 DEVICE const Element* kv_row(const Element* cache, int64_t page, int key, int kv_head) {
     return cache + ((page * NUM_KV_HEADS + kv_head) * PAGE_SIZE + key % PAGE_SIZE) * HEAD_DIM;
 }
 
-// The keys or the values of one sequence and kv head. Only positions in `keys` are ever read, and only their entries of
-// the block table: others may hold anything.
+// Keys or values of one sequence and kv head. Only positions in `keys` are read, and only their entries of the block
+// table; all others may hold anything.
 template <class Format_, int HEAD_DIM, int NUM_KV_HEADS, int PAGE_SIZE> struct KvRows {
     typedef Format_ Format;
     typedef typename Format::Element Element;

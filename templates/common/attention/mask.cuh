@@ -1,4 +1,4 @@
-// Which keys a query sees: a type that an attention body takes, as `Mask`.
+// The mask of an attention body: a type that says which keys a query sees, `Mask`.
 #pragma once
 #include "common/ptx/types.cuh"
 
@@ -10,10 +10,11 @@ struct KeySpan {
     DEVICE bool has_all(int from, int count) const { return from >= first && from + count <= end; }
 };
 
-// What bodies ask of a mask. It is asked by a query's position; first_visible and visible_end never fall as that rises, so
-// a block of queries reads from first_visible of its first one to visible_end of its last one.
+// A mask is evaluated by a query's position. first_visible and visible_end never fall as the position rises, so a block
+// reads keys from first_visible of its first query to visible_end of its last one.
 //
-// This mask: a query sees WINDOW keys at most, its own included, or all where WINDOW is 0; with CAUSAL, none after its own.
+// This one is causal with a sliding window: a query sees at most WINDOW keys, its own included, or all if WINDOW is 0;
+// with CAUSAL, none after its own.
 template <bool CAUSAL, int WINDOW> struct WindowMask {
     static constexpr bool HAS_FIRST = WINDOW > 0;  // else first_visible is 0 for every query
     int kv_len;                                    // of the sequence
@@ -23,15 +24,15 @@ template <bool CAUSAL, int WINDOW> struct WindowMask {
     DEVICE bool visible(int position, int key) const {
         return (CAUSAL ? key <= position : key < kv_len) && (WINDOW == 0 || key > position - WINDOW);
     }
-    // As `visible`, and its two halves. By reference: NVRTC orders the operands of a compare as if it stood in the caller,
-    // which keeps the machine code of bodies that were measured with the compares written out.
+    // `visible` and its two halves. Arguments are references: NVRTC then orders a compare's operands as if it were
+    // inlined by hand, and bodies that were measured with inlined compares keep their machine code.
     DEVICE bool sees(const int& position, const int& key) const {
         return (CAUSAL ? key <= position : key < kv_len) && (WINDOW == 0 || key > position - WINDOW);
     }
     DEVICE bool after_last(const int& position, const int& key) const { return key > (CAUSAL ? position : kv_len - 1); }
     DEVICE bool before_first(const int& position, const int& key) const { return WINDOW > 0 && key <= position - WINDOW; }
 
-    // The keys that some query from first_position to last_position sees.
+    // Keys that any query from first_position to last_position sees.
     DEVICE KeySpan visible_keys(int first_position, int last_position) const {
         const int end = max(visible_end(last_position), 0);
         return {first_visible(first_position), end};

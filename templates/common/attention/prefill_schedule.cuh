@@ -1,7 +1,7 @@
-// Prefill attention: which queries a block serves, and which keys they see.
+// Prefill attention: the queries of a block, and the keys that they see.
 //
-// The query heads that share one kv head are packed: row = query token * GROUP + head in the group. So a block of rows
-// spans few tokens, which keeps short chunks full and the ragged edge of a causal or windowed mask thin.
+// Query heads that share a kv head are packed into rows: row = query token * GROUP + head in the group. A block of rows
+// then spans few tokens: short chunks fill it, and the ragged edge of a causal or windowed mask is thin.
 #pragma once
 #include "common/attention/tile_iterator.cuh"
 
@@ -12,8 +12,8 @@ struct PrefillTile {
     int q_begin;    // first query token of the sequence in q
 };
 
-// The `tile`-th block of BLOCK_M packed rows over all sequences; false if there are fewer. Every warp searches for
-// itself, 32 sequences at a time. Within a sequence the last rows come first: under a causal mask they see the most.
+// The `tile`-th block of BLOCK_M packed rows over all sequences; false if there are fewer. Each warp searches on its
+// own, 32 sequences at a time. Within a sequence the last rows come first: under a causal mask they see the most keys.
 template <int GROUP, int BLOCK_M>
 DEVICE bool find_prefill_tile(PrefillTile& found, int tile, const int32_t* cu_seqlens_q, int batch) {
     const int lane = threadIdx.x % 32;
@@ -43,7 +43,7 @@ DEVICE bool find_prefill_tile(PrefillTile& found, int tile, const int32_t* cu_se
     return false;
 }
 
-// The keys that a block's rows see between them, in positions of the sequence, and where a mask is needed.
+// Keys that a block's rows see, in positions of the sequence, and where the mask must be applied.
 template <int GROUP, int BLOCK_M, class Mask> struct KeyRange {
     Mask mask;
     KeySpan keys;     // outside of it nothing may be read
@@ -63,6 +63,6 @@ template <int GROUP, int BLOCK_M, class Mask> struct KeyRange {
 
     DEVICE int position(int row) const { return first_query + row / GROUP; }
 
-    // Whether some row does not see all keys [first, first + n): mask.needs_mask, of bounds that are there already.
+    // True if some row does not see all of keys [first, first + n): mask.needs_mask by bounds that are known already.
     DEVICE bool needs_mask(int first, int n) const { return first + n > all_hi || (Mask::HAS_FIRST && first < all_lo); }
 };

@@ -1,7 +1,7 @@
-// Prefill attention: tiles of rows between global and shared memory.
+// Prefill attention: copies of row tiles between global and shared memory.
 //
-// A tile's row is HEAD_DIM 16-bit elements in chunks of 16 bytes; chunk c of row r lies at c ^ (r % 8), so that eight
-// rows at one column (an ldmatrix, a quarter-warp's load) never meet in a bank.
+// A tile's row is HEAD_DIM 16-bit elements in chunks of 16 bytes. Chunk c of row r is stored at c ^ (r % 8), so that
+// eight rows at one column (an ldmatrix, a quarter-warp's load) have no bank conflict.
 #pragma once
 #include "common/attention/kv_tile.cuh"
 
@@ -26,7 +26,7 @@ template <int HEAD_DIM, int NUM_Q_HEADS, int GROUP> struct QueryRows {
     }
 };
 
-// How THREADS threads share a tile of ROWS rows: thread t has chunk t % CHUNKS of rows t / CHUNKS + i * STEP.
+// Partition of a tile of ROWS rows over THREADS threads: thread t has chunk t % CHUNKS of rows t / CHUNKS + i * STEP.
 template <int HEAD_DIM, int ROWS, int THREADS> struct TileCopy {
     static constexpr int CHUNKS = HEAD_DIM / 8, STEP = THREADS / CHUNKS, COUNT = ROWS / STEP;
     static_assert(THREADS % CHUNKS == 0 && ROWS % STEP == 0, "every thread copies the same number of chunks");
@@ -35,7 +35,7 @@ template <int HEAD_DIM, int ROWS, int THREADS> struct TileCopy {
     static DEVICE int my_chunk() { return threadIdx.x % CHUNKS; }
     static DEVICE int my_row() { return threadIdx.x / CHUNKS; }
 
-    // Where this thread's chunk of row my_row() lies in the tile at shared-memory address `tile`.
+    // Address of this thread's chunk of row my_row(), in the tile at shared-memory address `tile`.
     static DEVICE uint32_t my_place(uint32_t tile) { return tile + swizzled<CHUNKS>(my_row(), my_chunk()); }
     // The same, i * STEP rows on.
     static DEVICE uint32_t place(uint32_t mine, int i) {
@@ -54,7 +54,7 @@ template <int HEAD_DIM, int ROWS, int THREADS> struct TileCopy {
         }
     }
 
-    // The same; most tiles are readable whole, and need no checks.
+    // Likewise, without checks: most tiles are readable whole.
     template <class Rows> static DEVICE void start(uint32_t tile, const Rows& rows, int first) {
         if (rows.all_readable(first, ROWS)) {
             const uint32_t mine = my_place(tile);
@@ -66,7 +66,7 @@ template <int HEAD_DIM, int ROWS, int THREADS> struct TileCopy {
         }
     }
 
-    // The same in two steps, for an arch without cp.async: what is under way is held in registers.
+    // Likewise in two steps, for an arch without cp.async: registers hold what is in flight.
     template <class Rows> static DEVICE void fetch(uint4 (&held)[COUNT], const Rows& rows, int first) {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {

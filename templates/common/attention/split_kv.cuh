@@ -1,4 +1,4 @@
-// Split-KV attention: how partial results are merged.
+// Split-KV attention: how partial results are combined.
 #pragma once
 #include "common/attention/tile_iterator.cuh"
 #include "common/ptx/copy.cuh"
@@ -6,8 +6,9 @@
 DEVICE void add(float4& sum, float4 x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; }
 DEVICE void add(float4& sum, float w, float4 x) { sum.x += w * x.x, sum.y += w * x.y, sum.z += w * x.z, sum.w += w * x.w; }
 
-// The teams of a block each saw other keys. Of one row, from each team's maximum and sum (base 2, NUM_TEAMS of them
-// `pitch` apart): what a team's sums are worth in the result, and the row's log-sum-exp. All zero, -inf: no key seen.
+// Combines the teams of a block, each of which saw other keys of one row. From each team's maximum and sum (base 2,
+// NUM_TEAMS of them, `pitch` apart): the factor of a team's partial result, and the row's log-sum-exp. 0 and -inf: no
+// key.
 template <int NUM_TEAMS> struct RowMerge {
     float weight[NUM_TEAMS], lse;
     DEVICE RowMerge(const float* maxima, const float* sums, int pitch) {
@@ -26,7 +27,7 @@ template <int NUM_TEAMS> struct RowMerge {
     }
 };
 
-// From L2: what other SMs wrote, perhaps since this SM's L1 was last emptied.
+// Loads through L2: other SMs may have written these since this SM's L1 was last invalidated.
 DEVICE int load_l2(const int* p) {
     int v;
     asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
@@ -55,14 +56,14 @@ template <bool BF16> DEVICE void store_half4(uint16_t* p, float4 v) {
     *reinterpret_cast<uint2*>(p) = make_uint2(Half<BF16>::pack(v.x, v.y), Half<BF16>::pack(v.z, v.w));
 }
 
-// Partial results in the workspace: o [rows, NUM_SPLITS, HEAD_DIM], each split normalised by its own sum, then
-// lse [rows, NUM_SPLITS] in base 2, -inf where the split saw nothing (its o is then not written).
-// A block of SLICES * COLUMNS threads merges 4 * COLUMNS elements of one row, the splits dealt to the slices:
+// Combine kernel. Partials in the workspace: o [rows, NUM_SPLITS, HEAD_DIM], each normalised by its split's own sum,
+// then lse [rows, NUM_SPLITS] in base 2; -inf where a split saw no key, and its o is not written. A block of SLICES *
+// COLUMNS threads combines 4 * COLUMNS elements of a row; its slices share the splits:
 // out = sum_s 2^(lse_s - max) o_s / sum_s 2^(lse_s - max).
 template <int HEAD_DIM, int NUM_SPLITS, int SLICES, int COLUMNS, bool BF16>
 DEVICE void combine_row(uint16_t* out, const float* partial_o, const float* partial_lse, int row, int part) {
     constexpr int PER_SLICE = (NUM_SPLITS + SLICES - 1) / SLICES, PER_LANE = (NUM_SPLITS + 31) / 32;
-    constexpr int AHEAD = min_of(PER_SLICE, 8);  // loads a thread has under way
+    constexpr int AHEAD = min_of(PER_SLICE, 8);  // loads of a thread in flight
     static_assert(HEAD_DIM % (4 * COLUMNS) == 0 && COLUMNS % 32 == 0, "whole warps in a slice");
     __shared__ float4 sums[SLICES * COLUMNS];
     __shared__ float weights[NUM_SPLITS];
@@ -77,7 +78,7 @@ DEVICE void combine_row(uint16_t* out, const float* partial_o, const float* part
         return split < NUM_SPLITS ? load_l2(o + split * (HEAD_DIM / 4)) : make_float4(0, 0, 0, 0);
     };
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) v[i] = load(i);  // while the weights are made
+    for (int i = 0; i < AHEAD; ++i) v[i] = load(i);  // while the weights are computed
     if (threadIdx.x < 32) {
         float x[PER_LANE], top = -INF, total = 0;
 #pragma unroll

@@ -1,9 +1,9 @@
-// Which tiles of keys a block visits, and in which order: a type that an attention body takes.
+// The tile iterator of an attention body: a type that says which key tiles a block visits, and in which order.
 #pragma once
 #include "common/attention/mask.cuh"
 
-// A place in the order is an int: from `first` on, the next one after it, while `has` says that it is there. Bodies ask
-// nothing else, so that a list of tiles can stand in for this order: all tiles with visible keys, the last one first.
+// A position in the order is an int: `first`, then the next, while `has` is true. Bodies use nothing else, so a list of
+// tiles can replace this order, which is: all tiles with visible keys, from the last one down.
 template <int BLOCK_N> struct TilesBackward {
     int first, last;  // tiles of BLOCK_N keys; none where first is below last
 
@@ -17,15 +17,15 @@ template <int BLOCK_N> struct TilesBackward {
     DEVICE int key(int place) const { return place * BLOCK_N; }
 };
 
-// What one block reads: keys [first_key, end_key) are seen by at least one of its queries; of the tiles of BLOCK_N keys
-// (aligned to BLOCK_N) that hold them, this split takes [first_tile, end_tile).
+// Key range of one block. Keys [first_key, end_key) are seen by at least one of its queries. Of the BLOCK_N-aligned
+// tiles that hold them, this split has [first_tile, end_tile).
 struct KvRange {
     int first_key, end_key;
     int first_tile, end_tile;
 };
 
-// The queries sit at positions first_position..last_position (negative: sees nothing). The visible tiles are dealt out
-// evenly, so that a fixed grid stays balanced while the context grows.
+// Queries are at positions first_position..last_position (negative: sees nothing). Splits share the visible tiles
+// evenly, so a fixed grid stays balanced as the context grows.
 template <int BLOCK_N, class Mask>
 DEVICE KvRange kv_range(const Mask& mask, int first_position, int last_position, int split, int num_splits) {
     const KeySpan keys = mask.visible_keys(first_position, last_position);

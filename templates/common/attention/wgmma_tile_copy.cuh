@@ -1,9 +1,9 @@
-// Rows of queries and keys by cp.async to tiles that wgmma reads (warp_specialized.cuh).
+// Copies rows of queries and keys by cp.async into tiles that wgmma reads (warp_specialized.cuh).
 #pragma once
 #include "common/attention/prefill_tiles.cuh"
 #include "common/pipeline/warp_specialized.cuh"
 
-// How a warpgroup, or a warp, copies such a tile: thread t has chunk t % CHUNKS of rows t / CHUNKS + i * STEP.
+// Partition of such a tile over a warpgroup or a warp: thread t has chunk t % CHUNKS of rows t / CHUNKS + i * STEP.
 template <int COLUMNS, int ROWS, int THREADS = 128> struct BlockedCopy {
     static constexpr int CHUNKS = COLUMNS / 8, STEP = THREADS / CHUNKS, COUNT = ROWS / STEP;
     static_assert(THREADS % CHUNKS == 0 && ROWS % STEP == 0 && 8 % STEP == 0, "every thread copies the same number of chunks");
@@ -30,6 +30,6 @@ template <int COLUMNS, int ROWS, int THREADS = 128> struct BlockedCopy {
         }
     }
 
-    // Where the chunk i * STEP rows on lies.
+    // Address of the chunk i * STEP rows further.
     static DEVICE uint32_t place(uint32_t mine, int i) { return (mine ^ (i * STEP % 8 * 16)) + i * STEP * 128; }
 };

@@ -1,12 +1,13 @@
-// Words that blocks of one launch hand to each other through L2 with no barrier between them: a word is zero until it is
-// posted, and who needs it reads it until it no longer is. So nothing is fenced and nothing is counted on a value's way: it
-// is there after one to L2 and one from it. A launch finds every word zero, and leaves it so.
+// Flag-in-data exchange between the blocks of one launch through L2, as NCCL's LL protocol: the data word is its own
+// flag. A word is zero until it is written, and the reader polls it until it is not. So there is no fence, no barrier
+// and no counter: the latency is one store to L2 and one load from it. Every word is zero at a launch's start and at
+// its end.
 //
-// PTX ISA 8.8, "ld", "st": relaxed accesses at gpu scope are never served by L1; of a vector each word comes whole.
+// PTX ISA 8.8, "ld", "st": relaxed accesses at gpu scope bypass L1; each 32-bit word of a vector arrives whole.
 #pragma once
 #include "common/ptx/types.cuh"
 
-// What stands for a zero among posted words: -0, of a float or of two 16-bit ones.
+// Zeros are sent as -0, of a float or of both halves of a pair of 16-bit floats.
 DEVICE uint32_t ll_encode_float(float v) {
     const uint32_t bits = __float_as_uint(v);
     return bits == 0 ? 0x80000000u : bits;
@@ -30,7 +31,8 @@ DEVICE uint32_t ll_load(const uint32_t* p) {
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
-// As they are where `wanted`, else unchanged. No branch: many of these are on their way together.
+// Loads four words where `wanted`; leaves `v` unchanged elsewhere. Predicated, not a branch: many are in flight at
+// once.
 DEVICE void ll_load4_if(bool wanted, uint4& v, const uint4* p) {
     asm volatile(
         "{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0; "
@@ -48,9 +50,9 @@ DEVICE void ll_load2_if(bool wanted, uint2& v, const uint2* p) {
 }
 DEVICE bool ll_all_valid(const uint4& v) { return v.x != 0 && v.y != 0 && v.z != 0 && v.w != 0; }
 
-// Four words from each address, once all of them are there; zeros where the address is null. By all lanes of a warp, which
-// leave together: lanes that go on alone make every shuffle behind slow. What has come is not asked for again: many blocks
-// wait for the same few lines.
+// Polls four words at each address until all have arrived; zeros where the address is null. All lanes of a warp call it
+// and return together: lanes that return alone slow down every later shuffle. Words that have arrived are not loaded
+// again, since many blocks poll the same few lines.
 template <int COUNT> DEVICE void ll_receive(uint4 (&words)[COUNT], const uint4* const (&from)[COUNT]) {
     bool missing[COUNT], any;
 #pragma unroll
@@ -67,7 +69,7 @@ template <int COUNT> DEVICE void ll_receive(uint4 (&words)[COUNT], const uint4* 
     } while (__any_sync(0xffffffffu, any));
 }
 
-// Counts the caller in and returns how many came before. Orders nothing: what was read has come.
+// Increments the counter and returns its old value. Relaxed: it orders no other access.
 DEVICE uint32_t count_in(uint32_t* counter) {
     uint32_t before;
     asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");

@@ -1,26 +1,26 @@
-// Hopper's warpgroups in roles: one copies, others multiply; barriers between them, registers dealt among them, and
-// wgmma's operands in shared memory.
+// Warp specialisation on Hopper: producer and consumer warpgroups, their barriers and register budgets (setmaxnreg),
+// and the shared-memory operands of wgmma.
 //
-// A tile lies in blocks of 64 columns: [columns / 64][rows][64] of 16 bits, a row of a block being 128 bytes in eight
-// chunks of 16, chunk c of row r at c ^ (r % 8); each block on a boundary of 1024 bytes (wgmma's 128-byte swizzle).
+// A tile is stored in blocks of 64 columns: [columns / 64][rows][64] of 16 bits. A row of a block is 128 bytes, eight
+// chunks of 16; chunk c of row r is stored at c ^ (r % 8). Blocks are aligned to 1024 bytes (wgmma's 128-byte swizzle).
 // PTX ISA 8.8, "wgmma.mma_async", "Matrix descriptor", "Strides", "setmaxnreg", "cp.async.mbarrier.arrive".
 #pragma once
 #include "common/ptx/bulk_copy.cuh"
 #include "common/w4/wgmma_rs.cuh"  // for its fences, commit and wait
 
-// A barrier whose phase ends with `arrivals` arrivals.
+// Initialises an mbarrier whose phase completes after `arrivals` arrivals.
 DEVICE void barrier_init_for(uint64_t* barrier, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(barrier)), "r"(arrivals) : "memory");
 }
 DEVICE void barrier_arrive(uint64_t* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_addr(barrier)) : "memory");
 }
-// Arrives for `count`, itself included.
+// Arrives for `count` threads, itself included.
 DEVICE void barrier_arrive_for(uint64_t* barrier, uint32_t count) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(smem_addr(barrier)), "r"(count) : "memory");
 }
-// Arrives at the barrier of the block `rank` of this cluster that lies where this block's `barrier` does. It says that
-// something was read, and orders no writes: a release for the cluster would wait for all of this thread's.
+// Arrives at `barrier` of block `rank` of the cluster. It signals that data was read and orders no writes: a release at
+// cluster scope would wait for all stores of this thread.
 DEVICE void barrier_arrive_in(uint32_t rank, uint64_t* barrier) {
     asm volatile(
         "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
@@ -28,16 +28,16 @@ DEVICE void barrier_arrive_in(uint32_t rank, uint64_t* barrier) {
         "r"(rank)
         : "memory");
 }
-// All threads of a cluster meet.
+// Barrier over all threads of the cluster.
 DEVICE void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 }
-// This thread arrives when all its cp.async so far are complete.
+// This thread arrives once all its earlier cp.async have completed.
 DEVICE void barrier_arrive_after_copies(uint64_t* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_addr(barrier)) : "memory");
 }
 
-// Which of a ring's `STAGES` places is next, and the parity of its phase.
+// The next of STAGES stages of a pipeline, and the parity of its mbarrier's phase.
 template <int STAGES> struct PipelineState {
     int stage = 0;
     uint32_t parity = 0;
@@ -57,13 +57,13 @@ template <int REGISTERS> DEVICE void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// Warps of a block that meet, `threads` threads in all: ids 1 to 15. One that only announces itself does not wait.
+// Named barriers of `threads` threads (whole warps), ids 1 to 15: bar.sync waits, bar.arrive does not.
 DEVICE void named_barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 DEVICE void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// The compiler neither moves what writes these before it behind it, nor what reads them behind it before it.
+// Compiler fence around wgmma: moves no earlier write of these registers behind it, and no later read before it.
 template <int N> DEVICE void pin(float (&x)[N][4]) {
 #pragma unroll
     for (int i = 0; i < N; ++i)
@@ -75,23 +75,23 @@ template <int N> DEVICE void pin(uint32_t (&x)[N][4]) {
         asm volatile("" : "+r"(x[i][0]), "+r"(x[i][1]), "+r"(x[i][2]), "+r"(x[i][3])::"memory");
 }
 
-// Descriptors of operands in shared memory at address `at`, a multiple of 1024 but for the 32 bytes of a step.
+// Matrix descriptors of operands at shared-memory address `at`: a multiple of 1024, plus 32 bytes for each k16 step.
 constexpr uint64_t SWIZZLE_128B = uint64_t(1) << 62;
-// 16 columns (k) of some rows (m or n): eight rows after eight, 1024 bytes on.
+// K-major: 16 columns (k) of some rows (m or n); groups of eight rows are 1024 bytes apart.
 DEVICE uint64_t rows_operand(uint32_t at) {
     return SWIZZLE_128B | uint64_t(1024 / 16) << 32 | uint64_t(1) << 16 | (at & 0x3ffff) >> 4;
 }
-// Columns (n) of 16 rows (k): the next 64 columns BLOCK_BYTES on, the next eight rows 1024.
+// MN-major: columns (n) of 16 rows (k); the next 64 columns are BLOCK_BYTES further, the next eight rows 1024.
 template <int BLOCK_BYTES> DEVICE uint64_t columns_operand(uint32_t at) {
     return SWIZZLE_128B | uint64_t(1024 / 16) << 32 | uint64_t(BLOCK_BYTES / 16) << 16 | (at & 0x3ffff) >> 4;
 }
 
-// How the driver describes a tensor to bulk copies; a __grid_constant__ parameter.
+// The driver's CUtensorMap, as a __grid_constant__ parameter.
 struct alignas(64) TensorMap {
     uint64_t opaque[16];
 };
-// A box of it, from column, row, head and page on, to shared memory; its bytes count at `barrier`. Of a CLUSTER of blocks
-// each gets it, at the same place, and counts it at its own barrier.
+// TMA load of a box from (column, row, head, page) to shared memory; `barrier` counts its bytes. With CLUSTER > 1 it is
+// a multicast: every block of the cluster receives the box at the same offset and counts it at its own barrier.
 template <int CLUSTER>
 DEVICE void copy_box(uint32_t to, const TensorMap& map, int column, int row, int head, int page, uint64_t* barrier) {
     if constexpr (CLUSTER == 1)
@@ -109,7 +109,7 @@ DEVICE void copy_box(uint32_t to, const TensorMap& map, int column, int row, int
             : "memory");
 }
 
-// Asks a box into L2.
+// TMA prefetch of a box into L2.
 DEVICE void prefetch_box(const TensorMap& map, int column, int row, int head, int page) {
     asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(column),
                  "r"(row), "r"(head), "r"(page)

@@ -1,6 +1,6 @@
-// A block's stream of weights, and of what else it needs in order: one warp fetches them in order, far ahead, into slots
-// of shared memory; WARPS warps use them. Of the slots at most IN_FLIGHT are on their way at a time: bytes beyond the
-// memory's rate times its latency wait in its queues, where they delay what every SM needs next, while slots that are
+// A block's pipeline of weights and whatever else it reads in order. One producer warp fills the stages in shared
+// memory far ahead; WARPS consumer warps use them. At most IN_FLIGHT stages are in flight: more bytes than bandwidth
+// times latency only queue in the memory system, where they delay what every SM needs next. Stages that are already
 // full carry an SM over its waits.
 #pragma once
 #include "common/ptx/bulk_copy.cuh"
@@ -12,7 +12,7 @@ template <int STAGES, int SLOT_BYTES, int IN_FLIGHT, int WARPS> struct WeightRin
         uint8_t slots[STAGES][SLOT_BYTES];
         uint64_t full[STAGES], empty[STAGES];
 
-        // By one thread, before a barrier of the block.
+        // Called by one thread, before a __syncthreads.
         DEVICE void init() {
 #pragma unroll
             for (int i = 0; i < STAGES; i++) {
@@ -25,7 +25,7 @@ template <int STAGES, int SLOT_BYTES, int IN_FLIGHT, int WARPS> struct WeightRin
         }
     };
 
-    // Where a side is: the next slot, and the parity of the phase in which its barrier completes next.
+    // Position of the producer or a consumer: the next stage, and the parity of its barrier's phase.
     struct BlockCoord {
         int slot = 0;
         uint32_t parity = 0;
@@ -34,15 +34,15 @@ template <int STAGES, int SLOT_BYTES, int IN_FLIGHT, int WARPS> struct WeightRin
         }
     };
 
-    // By all lanes of a warp; what has no lane of its own is the first one's.
+    // Called by all lanes of a warp. What needs no lane of its own is done by the first.
     struct Producer {
         Shared& ring;
         const bool leads = threadIdx.x % 32 == 0;
         const uint64_t policy = evict_first();
-        BlockCoord at, arrived;  // arrived: IN_FLIGHT slots behind `at`
+        BlockCoord at, arrived;  // arrived: IN_FLIGHT stages behind `at`
         int num_claimed = 0;
 
-        // Waits for a slot, and announces the bytes that `copy` will bring into it.
+        // Waits for a free stage and announces the bytes that `copy` will load into it.
         DEVICE void claim(uint32_t bytes) {
             if (num_claimed >= IN_FLIGHT) {
                 barrier_wait(&ring.full[arrived.slot], arrived.parity);
@@ -70,8 +70,8 @@ template <int STAGES, int SLOT_BYTES, int IN_FLIGHT, int WARPS> struct WeightRin
             barrier_wait(&ring.full[at.slot], at.parity);
             return ring.slots[at.slot];
         }
-        // By each lane of a warp, once it has read what it needs. One arrival for all of them behind __syncwarp is no
-        // faster, and compute-sanitizer's racecheck, which does not follow that order, takes the next copy for a race.
+        // Each lane arrives once it has read its part. One arrival after a __syncwarp is no faster, and
+        // compute-sanitizer's racecheck does not follow that order: it reports the next copy as a race.
         DEVICE void release() {
             asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_addr(&ring.empty[at.slot]))
                          : "memory");

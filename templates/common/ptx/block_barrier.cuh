@@ -1,10 +1,11 @@
-// All threads of a block meet, where some of them have passed named barriers that others have not: compute-sanitizer's
-// racecheck loses count of a block's own barrier then, and reports reads behind it. PTX ISA 8.8, "mbarrier.test_wait".
+// A barrier of the whole block for kernels whose warps have passed different numbers of named barriers. There
+// compute-sanitizer's racecheck miscounts __syncthreads and reports the reads after it. PTX ISA 8.8,
+// "mbarrier.test_wait".
 #pragma once
 #include "common/ptx/copy.cuh"
 
-// By an mbarrier in shared memory, 16 bytes at `at`; without BY_MEMORY by the block's own barrier, which takes none. Made by
-// all threads, ahead of a __syncthreads.
+// BY_MEMORY: an mbarrier in shared memory, 16 bytes at `at`. Else bar.sync 0, which needs no memory. All threads
+// construct it, before a __syncthreads.
 template <bool BY_MEMORY, int THREADS> struct BlockBarrier {
     unsigned char* const at;
     uint32_t parity = 0;  // of the phase to wait for

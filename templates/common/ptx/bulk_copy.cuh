@@ -3,18 +3,18 @@
 #pragma once
 #include "common/ptx/copy.cuh"
 
-// A barrier that one arrival a phase completes, together with the bytes that it announces. 8 bytes of shared memory.
+// An mbarrier whose phase completes after one arrival and the bytes that it announces. 8 bytes of shared memory.
 DEVICE void barrier_init(uint64_t* barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(smem_addr(barrier)) : "memory");
 }
-// This thread's barrier_inits become visible to the copies that it issues.
+// Makes this thread's barrier_inits visible to the copies that it issues.
 DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 DEVICE void barrier_expect(uint64_t* barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_addr(barrier)), "r"(bytes)
                  : "memory");
 }
-// Until the phase of this parity has ended (0: the first one). The bytes that it counted are then visible to the caller.
+// Waits until the phase of this parity has completed (0: the first). The bytes that it counted are then visible.
 DEVICE void barrier_wait(uint64_t* barrier, uint32_t parity) {
     uint32_t done;
     do {
@@ -26,7 +26,7 @@ DEVICE void barrier_wait(uint64_t* barrier, uint32_t parity) {
     } while (!done);
 }
 
-// For bytes that are read once: they leave L2 before what is read again.
+// Cache policy for bytes that are read once: L2 evicts them first.
 DEVICE uint64_t evict_first() {
     uint64_t policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

@@ -4,7 +4,7 @@
 
 DEVICE uint32_t smem_addr(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
-// 16 bytes from global to shared. Where there is no cp.async the thread carries them itself, at once.
+// 16 bytes from global to shared memory. Without cp.async the thread loads and stores them at once.
 DEVICE void copy16(void* dst, const void* src) {
     if constexpr (HAS_CP_ASYNC) {
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_addr(dst)), "l"(src) : "memory");
@@ -42,12 +42,12 @@ DEVICE void copy_commit() {
     if constexpr (HAS_CP_ASYNC) asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most PENDING groups are under way. The caller still needs a barrier for other threads' copies.
+// Waits until at most PENDING groups are in flight. Other threads' copies need a barrier besides.
 template <int PENDING> DEVICE void copy_wait() {
     if constexpr (HAS_CP_ASYNC) asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// 16 bytes that are read once: not kept in L1.
+// 16 bytes that are read once: not cached in L1.
 DEVICE uint4 load_stream(const void* p) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -56,8 +56,8 @@ DEVICE uint4 load_stream(const void* p) {
     return v;
 }
 
-// 16 bytes that are read once, or zeros where `valid` is false: then nothing is read. CONSTANT: this kernel does not write
-// them; otherwise they come from L2, where it did.
+// 16 bytes that are read once; zeros and no access where `valid` is false. CONSTANT: this kernel does not write them;
+// else they are loaded from L2.
 template <bool CONSTANT> DEVICE uint4 load_or_zero(const void* p, bool valid) {
     uint4 v;
     if constexpr (CONSTANT)
@@ -78,9 +78,9 @@ template <bool CONSTANT> DEVICE uint4 load_or_zero(const void* p, bool valid) {
     return v;
 }
 
-// Programmatic dependent launch. launch_dependents lets the next kernel of the stream start its prologue; wait blocks
-// until every kernel before this one has finished and its writes are visible. Before sm90 both are nothing, and stream
-// order does the same.
+// Programmatic dependent launch. launch_dependents lets the stream's next kernel start its prologue; wait blocks until
+// all earlier kernels have completed and their writes are visible. Before sm90 both are no-ops, and stream order does
+// the same.
 DEVICE void pdl_launch_dependents() {
     if constexpr (HAS_PDL) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

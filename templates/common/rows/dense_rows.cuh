@@ -1,10 +1,10 @@
-// Sixteen rows of a dense 16-bit matrix times eight tokens, by one warp: how its lanes share rows, columns and tokens.
+// Sixteen rows of a dense 16-bit matrix times eight tokens, by one warp: the layout of rows, columns and tokens over
+// lanes.
 //
-// A step is 32 columns. The sum over columns may take them in any order, so what a lane loads is the tensor core's
-// operand as it lies: 16 contiguous bytes of a row of W are the A fragments of two products, the same 16 bytes of a
-// token's row of x are their B fragments. Rows are dealt so that a lane ends with two neighbouring outputs of two
-// neighbouring tokens. A token is a column of the product: what is computed for it does not depend on which others
-// there are.
+// A step is 32 columns. A sum over columns may take them in any order, so a lane's loads are fragments without a
+// shuffle: 16 contiguous bytes of a row of W are the A fragments of two MMAs, and the same 16 bytes of a token's row of
+// x are their B fragments. The assignment of rows gives a lane two neighbouring outputs of two neighbouring tokens. A
+// token is a column of the product: its result does not depend on the other tokens.
 #pragma once
 #include "common/ptx/mma.cuh"
 
@@ -51,7 +51,7 @@ struct DenseLane {
         if constexpr (SUMS == 4) {
             return make_float4(acc[0], acc[1], acc[2], acc[3]);
         } else {
-            // The lane eight away summed the step's other chunks: each keeps four of the eight tokens.
+            // Lane ^ 8 summed the step's other chunks: each of the two keeps four of the eight tokens.
             const bool upper = lane & 8;
             float mine[4];
 #pragma unroll
@@ -65,7 +65,7 @@ private:
     DEVICE int mma_row() const { return lane % 4 + lane / 16 * 4; }  // of m8n8k4: the row of A and the column of B
 };
 
-// 16 bytes of a constant that is read once; zeros, and no access, where not `valid`.
+// 16 bytes of a constant that is read once; zeros and no access where not `valid`.
 DEVICE uint4 load_stream_or_zero(const void* p, bool valid) {
     uint4 v;
     asm volatile(
@@ -76,7 +76,7 @@ DEVICE uint4 load_stream_or_zero(const void* p, bool valid) {
     return v;
 }
 
-// 16 bytes that an earlier kernel wrote and other warps of the SM read too; zeros, and no access, where not `valid`.
+// 16 bytes that an earlier kernel wrote and other warps of the SM also read; zeros and no access where not `valid`.
 DEVICE uint4 load_or_zero(const void* p, bool valid) {
     uint4 v;
     asm volatile(

@@ -4,8 +4,8 @@
 
 DEVICE constexpr int round_up_to_warps(int threads) { return (threads + 31) / 32 * 32; }
 
-// The sum over a row's threads, the same bits in each of them. scratch: 16-byte aligned, SCRATCH_FLOATS<ROW_THREADS> for
-// each row of the block, not used again before the next barrier. Every thread of the block must call it.
+// Sum over a row's threads, the same bits in each of them. scratch: 16-byte aligned, SCRATCH_FLOATS<ROW_THREADS> for
+// each row of the block, not reused before the next barrier. Every thread of the block must call it.
 template <int ROW_THREADS> constexpr int SCRATCH_FLOATS = ROW_THREADS == 32 ? 0 : (ROW_THREADS / 32 + 3) / 4 * 4;
 
 template <int ROW_THREADS> DEVICE float row_sum(float x, float* scratch) {
@@ -16,7 +16,7 @@ template <int ROW_THREADS> DEVICE float row_sum(float x, float* scratch) {
         float* row = scratch + threadIdx.x / ROW_THREADS * SCRATCH_FLOATS<ROW_THREADS>;
         if (threadIdx.x % 32 == 0) row[threadIdx.x % ROW_THREADS / 32] = x;
         __syncthreads();
-        // Every thread adds the warps' sums itself: broadcast reads are quicker than a second round of shuffles.
+        // Every thread adds the warps' sums itself: broadcast reads are faster than more shuffles.
         float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
         for (int i = 0; i < WARPS; i += 4) {

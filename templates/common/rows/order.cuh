@@ -1,9 +1,9 @@
-// Floats as unsigned integers in the same order, and the greatest of a warp: what arg-max and top-k are made of.
+// Floats as unsigned integers in the same order, and a warp's maximum: for arg-max and top-k.
 #pragma once
 #include "common/ptx/types.cuh"
 
-// a < b as floats if and only if order_key(a) < order_key(b). NaN of either sign is above all, as in torch.argmax and
-// torch.topk; -0 equals +0. No key is 0, which is left to mean "nothing".
+// order_key(a) < order_key(b) if and only if a < b as floats. NaN of either sign is the greatest, as in torch.argmax
+// and torch.topk; -0 equals +0. No key is 0, which means "none".
 DEVICE uint32_t order_key(float x) {
     const uint32_t bits = __float_as_uint(x + 0.0f);  // -0 becomes +0
     const uint32_t key = bits & 0x80000000u ? ~bits : bits | 0x80000000u;

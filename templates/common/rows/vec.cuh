@@ -1,4 +1,4 @@
-// Eight consecutive elements of a row, carried in registers as they lie in memory.
+// Eight consecutive elements of a row, in registers as they are in memory.
 #pragma once
 #include "common/ptx/copy.cuh"
 
@@ -25,8 +25,8 @@ template <Dtype D> DEVICE float load_one(const void* base, int64_t index) {
     }
 }
 
-// 16 bytes that an earlier kernel may have written: coherent (never .nc, which a kernel started early by programmatic
-// dependent launch must not use for such data), and not kept in L1, since a row kernel reads them once.
+// 16 bytes that an earlier kernel may have written. Coherent, never .nc: with programmatic dependent launch this kernel
+// starts before they are written. Not cached in L1, since a row kernel reads them once.
 DEVICE uint4 load16(const void* p) {
     uint4 v;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -157,7 +157,7 @@ template <Dtype TO, Dtype FROM> DEVICE Vec8<TO> convert8(const Vec8<FROM>& a) {
     }
 }
 
-// first or second, word by word: a choice between two addresses would put both in local memory.
+// Selects first or second word by word: selecting an address would put both in local memory.
 template <Dtype D> DEVICE Vec8<D> choose(bool take_first, const Vec8<D>& first, const Vec8<D>& second) {
     Vec8<D> v;
 #pragma unroll

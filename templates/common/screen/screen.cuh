@@ -1,9 +1,9 @@
-// A tile of a matrix in few bits, 16 rows by 64 columns as common/screen/screen.py has them, times four tokens of two signed bytes
-// an element.
+// A tile of a matrix in few bits, 16 rows by 64 columns (common/screen/screen.py), times four tokens of two signed
+// 8-bit limbs an element.
 #pragma once
 #include "common/w4/int_limbs.cuh"
 
-// 16 bytes of a constant that is read once; where not `valid` no access, and `v` stays.
+// 16 bytes of a constant that is read once; where not `valid`, no access, and `v` is unchanged.
 DEVICE void load_stream_if(uint4& v, const void* p, bool valid) {
     asm volatile(
         "{ .reg .pred valid; setp.ne.b32 valid, %5, 0; "
@@ -12,9 +12,9 @@ DEVICE void load_stream_if(uint4& v, const void* p, bool valid) {
         : "l"(p), "r"(int(valid)));
 }
 
-// Tiles side by side whose planes lie together: STRIDE loads of 16 bytes a lane, of which the first LOADS are the first FIRST
-// bits of each code: all, or six of seven. A byte b of those stands for GAIN * b - ZERO, in units of half a step where a bit
-// is left out: for the middle of the two codes that it may be.
+// Adjacent tiles whose bit planes are stored together: STRIDE loads of 16 bytes a lane. The first LOADS have the first
+// FIRST bits of each code: all, or six of seven. A byte b of those means GAIN * b - ZERO, in half steps if a bit is
+// left out: the middle between the two codes that it may be.
 template <int BITS, int FIRST = BITS> struct CodeGroup {
     static_assert(BITS == 4 || BITS == 6 || BITS == 7 || BITS == 8, "planes of four, two and one bits, or whole bytes");
     static_assert(FIRST == BITS || (FIRST == 6 && BITS == 7), "all bits, or the first six of seven");
@@ -51,7 +51,8 @@ template <int BITS, int FIRST = BITS> struct CodeGroup {
     }
 
 private:
-    // Of each byte of `bits` the EACH lowest to bytes.x, the next to bytes.y and so on: UP places up, to MASK.
+    // Unpacks each byte of `bits`: the EACH lowest bits to bytes.x, the next to bytes.y and so on, shifted up by UP,
+    // masked.
     template <uint32_t MASK, int UP, int EACH> static DEVICE void put(uint4& bytes, uint32_t bits) {
         bytes.x |= shifted<UP>(bits) & MASK, bytes.y |= shifted<UP - EACH>(bits) & MASK;
         bytes.z |= shifted<UP - 2 * EACH>(bits) & MASK, bytes.w |= shifted<UP - 3 * EACH>(bits) & MASK;

@@ -1,35 +1,38 @@
-// W4A16 products with up to four tokens, as warp_pipeline.cuh's, by a ring that all warps of a block share: what w4a16_gemm and
-// w4a16_norm are made of where `cta_pipeline` is chosen.
+// W4A16 products with up to four tokens by a warp-specialised CTA: one smem pipeline of weights for all warps.
+// w4a16_gemm and w4a16_norm use it where `cta_pipeline` is set; warp_pipeline.cuh gives each warp a pipeline of its
+// own.
 //
-// One more warp fetches, a slot of the ring with one copy, and another one adds up the warps' sums of a unit while they
-// multiply the next. So those that multiply wait for x and for nothing else: where each fetches for itself, it is late for
-// x by what it still has to ask for, and the ring is full and memory idle until then (docs/experiments.md, "A ring for all
-// warps of a block"). Sums of two units take the room that those of all do there: the ring has it.
+// A producer warp loads the weights, one bulk copy a stage. WARPS consumer warps multiply. A reduction warp adds up the
+// consumers' sums of a unit while they multiply the next one. So consumers wait for x and for nothing else. A warp that
+// loads for itself reaches x late, by all loads that it still has to issue, and until then its pipeline is full and
+// memory idle (docs/experiments.md, "A ring for all warps of a block"). Two units' sums take as much room as those of
+// all units do there; the stages have the rest.
 //
-// Of a block's slots at most IN_FLIGHT are on their way at a time, until the ring has been full once or, THROUGHOUT, ever:
-// where blocks wait for each other's sums, what one asks for beyond its share of the memory's rate makes others late.
+// At most IN_FLIGHT of a block's stages are in flight until the pipeline has been filled once; with
+// MAX_INFLIGHT_STAGES, always. Blocks wait for each other's sums, so a block that loads more than its share of the
+// bandwidth makes others late.
 //
-// A round of a unit is what a slot holds: tiles that follow each other in a row of W, of which each warp has a run.
+// A round of a unit is one stage: consecutive k-tiles of a strip (an n-tile of 32 rows of W), shared out to the warps.
 //
-// Whole strips of several rounds are claimed, but for as many as the ring holds before x is there and most of the others: what
-// an SM gets of the memory's rate differs, by two fifths between the first and the last, and the next launch's blocks wait for
-// that one.
+// Units of several rounds with whole K are claimed dynamically from a counter, except for those that fill the pipeline
+// before x is there and most of the rest. The bandwidth of SMs differs by two fifths between the fastest and the
+// slowest, and the next kernel's blocks wait for the last one.
 #pragma once
 #include "common/w4/x_registers.cuh"
 #include "common/w4/stream_k_units.cuh"
 #include "common/pipeline/warp_specialized.cuh"  // for its barriers and places
 
-// S and POSTS_OUT: as W4Stream's; BLOCK_K columns are a slot.
+// S and POSTS_OUT: as W4Stream's. A stage holds BLOCK_K columns.
 template <class S, bool POSTS_OUT = false> struct W4BlockStream {
     static constexpr int N = S::N, K = S::K, WARPS = S::WARPS_K, SPLIT_K = S::SPLIT_K, STAGES = S::NUM_STAGES;
     static constexpr int IN_FLIGHT = S::IN_FLIGHT;
     static constexpr bool MAX_INFLIGHT_STAGES = S::MAX_INFLIGHT_STAGES, BF16 = S::BF16;
-    static constexpr int FETCHES = WARPS, ADDS = WARPS + 1;  // warps, behind those that multiply
+    static constexpr int FETCHES = WARPS, ADDS = WARPS + 1;  // producer and reduction warp, after the consumers
     static constexpr int THREADS = 32 * (WARPS + 2), STRIP = 32, TOKENS = S::BLOCK_M;
     typedef W4Units<S, POSTS_OUT> Units;
     static constexpr int QUADS = Units::QUADS, NUM_STRIPS = Units::NUM_STRIPS, NUM_TILES = K / STRIP;
-    static constexpr int DEPTH = 2;  // units whose sums wait to be added up
-    static constexpr int NONE = -1;  // in the place of a unit: there are no more
+    static constexpr int DEPTH = 2;  // units whose sums may wait for the reduction warp
+    static constexpr int NONE = -1;  // instead of a unit: no more units
     static constexpr int GROUP = S::GROUP_SIZE / STRIP, NUM_STEPS = NUM_TILES / GROUP;  // a step: tiles that share scales
     static constexpr int PART_STEPS = ceil_div(NUM_STEPS, SPLIT_K);                     // of a unit, at most
     static constexpr int SLOT_STEPS = S::BLOCK_K / STRIP / GROUP, PER_WARP = SLOT_STEPS / WARPS;
@@ -40,8 +43,8 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
     typedef W4Slots<BF16, STEPS, GROUP, SLOT_STEPS, GROUP, EVEN, S::MANY_TILES> Slots;
     typedef W4StreamX<Slots, TOKENS> X;
     static constexpr bool CLAIMS = SPLIT_K == 1 && ROUNDS > 1;
-    static constexpr int CLAIMED = 2;                         // units of each block, and what makes no round of all blocks
-    static constexpr int AT_ONCE = ceil_div(STAGES, ROUNDS);  // units that the ring holds
+    static constexpr int CLAIMED = 2;                         // units of each block, and the remainder over all blocks
+    static constexpr int AT_ONCE = ceil_div(STAGES, ROUNDS);  // units that the pipeline holds
     static_assert(TOKENS == 4 && S::BLOCK_N == STRIP && PER_WARP > 0 && S::BLOCK_K % (STRIP * GROUP * WARPS) == 0);
 
     struct alignas(128) Shared {
@@ -49,20 +52,20 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
         uint64_t full[STAGES], empty[STAGES], sums_full[DEPTH], sums_empty[DEPTH];
         int units[STAGES], sums_units[DEPTH];  // CLAIMS: of a unit's first slot, and of its sums
         alignas(16) float4 sums[DEPTH][WARPS][QUADS];
-        // behind it: uint8_t scratch[WARPS][X::X_BYTES], and with several parts of K for each unit of a block its sums,
-        // float4 kept[][QUADS]
+        // After this struct in shared memory: uint8_t scratch[WARPS][X::X_BYTES]; with SPLIT_K > 1 also the sums of
+        // each of the block's units, float4 kept[][QUADS].
     };
 
     // The first step of a part of K.
     static DEVICE int part_begin(int part) { return NUM_STEPS * part / SPLIT_K; }
 
-    // Fetches in order. By one lane.
+    // The producer: loads in order. One lane runs it.
     struct Fetcher {
         Shared& s;
         const uint4* w;
         const uint2* scales;
         const uint64_t policy = evict_first();
-        PipelineState<STAGES> at, arrived;  // arrived: IN_FLIGHT slots behind `at`
+        PipelineState<STAGES> at, arrived;  // arrived: IN_FLIGHT stages behind `at`
         int number = 0;
 
         DEVICE void wait_for_room() {
@@ -92,7 +95,8 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
             s.units[at.stage] = NONE;
             barrier_expect(&s.full[at.stage], 0);
         }
-        // next: zero, and left so by who claims last. A launch before may be claiming until pdl_wait.
+        // next: a counter, zero at the start; the last block to claim resets it. Until pdl_wait an earlier launch may
+        // use it.
         DEVICE void fetch_claimed(uint32_t* next) {
             const int grid = gridDim.x, each = Units::COUNT / grid, own = max_of(min_of(AT_ONCE, each), each - CLAIMED);
             for (int i = 0; i < own; i++) fetch(i * grid + blockIdx.x);
@@ -100,7 +104,7 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
             const int left = Units::COUNT - own * grid;  // of all blocks
             int claimed = count_in(next);
             while (claimed < left) {
-                const int upcoming = count_in(next);  // on its way while this one is fetched
+                const int upcoming = count_in(next);  // in flight while this unit is loaded
                 fetch(own * grid + claimed);
                 claimed = upcoming;
             }
@@ -109,8 +113,8 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
         }
     };
 
-    // x: [num_tokens, K / 2]. W is read before pdl_wait, x and everything that is written after it. posts: zero and left
-    // so, [strip][SPLIT_K][QUADS]; where SPLIT_K is 1, how many units are claimed.
+    // x: [num_tokens, K / 2]. W is read before pdl_wait; x, and all that is written, after it. posts: the LL mailbox
+    // [strip][SPLIT_K][QUADS], zero at start and end; with SPLIT_K = 1, the counter of claimed units.
     static DEVICE void run(Shared& s, uint16_t* out, const uint32_t* x, const uint4* w, const uint2* scales, uint4* mailbox,
                            int num_tokens) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -165,11 +169,11 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
         }
     }
 
-    // A warp's share of all units.
+    // A consumer warp's part of all units.
     static DEVICE void multiply(Shared& s, const uint32_t* x, uint8_t* scratch, int first_unit, int end, int num_tokens) {
         const int warp = threadIdx.x / 32;
         X tokens;
-        int part = -1, last_first = 0;  // of K, whose columns `tokens` holds; the warp's first tile in the last round
+        int part = -1, last_first = 0;  // part of K that `tokens` holds; the warp's first tile in the last round
         PipelineState<STAGES> at;
         PipelineState<DEPTH> to;
         for (int unit = first_unit, number = 0; CLAIMS || unit < end; unit++, number++, to.advance()) {

@@ -1,7 +1,7 @@
 // Eight int4 weights (nibble = value + 8) of one word to four pairs of 16-bit floats, exactly value = nibble - 8.
 //
-// A nibble OR-ed into the low mantissa of a power of two P is the float P + nibble: one lop3 for two of them. Pair i is
-// nibbles i (low half) and i + 4 (high half). Source of the trick: Kim et al., arXiv 2211.10017, section 3.3.
+// OR-ing a nibble into the low mantissa bits of a power of two P gives the float P + nibble: one lop3 for two nibbles.
+// Pair i is nibbles i (low half) and i + 4 (high half). Source: Kim et al., arXiv 2211.10017, section 3.3.
 #pragma once
 #include "common/ptx/types.cuh"
 
@@ -12,7 +12,7 @@ template <uint32_t MASK, uint32_t BITS> DEVICE uint32_t and_or(uint32_t a) {
     return r;
 }
 
-// BIASED (bf16 only): value + 136, for a caller that takes 136 times the sum of the other operand from the product.
+// BIASED (bf16 only): gives value + 136; the caller subtracts 136 times the sum of the other operand.
 constexpr uint32_t INT4_BIAS = 0xc308c308u;  // -136, twice
 
 template <bool BF16, bool BIASED = false> DEVICE void int4_to_half(uint32_t w, uint32_t (&a)[4]) {

@@ -1,9 +1,10 @@
-// W4A16 products cut into equal pieces (stream-K): what w4a16_gemm and moe_w4a16 are made of.
+// W4A16 GEMM by stream-K: every block has an equal share of the k iterations of all tiles. w4a16_gemm and moe_w4a16 use
+// it.
 //
-// C = W x^T: W's rows are the tensor core's A operand, tokens its 8 columns. W is int4 in the order of pack.py. A shape
-// S says how (N, K, GROUP_SIZE, BF16, GATED and a tiling: tiling.py), a Rows what: which tiles there are, whose W each
-// multiplies, and where the rows of x and of the output lie.
-// GATED: a strip of W is 16 rows of gate and 16 of up (pack.py, interleave), and gelu_tanh(gate) * up is stored.
+// C = W x^T with swapped operands: rows of W are the tensor core's A operand, tokens its 8 columns. W is int4 in
+// pack.py's order. A shape S says N, K, GROUP_SIZE, BF16, GATED and the tiling (tiling.py). A Rows is the tile
+// scheduler: which tiles there are, the W of each, and where its rows of x and of the output are. GATED: a strip of W
+// is 16 rows of gate and 16 of up (pack.py, interleave), and gelu_tanh(gate) * up is stored.
 #pragma once
 #include "common/ptx/copy.cuh"
 #include "common/ptx/mma.cuh"
@@ -14,7 +15,7 @@
 #include "common/w4/epilogue.cuh"
 #include "common/w4/wgmma_rs.cuh"
 
-// `units` in gridDim.x pieces that differ by one at most, the longer ones first.
+// Splits `units` into gridDim.x shares that differ by at most one; the longer shares come first.
 struct Pieces {
     int each, longer;
     DEVICE explicit Pieces(int units) : each(units / int(gridDim.x)), longer(units % int(gridDim.x)) {}
@@ -25,8 +26,8 @@ struct Pieces {
     }
 };
 
-// FEW: stages whose weights are on their way at most while x is waited for, since they stand before what makes x; 0: all.
-// POSTS_OUT: out is posted to the launch behind, as W4Stream's (warp_pipeline.cuh).
+// FEW: the most stages of weights in flight while the block waits for x, since they delay the kernel that makes x; 0:
+// all. POSTS_OUT: out is written by LL for the dependent kernel, as W4Stream's (warp_pipeline.cuh).
 template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
     static constexpr int N = S::N, K = S::K, GROUP_SIZE = S::GROUP_SIZE;
     static constexpr bool BF16 = S::BF16, GATED = S::GATED, WGMMA = S::WGMMA;
@@ -47,28 +48,28 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
     static constexpr int OUT_WIDTH = GATED ? N / 2 : N;
     static constexpr int TILE_QUADS = BLOCK_M * BLOCK_N / 4;  // a tile's sums, 16 bytes each
 
-    // A stage holds x [64 columns][token][64] swizzled, weights [strip][32 columns][lane] x 16 B, scales [strip][group][32
-    // rows], and is as long as keeps the next one's x where wgmma wants it.
+    // A stage holds x [64 columns][token][64] swizzled, weights [strip][32 columns][lane] x 16 B, and scales
+    // [strip][group][32 rows]. Its size keeps x of the next stage aligned as wgmma wants it.
     static constexpr int W_CHUNKS = BLOCK_STRIPS * STRIP_TILES * 32;  // of 16 bytes
     static constexpr int S_CHUNKS = BLOCK_STRIPS * STAGE_GROUPS * 4;
     static constexpr int X_CHUNKS = BLOCK_M * BLOCK_K / 8;
     static constexpr int W_AT = X_CHUNKS, S_AT = W_AT + W_CHUNKS;
     static constexpr int STAGE_CHUNKS = ceil_div(S_AT + S_CHUNKS, WGMMA ? 64 : 1) * (WGMMA ? 64 : 1);
-    // What follows the stages: sums of warps that split K.
+    // After the stages: the exchange of warps that split K.
     static constexpr int EXCHANGE_CHUNKS = (WARPS_K - 1) * TILE_QUADS;
-    // Stages on their way while one is multiplied. wgmma reads the one before that too, until its results are waited for.
+    // Stages in flight while one is multiplied. wgmma may still read the stage before that, until its wait.
     static constexpr int AHEAD = NUM_STAGES - (WGMMA ? 2 : 1), IN_FLIGHT = FEW ? FEW : AHEAD;
     // a thread's share
     static constexpr int W_COPIES = ceil_div(W_CHUNKS, THREADS), S_COPIES = ceil_div(S_CHUNKS, THREADS);
     static constexpr int X_COPIES = ceil_div(X_CHUNKS, THREADS);
 
-    // With few columns of tokens, scaling the products in fp32 is less work than scaling the weights. And bf16 weights can
-    // keep their bias: two MMAs with a constant take it from all rows at once, in fp32, for less than an addition to each
-    // pair of weights.
+    // With few token columns, scaling the products in fp32 is less work than scaling the weights. bf16 weights can then
+    // keep their bias: two MMAs with a constant operand subtract it from all rows, in fp32, for less than an add for
+    // each pair of weights.
     static constexpr bool SCALE_PRODUCTS = TOKEN_TILES == 1, BIASED = BF16 && SCALE_PRODUCTS;
-    // Whether the tokens' operands of the next 32 columns wait in registers too; wgmma reads them from shared memory.
+    // True if registers also buffer the token operands of the next 32 columns; wgmma reads them from shared memory.
     static constexpr bool X_HELD = !WGMMA && TOKEN_TILES <= 4;
-    // Whether a thread can hold its part of the first stages' x at once.
+    // True if a thread can hold its part of x of all the first stages at once.
     static constexpr bool X_IN_REGISTERS = AHEAD * X_COPIES <= 16;
 
     static_assert(!WGMMA || (STRIPS == 1 && WARPS_M == 1 && WARPS_K == 1 && WARPS_N % 4 == 0 && BLOCK_K % 64 == 0));
@@ -78,17 +79,17 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
     // A tile of C = W x^T: 32 rows of W, 8 tokens, 8 fp32 a lane.
     typedef float Fragment[8];
 
-    // Eight tokens' chunks of a column lie in different banks: what ldmatrix reads at once, and wgmma's 128-byte swizzle.
+    // Swizzle: eight tokens' chunks of a column are in different banks, for ldmatrix and as wgmma's 128-byte swizzle.
     static DEVICE int x_chunk(int token, int chunk) {
         if constexpr (BLOCK_K == 32) return token * 4 + (chunk ^ (token / 2 & 3));
         return chunk / 8 * (BLOCK_M * 8) + token * 8 + (chunk % 8 ^ (token & 7));
     }
 
-    // Known to be below THREADS, so that what divides it folds.
+    // Tells the compiler that it is below THREADS, so that divisions fold.
     static DEVICE int tid() { return threadIdx.x % THREADS; }
 
-    // Chunk i * THREADS + tid() of rows of PER_ROW chunks, STRIDE apart in memory: its row and its distance from the
-    // thread's first chunk, which fold to constants.
+    // Chunk i * THREADS + tid() of rows of PER_ROW chunks, STRIDE apart in memory: its row, and its distance from the
+    // thread's first chunk. Both fold to constants.
     template <int PER_ROW> static DEVICE int row_step(int i) {
         return PER_ROW <= THREADS ? i * (THREADS / PER_ROW) : i / (PER_ROW / THREADS);
     }
@@ -96,7 +97,7 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
         return row_step<PER_ROW>(i) * STRIDE + (PER_ROW <= THREADS ? 0 : i % (PER_ROW / THREADS) * THREADS);
     }
 
-    // Where this thread's chunks of a unit, BLOCK_K columns of a tile, come from.
+    // Source addresses of this thread's chunks of a unit, which is BLOCK_K columns of a tile.
     template <class Rows> struct Loader {
         static constexpr int W_ROW = STRIP_TILES * 32, S_ROW = STAGE_GROUPS * 4, X_ROW = BLOCK_K / 8;
         static constexpr bool EXACT = N % BLOCK_N == 0 && K % BLOCK_K == 0 && BLOCK_K >= GROUP_SIZE;
@@ -136,7 +137,8 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
                 if (W_CHUNKS % THREADS && c >= W_CHUNKS) continue;
                 const uint4* from = w_at + chunk_step<W_ROW, NUM_K_TILES * 32>(i);
                 if constexpr (!EXACT) {
-                    // a strip or a column beyond the last reads the last: x is zero there, or the rows are not stored
+                    // A strip or a column beyond the last reads the last one: there x is zero, or the rows are not
+                    // stored.
                     const int strip = min_of(tile.n_strip + c / W_ROW, NUM_STRIPS - 1);
                     const int kt = min_of(ku * STRIP_TILES + c / 32 % STRIP_TILES, NUM_K_TILES - 1);
                     from = w_of() + (int64_t(strip) * NUM_K_TILES + kt) * 32 + c % 32;
@@ -157,12 +159,12 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
             }
         }
 
-        // As weights, with a fourth argument: false where there is nothing to read but zeros are needed.
+        // As `weights`, with a fourth argument: false means that nothing is read and zeros are stored.
         template <class F> DEVICE void tokens(F f) const {
 #pragma unroll
             for (int i = 0; i < X_COPIES; i++) {
                 const int c = i * THREADS + tid(), token = tid() / X_ROW + row_step<X_ROW>(i);
-                // rows beyond the last keep what the stage held: their columns of the product are not stored
+                // Rows beyond the last keep old data of the stage: their columns of the product are not stored.
                 if ((X_CHUNKS % THREADS && c >= X_CHUNKS) || tile.m0 + token >= tile.end) continue;
                 const bool valid = K % BLOCK_K == 0 || ku * X_ROW + c % X_ROW < K / 8;
                 const uint4* from = x_at + chunk_step<X_ROW, K / 8>(i);
@@ -184,7 +186,8 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
 #pragma unroll
             for (int i = 0; i < WARP_K_TILES; i++) {
                 const int kt = warp_k * WARP_K_TILES + i, group = kt * 32 / GROUP_SIZE % STAGE_GROUPS;
-                // A lane owns rows 4 g + 2 r and the next of strip q / 2, and a token: see mma.cuh for who is who.
+                // A lane has rows 4 g + 2 r and 4 g + 2 r + 1 of strip q / 2, and one token; mma.cuh has the fragment
+                // layouts.
                 const int q = lane / 4 % 4, g = q % 2 * 4 + lane % 2 + lane / 16 * 2, r = lane / 2 % 2;
                 const int token = token0 + lane % 4 + lane / 16 * 4;
                 const uint32_t scale = *reinterpret_cast<const uint32_t*>(
@@ -218,7 +221,7 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
             return;
         }
 
-        // 32 columns' operands, loaded while those before them are multiplied where there is room.
+        // Operands of 32 columns, loaded while those before them are multiplied if registers allow.
         struct Operands {
             uint4 words[STRIPS];
             uint2 scale[STRIPS];  // of rows 4 g .. 4 g + 3, lane = 4 g + t
@@ -247,7 +250,7 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
             const int kt = warp_k * WARP_K_TILES + i;
             const Operands& o = operands[i % 2];
             uint32_t(&a)[STRIPS][4][4] = weights[WGMMA ? i % 2 : 0];  // [strip][16 rows x 2 + k16][fragment]
-            // At most the last 32 columns' products are still under way: the ones before them read these registers.
+            // wait<1>: products of the last 32 columns may be in flight; those before have read these registers.
             if constexpr (WGMMA) wgmma_wait<1>();
 #pragma unroll
             for (int strip = 0; strip < STRIPS; strip++) {
@@ -378,16 +381,17 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
         for (int i = 0; i < STRIPS * TOKEN_TILES * 2; i++) for_quad(acc, i, [&](float4& q) { f(q, i); });
     }
 
-    // One 16-byte column of fragments a lane, in a tile of BLOCK_M * BLOCK_N / 4.
+    // One 16-byte column of fragments a lane, in a tile of BLOCK_M * BLOCK_N / 4 quads.
     static DEVICE int quad_place() { return threadIdx.x / 32 % (WARPS_N * WARPS_M) * (STRIPS * TOKEN_TILES * 2 * 32) + threadIdx.x % 32; }
 
-    // The first token, within its tile, of the lane's quad `i` (for_each_quad's): where it is none, the quad is not needed.
+    // The first token, within its tile, of the lane's quad `i` (for_each_quad's). The quad is not needed if there is
+    // none.
     static DEVICE int quad_token(int i, int warp_m) {
         const int lane = threadIdx.x % 32;
         return (warp_m * TOKEN_TILES + i / 2 % TOKEN_TILES) * 8 + (VOLTA ? (lane & 2) + i % 2 * 4 : lane % 4 * 2);
     }
 
-    // Adds the sums of the warps that split K to those of the first of them.
+    // Reduction over the warps that split K, into the first of them.
     static DEVICE void add_warps(Fragment (&acc)[STRIPS][TOKEN_TILES], float4* exchange, int warp_k) {
         float4* const other = exchange + quad_place();
         if (warp_k) for_each_quad(acc, [&](float4& q, int i) { other[(warp_k - 1) * TILE_QUADS + i * 32] = q; });
@@ -397,7 +401,8 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
                 for_each_quad(acc, [&](float4& q, int i) { add(q, other[k * TILE_QUADS + i * 32]); });
     }
 
-    // acc += what the blocks `begin` to `last` post of the tile `at`, in their order; zeros are left in its place.
+    // Fix-up: acc += the partial sums that blocks `begin` to `last` wrote for the tile `at`, in their order; leaves
+    // zeros.
     static DEVICE void ll_receive(Fragment (&acc)[STRIPS][TOKEN_TILES], uint4* mailbox, int begin, int last, const W4Tile& at, int warp_m) {
         constexpr int QUADS = STRIPS * TOKEN_TILES * 2;
         constexpr int FLIGHT = QUADS < 32 ? 8 : 4;  // 16-byte loads under way a thread, as registers allow
@@ -430,9 +435,9 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
         }
     }
 
-    // This block's share of all tiles. W is read before pdl_wait, x and everything that is written after it. smem:
-    // what the spec says; posts: a tile's sums a block, zero and left so. Blocks that share a tile wait for each other: with
-    // BLOCKS_PER_SM all are resident.
+    // Mainloop of a block over its share of all tiles. W is read before pdl_wait; x, and all that is written, after it.
+    // smem: as the spec says; posts: the LL mailbox, one tile's sums a block, zero at start and end. Blocks that share
+    // a tile wait for each other; with BLOCKS_PER_SM all of them are resident.
     template <class Rows>
     static DEVICE void run(const Rows& rows, uint16_t* out, const uint4* x, const uint4* w, const uint4* scales, uint4* smem,
                            uint4* mailbox) {
@@ -441,11 +446,11 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
         const int warp_n = warp % WARPS_N, warp_m = warp / WARPS_N % WARPS_M, warp_k = warp / (WARPS_N * WARPS_M);
         const int tiles = rows.template tiles<S>() * TILES_N;
         const Pieces pieces(tiles * UNITS_PER_TILE);
-        // There may be more blocks than tiles where each has one: how many tiles there are is known on the device alone.
+        // There may be more blocks than tiles if each has one: the number of tiles is known on the device alone.
         const bool idle = BLOCKS_PER_SM == 0 && int(blockIdx.x) >= tiles;
         const int begin = BLOCKS_PER_SM == 0 ? blockIdx.x * UNITS_PER_TILE : pieces.begin(blockIdx.x);
         const int count = idle ? 0 : BLOCKS_PER_SM == 0 ? UNITS_PER_TILE : pieces.begin(blockIdx.x + 1) - begin;
-        // The unit to load next, ahead of the one that is multiplied.
+        // The next unit to load, ahead of the one that is multiplied.
         Loader<Rows> loader(rows, w, scales, x);
         int load_tile = begin / UNITS_PER_TILE, loaded = 0;
         if (count) loader.seek(load_tile, begin % UNITS_PER_TILE);
@@ -459,7 +464,7 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
         };
         auto slot = [&](int unit) { return smem + unit % NUM_STAGES * STAGE_CHUNKS; };
 
-        // Without cp.async, the next unit waits in registers while the tensor cores work on this one.
+        // Without cp.async, registers hold the next unit while the tensor cores work on this one.
         uint4 carried[HAS_CP_ASYNC ? 1 : W_COPIES + S_COPIES + X_COPIES];
         auto fetch = [&] {
             loader.weights([&](int i, int, const uint4* from) { carried[i] = *from; });
@@ -469,7 +474,7 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
         };
 
         if constexpr (HAS_CP_ASYNC) {
-            // Weights are constants: the first stages' are on their way before the kernel that makes x has finished.
+            // Weights are constants: the first stages are in flight before the kernel that makes x has completed.
             Loader<Rows> at[AHEAD];
 #pragma unroll
             for (int stage = 0; stage < AHEAD; stage++) {
@@ -484,8 +489,8 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
             pdl_wait();
             if constexpr (POSTS_OUT) pdl_launch_dependents();
             if constexpr (X_IN_REGISTERS) {
-                // Copies complete in order, and x must not queue behind the last stage's weights: by ordinary loads, all
-                // of them before the first store.
+                // cp.async groups complete in order, and x must not queue behind the last stage's weights. So x comes
+                // by plain loads, all of them before the first store.
                 uint4 held[AHEAD][X_COPIES];
 #pragma unroll
                 for (int stage = 0; stage < AHEAD; stage++)
@@ -556,7 +561,8 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
             if constexpr (WARPS_K > 1) add_warps(acc, exchange, warp_k);
             bool whole = true;
             if constexpr (BLOCKS_PER_SM > 0) {
-                // Of a tile that several blocks share the first one adds up all parts: its last, and the others' first.
+                // Of a tile that several blocks share, the first block adds up all parts: its own last unit and the
+                // others' first ones.
                 const int first = first_block(tile);
                 whole = int(blockIdx.x) == first;
                 if (warp_k == 0 && whole) {

@@ -1,10 +1,11 @@
-// W4A16 products with up to 8 tokens, whose time is that of reading W: what w4a16_gemm and moe_w4a16 are made of where
-// `gemv` is chosen. S and Rows as for W4Gemm.
+// W4A16 GEMV with up to 8 tokens, bound by reading W, with register-direct loads. w4a16_gemm and moe_w4a16 use it where
+// body=gemv. S and Rows: as for W4Gemm.
 //
-// A warp holds STEPS columns of tiles of its strips in registers, the first of them on their way before the kernel that
-// makes x has finished, and fetches anew what it has used. WARPS_K warps share strips and differ in columns: their sums
-// meet in shared memory, in their order. SPLIT_K blocks share a tile likewise: the last of them to begin adds the sums that
-// the others post, in their order. They have all begun then and wait for nobody, so that a grid may be of any size.
+// A warp keeps STEPS k-tiles of its strips in registers and issues the next load into a register as soon as it is used.
+// The first loads are in flight before the kernel that makes x has completed. WARPS_K warps split K; their sums are
+// added through shared memory, in their order. SPLIT_K blocks split a tile likewise; the block that starts last adds
+// the sums that the others wrote to the LL mailbox, in their order. By then all of them have started and none of them
+// waits, so the grid may have any size.
 #pragma once
 #include "common/ptx/copy.cuh"
 #include "common/ptx/mma.cuh"
@@ -49,7 +50,8 @@ template <class S> struct W4Gemv {
     static constexpr int BLOCK_STRIPS = S::BLOCK_N / STRIP, THREADS = 32 * WARPS_N * WARPS_K;
     static constexpr int NUM_STRIPS = N / STRIP, NUM_K_TILES = K / STRIP, NUM_GROUPS = K / S::GROUP_SIZE;
     static constexpr int TILES_N = ceil_div(N, S::BLOCK_N), OUT_WIDTH = GATED ? N / 2 : N;
-    // A turn is STEPS columns of tiles a warp, dealt to the warps one by one: together they read whole rows of tiles.
+    // One iteration: STEPS k-tiles a warp, dealt to the warps one by one, so that together they read whole rows of
+    // tiles.
     static constexpr int STEPS = S::BLOCK_K / STRIP / WARPS_K, TURNS = ceil_div(NUM_K_TILES, STEPS * DEALT);
     static constexpr int TILE_TOKENS = 8, TILE_QUADS = WARPS_N * WARPS_K * STRIPS * TILE_TOKENS * 8;
     static constexpr int EXCHANGE_CHUNKS = WARPS_K == 1 ? 0 : (PERSISTENT ? 2 : 1) * TILE_QUADS;
@@ -57,7 +59,7 @@ template <class S> struct W4Gemv {
     static_assert(SPLIT_K == 1 || (WARPS_K > 1 && !PERSISTENT));
     static_assert(ARCH >= 75, "m8n8k4's operands lie otherwise");
 
-    // One turn of a warp's strips.
+    // The operands of one iteration of a warp.
     struct Weights {
         uint4 words[STEPS][STRIPS];
         uint2 scales[STEPS][STRIPS];  // of rows 4 g .. 4 g + 3, lane = 4 g + t
@@ -105,9 +107,9 @@ template <class S> struct W4Gemv {
         }
     }
 
-    // This block's tiles. W is read before pdl_wait, x and everything that is written after it. exchange: EXCHANGE_CHUNKS.
-    // With SPLIT_K > 1 exchange is one more, for who began last; counters: one a tile; posts: [tile][SPLIT_K][tokens][strip][8]; both
-    // zero and left so.
+    // Mainloop over this block's tiles. W is read before pdl_wait; x, and all that is written, after it. exchange:
+    // EXCHANGE_CHUNKS, and with SPLIT_K > 1 one more, which says whether this block started last. counters: one a tile;
+    // posts: [tile][SPLIT_K][tokens][strip][8]; both zero at start and end.
     template <class Rows>
     static DEVICE void run(const Rows& rows, uint16_t* out, const uint32_t* x, const uint4* w, const uint2* scales,
                            float4* exchange, uint32_t* counters = nullptr, uint4* mailbox = nullptr) {
@@ -146,7 +148,7 @@ template <class S> struct W4Gemv {
 #pragma unroll
                 for (int s = 0; s < STEPS; s++) {
                     multiply(acc, weights, s, b[s]);
-                    // what a step used is fetched anew at once, for the next turn or the next tile's first
+                    // Refill each register at once: for the next iteration, or for the first one of the next tile.
                     weights.load(s, w, scales, last ? next : at, warp_n, column(last ? 0 : turn + 1, s),
                                  !last || next_tile < tiles);
                 }

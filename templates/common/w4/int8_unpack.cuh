@@ -1,5 +1,5 @@
-// int4 weights as 8-bit integers, for products with the digits of fixed-point tokens. A weight n - 8 is a byte whose upper
-// half is n with its first bit turned over, 16 (n - 8); what is 16 times too large is made up for by a tile's factor.
+// int4 weights as 8-bit integers, for integer MMAs with fixed-point tokens. A weight n - 8 becomes a byte whose upper
+// half is n with its top bit flipped, 16 (n - 8); a tile's factor takes the 16 out again.
 //
 // mma.m16n8k32 with 8-bit integers (PTX ISA 8.8, "Matrix Fragments for mma.m16n8k32"):
 //   A 16x32: a0 = row g, k 4t..4t+3   a1 = row g+8, the same k   a2 = row g, k 16+4t..   a3 = row g+8, k 16+4t..

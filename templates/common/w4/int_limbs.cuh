@@ -1,9 +1,10 @@
-// Sixteen-bit tokens as fixed-point numbers of three 7-bit digits, so that int4 weights are multiplied as what they are:
-// integers, which one mask unpacks for four of them, and whose sums over a group of columns are exact.
+// Split activations: a 16-bit token as a fixed-point number of three 7-bit limbs. int4 weights are then multiplied as
+// integers: one mask unpacks four of them, and their sums over a group of columns are exact.
 //
-// A warp scales its columns of a token by a power of two, so that the largest lies below 2^21, and rounds: q. An element is
-// exact to 2^-22 of that largest one; bf16 has 2^-8 of itself. The digits of a token are columns of the tensor core's B
-// operand, four a token, the last one empty: q = d0 + 2^7 d1 + 2^14 d2, d0 and d1 in 0 .. 127, d2 in -128 .. 127.
+// A warp scales its columns of a token by a power of two, so that the largest is below 2^21, and rounds: q. An element
+// is exact to 2^-22 of the largest one; bf16 has 2^-8 of itself. The limbs ("digits") of a token are columns of the
+// tensor core's B operand, four a token, the last one zero: q = d0 + 2^7 d1 + 2^14 d2, d0 and d1 in 0 .. 127, d2 in
+// -128 .. 127.
 //
 // mma.m16n8k32 with 8-bit integers (PTX ISA 8.8, "Matrix Fragments for mma.m16n8k32"):
 //   A 16x32: a0 = row g, k 4t..4t+3   a1 = row g+8, the same k   a2 = row g, k 16+4t..   a3 = row g+8, k 16+4t..
@@ -22,7 +23,7 @@ DEVICE void mma_s8s8(int (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// The larger, or NaN where one is NaN: of two floats, and by halves of |b| and of what was found so far.
+// The maximum, or NaN if either is NaN: of two floats, and by halves of |b| and the maximum so far.
 DEVICE float max_nan(float a, float b) {
     float m;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(a), "f"(b));
@@ -35,7 +36,7 @@ template <bool BF16> DEVICE uint32_t max_abs2(uint32_t a, uint32_t b) {
     return m;
 }
 
-// A float between 2^23 and 2^24 whose bits count in ones: integers up to 2^22 pass between the two kinds by an addition.
+// Adding it turns an integer below 2^22 into the low bits of a float; subtracting it turns those back.
 constexpr float UNITS_FLOAT = 12582912.0f;  // 1.5 * 2^23
 constexpr int UNITS_BITS = 0x4b400000;
 

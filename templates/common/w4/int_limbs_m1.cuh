@@ -1,20 +1,20 @@
-// One token times int4 weights, two tiles of W a product: the digits of one token (int_limbs.cuh) take half of the tensor
-// core's columns, so those of two tiles' columns stand side by side, each beside zeros for the other's half of K.
+// One token times int4 weights, two k-tiles of W in one MMA. One token's limbs (int_limbs.cuh) need half of the tensor
+// core's columns, so two tiles' limbs stand side by side, each beside zeros for the other's half of K.
 //
-// A word of W goes in as it is, but for a mask: the rows of its upper nibbles come out 16 times too large. Where a lane
-// keeps few tiles, its sums begin with what makes up for the 8 that weights come with (W4PairDigits<false>). Where it keeps
-// many, there are no registers for that: a weight's first bit is turned over, and lower nibbles move up (<true>), which
-// takes one instruction more for each word, and all rows come out 16 times too large.
+// A word of W is used as it is, after a mask: rows of upper nibbles come out 16 times too large. If a lane has few
+// tiles, its sums start with the correction for the weights' offset of 8 (W4PairDigits<false>). If it has many, there
+// are no registers for that: then each weight's top bit is flipped and lower nibbles are shifted up (<true>), one more
+// instruction a word, and all rows come out 16 times too large.
 #pragma once
 #include "common/w4/int8_unpack.cuh"
 
-// What a lane keeps of two tiles: digit g % 4 of the first one's columns where g < 4, else of the second one's; and what
-// the sums of columns 2 t and 2 t + 1 of the operand begin with, in rows g and g + 8.
+// A lane's operand of two tiles: limb g % 4 of the first one's columns if g < 4, else of the second one's; and the
+// start values of the sums of operand columns 2 t and 2 t + 1, in rows g and g + 8.
 template <bool MANY> struct W4PairDigits {
     uint32_t digits[2];  // [half of a tile's columns]
     int begin[MANY ? 1 : 4];
 
-    // Which of the two tiles' digits are the lane's, and which of the two tiles' sums.
+    // Which of the two tiles this lane's limbs belong to, and which of them its sums.
     static DEVICE bool digits_of_second() { return threadIdx.x & 16; }
     static DEVICE bool sums_of_second() { return threadIdx.x & 2; }
     static DEVICE float factor(int row) { return MANY || row % 2 ? 1.0f / 16.0f : 1.0f; }
@@ -34,8 +34,8 @@ template <bool MANY> struct W4PairDigits {
     DEVICE uint32_t of_second(int k) const { return digits_of_second() ? digits[k] : 0; }
 };
 
-// acc[r][c] += scale_r (W q)[r][c] / factor(r). words: the lane's of both tiles; scales: of rows 4 g + r, of the tile whose
-// sums are the lane's; c: columns 2 t + c of the digits.
+// acc[r][c] += scale_r (W q)[r][c] / factor(r). words: the lane's of both tiles; scales: of rows 4 g + r, of the tile
+// whose sums the lane has; c: limb columns 2 t + c.
 template <bool BF16, bool MANY>
 DEVICE void w4_pair_product(float (&acc)[4][2], const uint4& first, const uint4& second, const uint2& scales,
                             const W4PairDigits<MANY>& x) {

@@ -1,16 +1,16 @@
-// Four tokens times int4 weights, a tile of W a product: two 8-bit digits of each token are the eight columns of the tensor
-// core's B operand.
+// Four tokens times int4 weights, one tile of W in one MMA: two 8-bit limbs of each token are the eight columns of the
+// tensor core's B operand.
 //
-// A warp scales its columns of a token by a power of two, so that the largest lies below 2^15, and rounds:
-// q = d0 + 2^8 d1, both in -128 .. 127. What bf16 holds is exact from a hundredth of the largest one on, and no element is
-// further off than 2^-15 of that one.
+// A warp scales its columns of a token by a power of two, so that the largest is below 2^15, and rounds: q = d0 + 2^8
+// d1, both in -128 .. 127. bf16 values from a hundredth of the largest on are exact; no element is off by more than
+// 2^-15 of the largest.
 //
-// A word of W goes in as int_limbs_m1.cuh says: as it is, but for a mask, or with the weights' first bits turned over.
+// Words of W are used as in int_limbs_m1.cuh: after a mask, or with the weights' top bits flipped.
 #pragma once
 #include "common/w4/int8_unpack.cuh"
 
-// What a lane keeps of a tile: digit g % 2 of token g / 2, and what the sums of token t begin with, of both digits in row g
-// and in row g + 8.
+// A lane's operand of a tile: limb g % 2 of token g / 2; and the start values of token t's sums, of both limbs in rows
+// g and g + 8.
 template <bool MANY> struct W4QuadDigits {
     uint32_t digits[2];  // [half of the tile's columns]
     int begin[MANY ? 1 : 4];

@@ -1,19 +1,20 @@
-// What a W4A16 kernel multiplies, a tile at a time.
+// Tile schedulers of the W4A16 kernels.
 #pragma once
 #include "common/ptx/types.cuh"
 
-// m0: a tile's first row; end: one beyond the last row that its W has; n_strip: its first strip of W; matrix: which W.
+// m0: a tile's first row; end: one past the last row of its W; n_strip: its first strip of W; matrix: which W.
 struct W4Tile {
     int m0, end, n_strip, matrix;
 };
 
-// All tokens with one W.
+// All tokens times one W.
 struct AllTokens {
     static constexpr bool GATHERS = false, MAY_BE_FEW = false;
     int num_tokens;
 
     template <class S> DEVICE int tiles() const { return (num_tokens + S::BLOCK_M - 1) / S::BLOCK_M; }
-    // Tiles that share rows of W follow each other, in bands of 16 tiles of tokens: both operands stay in L2.
+    // Rasterisation: tiles that share rows of W follow each other, in bands of 16 token tiles, so that both operands
+    // stay in L2.
     template <class S> DEVICE W4Tile at(int tile) const {
         constexpr int BAND = 16, TILES_N = ceil_div(S::N, S::BLOCK_N);
         const int band = tile / (BAND * TILES_N), in_band = tile - band * (BAND * TILES_N);

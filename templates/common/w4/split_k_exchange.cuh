@@ -1,4 +1,4 @@
-// fp32 sums that blocks of one launch post to each other (ll_exchange.cuh), four at a time.
+// Split-K exchange: fp32 partial sums that blocks of one launch exchange by LL (ll_exchange.cuh), four at a time.
 #pragma once
 #include "common/pipeline/ll_exchange.cuh"
 

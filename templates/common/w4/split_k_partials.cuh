@@ -1,4 +1,4 @@
-// fp32 partial sums that blocks of one launch hand to each other, through L2: L1 is not coherent.
+// Split-K partials: fp32 sums that blocks of one launch exchange through L2, since L1 is not coherent.
 #pragma once
 #include "common/ptx/types.cuh"
 
@@ -6,7 +6,7 @@ DEVICE void put_partial(float4* p, float4 v) {
     asm volatile("st.global.cg.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
                  : "memory");
 }
-// Zeros where not `wanted`. No branch: many of these are on their way together.
+// Zeros where not `wanted`. Predicated, not a branch: many are in flight at once.
 DEVICE float4 get_partial(const float4* p, bool wanted) {
     float4 v;
     asm volatile(
@@ -18,8 +18,8 @@ DEVICE float4 get_partial(const float4* p, bool wanted) {
     return v;
 }
 
-// Counts the caller in and returns how many came before. What its block wrote before a barrier is visible to whoever
-// comes later and, after a barrier, to that one's block.
+// Increments the counter and returns its old value. Acquire-release: a block that counts later and then passes a
+// barrier sees what this block wrote before its barrier.
 DEVICE uint32_t arrive(uint32_t* counter) {
     uint32_t before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");

@@ -1,5 +1,5 @@
-// Units of W, a strip of 32 rows and one of SPLIT_K parts of its columns each: how warp_pipeline.cuh and cta_pipeline.cuh deal
-// them to blocks, and where their sums go.
+// Work units of W: a strip of 32 rows, and one of SPLIT_K parts of its columns. How warp_pipeline.cuh and
+// cta_pipeline.cuh deal units to blocks (stream-K), and where the partial sums go.
 #pragma once
 #include "common/w4/split_k_partials.cuh"
 #include "common/w4/split_k_exchange.cuh"
@@ -11,7 +11,7 @@ template <class S, bool POSTS_OUT> struct W4Units {
     static constexpr int QUADS = S::BLOCK_M * STRIP / 4;  // sums of a unit, by fours: rows 4 (q % 8) and on, token q / 8
     static constexpr int NUM_STRIPS = N / STRIP, COUNT = NUM_STRIPS * SPLIT_K;
 
-    // A block's run of units begins with this one.
+    // The first unit of a block's run.
     static DEVICE int run_begin(int block) {
         const int each = COUNT / int(gridDim.x);
         return block * each + min_of(block, COUNT - each * int(gridDim.x));
@@ -21,12 +21,12 @@ template <class S, bool POSTS_OUT> struct W4Units {
         if constexpr (POSTS_OUT) post_outputs4<S::BF16>(out, q / 8, N, strip, q % 8, v.x, v.y, v.z, v.w);
         else store4<S::BF16, GATED>(out, q / 8, GATED ? N / 2 : N, strip, q % 8, v.x, v.y, v.z, v.w);
     }
-    // posts: [strip][SPLIT_K][QUADS].
+    // posts: the LL mailbox, [strip][SPLIT_K][QUADS].
     static DEVICE uint4* post_of(uint4* mailbox, int strip, int part, int q) {
         return mailbox + (int64_t(strip) * SPLIT_K + part) * QUADS + q;
     }
-    // Of units first .. end - 1, by all THREADS of the block: adds to the sums of a strip whose part strip % SPLIT_K is among
-    // them, own_of(unit - first, q), what other blocks post of the other parts, which is zero again behind it.
+    // Fix-up of units first .. end - 1, by all THREADS of the block. For each strip whose part strip % SPLIT_K is among
+    // them, it adds to own_of(unit - first, q) what other blocks wrote for the other parts, and zeroes that.
     template <int THREADS, class OwnOf>
     static DEVICE void collect(uint16_t* out, uint4* mailbox, int first, int end, int quads, const OwnOf& own_of) {
         const int lane = threadIdx.x % 32, num_sums = (end - first) * quads;

@@ -1,23 +1,23 @@
-// W4A16 products with one token, or up to four, whose weights come through shared memory: what w4a16_gemm is made of where
-// `stream` is chosen. S as for W4Gemm, with MANY_TILES, whether a warp's share of x leaves no registers for more than its
-// digits.
+// W4A16 products with up to four tokens, whose weights go through one smem pipeline a warp. w4a16_gemm uses it where
+// body=stream. S: as for W4Gemm, with MANY_TILES: a warp's part of x leaves no registers beside its limbs.
 //
-// A unit is a strip of 32 rows of W and one of SPLIT_K parts of its columns; the units are dealt to the blocks in runs, the
-// longer ones first, since the last blocks begin last, and a unit's columns to the warps of its block, in steps. Where
-// SPLIT_K is 1 a block of fewer units ends sooner, which is no loss where the next launch's blocks wait for its room.
+// A unit is a strip of 32 rows of W and one of SPLIT_K parts of its columns. Blocks have runs of units, longer runs
+// first, since the last blocks start last. The warps of a block share a unit's columns, in steps. With SPLIT_K = 1 a
+// block with fewer units ends sooner, which loses nothing if the next kernel's blocks wait for its room.
 //
-// What a warp needs of a run lies in few contiguous pieces, which it fetches by bulk copies into a ring of its own: warps
-// never wait for each other's bytes, and what the ring holds is there before the kernel that makes x has finished. That one
-// shares the memory: of a warp's slots at most IN_FLIGHT are on their way while it runs, or its loads queue behind all. Of each
-// unit the warps' sums meet in shared memory, in their order. What other blocks have of a strip is posted to the one that
+// A warp's part of a run is a few contiguous ranges. It loads them by bulk copies into stages of its own, so warps
+// never wait for each other's bytes, and the stages are full before the kernel that makes x has completed. That kernel
+// needs the bandwidth too: while it runs, at most IN_FLIGHT of a warp's stages are in flight, or its loads queue behind
+// all of them. The warps' sums of a unit are added through shared memory, in their order. Sums of a strip that several
+// blocks share go through the LL mailbox to the block that adds them up: all blocks are resident.
 // adds it up: all blocks are resident.
 #pragma once
 #include "common/ptx/bulk_copy.cuh"
 #include "common/w4/x_registers.cuh"
 #include "common/w4/stream_k_units.cuh"
 
-// POSTS_OUT: out is posted to the launch behind, which is let begin when all before this one is complete: `out` is
-// [tokens][N], of posted pairs, zero before and left so by who takes them.
+// POSTS_OUT: out is written by LL for the dependent kernel, which launches when all kernels before this one have
+// completed. `out` is then [tokens][N] LL-encoded pairs, zero before; the reader zeroes it again.
 template <class S, bool POSTS_OUT = false> struct W4Stream {
     static constexpr int N = S::N, K = S::K, WARPS = S::WARPS_K, SPLIT_K = S::SPLIT_K, STAGES = S::NUM_STAGES;
     static constexpr int IN_FLIGHT = S::IN_FLIGHT;
@@ -25,7 +25,7 @@ template <class S, bool POSTS_OUT = false> struct W4Stream {
     static constexpr int THREADS = 32 * WARPS, STRIP = 32, TOKENS = S::BLOCK_M;
     typedef W4Units<S, POSTS_OUT> Units;
     static constexpr int NUM_STRIPS = Units::NUM_STRIPS, NUM_TILES = K / STRIP;
-    // A step: tiles that share scales, two at least where two are multiplied together.
+    // A step: the tiles that share scales, at least two where an MMA takes two.
     static constexpr int GROUP = S::GROUP_SIZE / STRIP, STEP = max_of(GROUP, TOKENS == 1 ? 2 : 1);
     static constexpr int NUM_STEPS = ceil_div(NUM_TILES, STEP);
     static constexpr int STEPS = ceil_div(ceil_div(NUM_STEPS, SPLIT_K), WARPS);  // of a warp, of a unit, at most
@@ -38,11 +38,11 @@ template <class S, bool POSTS_OUT = false> struct W4Stream {
     struct alignas(16) Shared {
         uint8_t slots[WARPS][STAGES][Slots::BYTES];
         uint64_t barriers[WARPS][STAGES];
-        // behind it: uint8_t scratch[WARPS][X::X_BYTES], and for each unit of a block float4 sums[WARPS][num_tokens][8], of
-        // four rows each
+        // After this struct in shared memory: uint8_t scratch[WARPS][X::X_BYTES]; and for each of the block's units
+        // float4 sums[WARPS][num_tokens][8], of four rows each.
     };
 
-    // Which steps are a warp's in a part of K.
+    // The steps of a warp in a part of K.
     struct Share {
         int first, count;
         DEVICE Share(int part, int warp) {
@@ -53,7 +53,7 @@ template <class S, bool POSTS_OUT = false> struct W4Stream {
         DEVICE int tiles() const { return min(count * STEP, NUM_TILES - first * STEP); }
     };
 
-    // A warp's place in its run: a unit, a round of it, and the slot that this is in.
+    // A warp's position in its run: a unit, a round of it, and that round's stage.
     struct BlockCoord {
         int unit, round = 0, slot = 0;
         uint32_t parity = 0;
@@ -64,7 +64,7 @@ template <class S, bool POSTS_OUT = false> struct W4Stream {
         }
     };
 
-    // Begins to fetch `at`. By one lane of the warp, once all lanes have read what the slot held.
+    // Starts loading `at`. One lane calls it, once all lanes have read what the stage held.
     static DEVICE void fetch(Shared& s, const uint4* w, const uint2* scales, const BlockCoord& at, uint64_t policy) {
         const int warp = threadIdx.x / 32, strip = at.unit % NUM_STRIPS;
         const Share share(at.unit / NUM_STRIPS, warp);
@@ -80,8 +80,8 @@ template <class S, bool POSTS_OUT = false> struct W4Stream {
                   count / GROUP * 64, barrier, policy);
     }
 
-    // x: [num_tokens, K / 2]. W is read before pdl_wait, x and everything that is written after it. posts: zero and left
-    // so, [strip][SPLIT_K][QUADS]; null where SPLIT_K is 1.
+    // x: [num_tokens, K / 2]. W is read before pdl_wait; x, and all that is written, after it. posts: the LL mailbox
+    // [strip][SPLIT_K][QUADS], zero at start and end; null with SPLIT_K = 1.
     static DEVICE void run(Shared& s, uint16_t* out, const uint32_t* x, const uint4* w, const uint2* scales, uint4* mailbox,
                            int tokens_given) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -116,7 +116,7 @@ template <class S, bool POSTS_OUT = false> struct W4Stream {
         };
 
         X tokens;
-        int part = -1;  // of K, whose columns `tokens` holds
+        int part = -1;  // part of K that `tokens` holds
         for (int unit = first_unit; unit < end; unit++) {
             if (part != unit / NUM_STRIPS) {
                 part = unit / NUM_STRIPS;
@@ -139,7 +139,7 @@ template <class S, bool POSTS_OUT = false> struct W4Stream {
             tokens.put(sums, all_sums + ((unit - first_unit) * WARPS + warp) * quads, num_tokens);
         }
 
-        // All warps meet once: what meeting costs, and the way to memory, is paid by all units together.
+        // One barrier for all units: its cost and the latency to memory are paid once.
         __syncthreads();
         const int num_sums = (end - first_unit) * quads;
         if constexpr (SPLIT_K == 1) {

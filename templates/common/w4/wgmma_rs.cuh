@@ -1,8 +1,8 @@
 // Hopper's warpgroup product D = A B + D with A in registers: 64 rows of A, k16, N columns, fp32 sums.
 //
-// Four warps issue it together; each brings the A fragment of 16 rows that mma_16816 takes and receives the C fragments
-// of N / 8 tiles of 16 x 8 in mma_16816's layout. B lies in shared memory, [N][64] of 16 bits a row of 128 bytes, its
-// 16-byte chunks XOR-ed with the row's number modulo 8, on a boundary of 1024 bytes.
+// Four warps issue it together. Each has the A fragment of 16 rows that mma_16816 takes, and gets the C fragments of N
+// / 8 tiles of 16 x 8 in mma_16816's layout. B is in shared memory, [N][64] of 16 bits, 128 bytes a row; its 16-byte
+// chunks are XOR-ed with the row index modulo 8; it is aligned to 1024 bytes.
 // PTX ISA 8.8, "wgmma.mma_async", "Matrix descriptor", and "Register fragments for wgmma.mma_async.m64nNk16".
 #pragma once
 #include "common/ptx/copy.cuh"
@@ -13,14 +13,14 @@ DEVICE uint64_t wgmma_b(const void* tile, int j) {
     return SWIZZLE_128B | ROWS_8 | ((smem_addr(tile) + 32 * j) & 0x3ffff) >> 4;
 }
 
-// Registers of A and of D were written by ordinary instructions.
+// wgmma fence: ordinary instructions wrote registers of A and D.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING> DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// This thread's writes to shared memory, copies included, become visible to wgmma.
+// Proxy fence: this thread's writes to shared memory, copies included, become visible to wgmma.
 DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Half of eight accumulators: the C fragment of one 16-row half of a strip of 32.

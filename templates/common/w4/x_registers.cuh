@@ -1,11 +1,11 @@
-// What a warp of warp_pipeline.cuh and cta_pipeline.cuh keeps of x in registers, and its products with a slot of weights.
+// x of a warp of warp_pipeline.cuh or cta_pipeline.cuh, in registers, and its products with a stage of weights.
 #pragma once
 #include "common/ptx/mma.cuh"
 #include "common/w4/int_limbs_m1.cuh"
 #include "common/w4/int_limbs_m4.cuh"
 
-// A warp's share of a row of W is STEPS steps of STEP tiles of 32 x 32 weights, in slots of SLOT_STEPS; it has all of them
-// where EVEN. Of a slot: the tiles, 512 bytes each, and behind them their scales by GROUP tiles. MANY: see W4PairDigits.
+// A warp's part of a row of W is STEPS steps of STEP tiles of 32 x 32 weights, in stages of SLOT_STEPS; EVEN: it always
+// has all of them. A stage holds the tiles, 512 bytes each, then their scales by GROUP tiles. MANY: see W4PairDigits.
 template <bool BF16_, int STEPS_, int STEP_, int SLOT_STEPS_, int GROUP, bool EVEN_, bool MANY_> struct W4Slots {
     static constexpr bool BF16 = BF16_, EVEN = EVEN_, MANY = MANY_;
     static constexpr int STEPS = STEPS_, STEP = STEP_, SLOT_STEPS = SLOT_STEPS_, TILES = STEPS * STEP;
@@ -20,7 +20,7 @@ template <bool BF16_, int STEPS_, int STEP_, int SLOT_STEPS_, int GROUP, bool EV
     }
 };
 
-// The largest |x| of a token from the lanes' own: BITS of a lane by which those of one token differ.
+// Maximum of |x| of a token from the lanes' own; lanes of one token differ in BITS.
 template <bool BF16, int... BITS> DEVICE float most_of(uint32_t most) {
     const float2 of = Half<BF16>::unpack(most);
     float m = max_nan(of.x, of.y);
@@ -30,7 +30,7 @@ template <bool BF16, int... BITS> DEVICE float most_of(uint32_t most) {
 
 template <class L, int TOKENS> struct W4StreamX;
 
-// Up to four tokens, one tile of W a product.
+// Up to four tokens, one tile of W in one MMA.
 template <class L> struct W4StreamX<L, 4> {
     static constexpr bool MANY = L::MANY;
     static constexpr int X_BYTES = 1024;  // of shared memory, for each warp
@@ -43,13 +43,13 @@ template <class L> struct W4StreamX<L, 4> {
         float acc[4][2] = {};
     };
 
-    // x: the warp's first column, row_words pairs of columns a row. scratch: X_BYTES of the warp's own. By all lanes of a
-    // warp.
+    // x: the warp's first column, row_words pairs of columns a row. scratch: X_BYTES of the warp's own. Called by all
+    // lanes.
     DEVICE void load(const uint32_t* x, int row_words, int count_, int num_tokens, uint8_t* scratch) {
         load(x, row_words, count_, num_tokens, scratch, [](int i, int of_pair) { return 2 * i + of_pair; });
     }
-    // tile_at(i, of_pair): where in the row the warp's tile 2 i + of_pair lies. All lanes load 16 bytes each, of all tokens'
-    // two tiles at a time, and find what they multiply in shared memory.
+    // tile_at(i, of_pair): position in the row of the warp's tile 2 i + of_pair. All lanes load 16 bytes each of two
+    // tiles of all tokens at a time, and read their operands from shared memory.
     template <class TileAt>
     DEVICE void load(const uint32_t* x, int row_words, int count_, int num_tokens, uint8_t* scratch,
                      const TileAt& tile_at) {
@@ -94,17 +94,17 @@ template <class L> struct W4StreamX<L, 4> {
         }
         __syncwarp();
     }
-    // Adds the products with tiles `tile` and on, of a step.
+    // Adds the products with tiles `tile` .. of a step.
     DEVICE void multiply(Sums& sums, const uint8_t* slot, int in_slot, int tile) const {
 #pragma unroll
         for (int i = 0; i < L::STEP; i++) {
             uint2 scales = L::scales(slot, in_slot + i);
-            // beyond the warp's share x is zero, and what lies in the slot may be no number
+            // Beyond the warp's part x is zero, and the stage may hold NaN.
             if (!L::EVEN && tile + i >= count) scales = make_uint2(0, 0);
             w4_quad_product<L::BF16, MANY>(sums.acc, L::words(slot, in_slot + i), scales, digits[tile + i]);
         }
     }
-    // to: [num_tokens][8], of four rows each. By all lanes of a warp.
+    // to: [num_tokens][8], of four rows each. Called by all lanes of a warp.
     DEVICE void put(const Sums& sums, float4* to, int num_tokens) const {
         const int token = threadIdx.x % 4;
         float v[4];
@@ -114,7 +114,7 @@ template <class L> struct W4StreamX<L, 4> {
     }
 };
 
-// One token, two tiles of W a product.
+// One token, two tiles of W in one MMA.
 template <class L> struct W4StreamX<L, 1> {
     static constexpr int PAIRS = L::TILES / 2;
     static constexpr bool MANY = L::MANY;

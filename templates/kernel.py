@@ -99,6 +99,8 @@ class Body:
     of (problem, target) that gives them; a field that is left out keeps its default. serves: which arches it runs on.
     when: Config fields that choose this body where several serve an arch; they are part of its space. proven: False
     where no GPU has confirmed it yet. It is compiled, checked and run where a Config asks for it; nothing chooses it.
+    revision: of what it takes to run. What was measured or predicted of a configuration holds for all sources of one
+    revision; whoever changes how long the body takes raises it (CONTRIBUTING.md says when).
     """
 
     template: str
@@ -107,6 +109,7 @@ class Body:
     serves: Callable[[Arch], bool] = _everywhere
     when: Mapping[str, Any] = field(default_factory=dict)
     proven: bool = True
+    revision: int = 1
 
     def choices(self, problem: Any, target: Target) -> dict[str, tuple[Any, ...]]:
         """Config field -> its candidate values for `problem` on `target`."""

@@ -17,8 +17,8 @@ Store, in full:
                override=False) -> Store
     store.transaction()             a context: all writes within it land together, or none of them
     store.add_build(image, kernel, source, config, static, *, arch=None, options=DEFAULT_OPTIONS, nvrtc=None,
-                    status="ok", log="", keep_image=True, closure=None) -> build id; the same build again, the same id
-    store.note_rendered(build_ids, closure)           kernel code with this closure renders just these builds' sources
+                    status="ok", log="", keep_image=True, notes=()) -> build id; the same build again, the same id
+    store.note_rendered(build_ids, note)              what gives these builds' sources: read/freshness.py
     store.rendered(static_key, closure) -> {build id}
     store.keep_image(image)         store a cubin that add_build was told not to keep (for winners)
     store.find_build(kernel, source, config, static, arch, *, options=DEFAULT_OPTIONS, nvrtc=None)

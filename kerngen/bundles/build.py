@@ -14,6 +14,7 @@ from kerngen.errors import UsageError
 from kerngen.system.files import require_place
 from kerngen.templates.kernel import fields_of, static_fields
 from kerngen.tuning_db.dist.export import Shipment, shipment
+from kerngen.tuning_db.read.freshness import notes_of
 from kerngen.tuning_db.read.sealed import SUFFIX, is_sealed_file
 
 if TYPE_CHECKING:
@@ -96,5 +97,6 @@ def _keep(store: Store, built: Sequence[Built]) -> None:
         for b in built:
             if isinstance(b.image, Cubin) and (b.build.stored is None or store.find_cubin(b.image.key) is None):
                 kernel = b.build.kernel
-                store.add_build(b.image, kernel.name, b.build.source, fields_of(b.build.config),
-                                static_fields(b.build.problem), closure=source_digest_of(kernel))  # fmt: skip
+                config = fields_of(b.build.config)
+                store.add_build(b.image, kernel.name, b.build.source, config, static_fields(b.build.problem),
+                                notes=notes_of(source_digest_of(kernel), kernel, config, b.image.arch))  # fmt: skip

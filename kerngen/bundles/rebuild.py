@@ -20,7 +20,7 @@ from kerngen.cost.crossover import judge_of
 from kerngen.errors import CompileError, KerngenError, UnknownName
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, fields_of, static_fields
-from kerngen.tuning_db.read.freshness import is_filed_by
+from kerngen.tuning_db.read.freshness import is_filed_by, notes_of
 
 if TYPE_CHECKING:
     from kerngen.compiler.cache import CachedCompiler
@@ -118,8 +118,9 @@ def _add(store: Store, result: Rebuilt, want: _Wanted, builds: dict[str, Build])
     same_code = (
         source_digest_of(want.kernel) == want.closure
     )  # else a file changed under us, and nobody knows which has it
-    id = store.add_build(cubin, want.kernel.name, want.source, fields_of(want.config), static_fields(want.problem),
-                         closure=want.closure if same_code else None)  # fmt: skip
+    config = fields_of(want.config)
+    notes = notes_of(want.closure, want.kernel, config, cubin.arch) if same_code else ()
+    id = store.add_build(cubin, want.kernel.name, want.source, config, static_fields(want.problem), notes=notes)
     was = builds.get(result.winner.build_id)
     if result.outcome == CHANGED and was is not None and store.build(id).image_sha == was.image_sha:
         result.outcome = ADOPTED

@@ -18,6 +18,7 @@ from kerngen.templates import find_kernel
 from kerngen.templates.kernel import fields_of, static_fields
 from kerngen.tuning.plan import rank
 from kerngen.tuning.space import candidates
+from kerngen.tuning_db.read.freshness import notes_of
 from kerngen.tuning_db.read.ids import problem_key
 from kerngen.tuning_db.store import kernel_index
 from kerngen.tuning_db.store import schema as t
@@ -62,7 +63,8 @@ def compile_ahead(store: Store, compiler: CachedCompiler, job: Job, progress: Pr
         problem, config = sources[source]
         fields, static = fields_of(config), static_fields(problem)
         try:
-            store.add_build(future.result(), kernel.name, source, fields, static, closure=closure)
+            store.add_build(future.result(), kernel.name, source, fields, static,
+                            notes=notes_of(closure, kernel, fields, arch.name))  # fmt: skip
         except CompileError as e:
             store.add_build(None, kernel.name, source, fields, static, arch=arch, status="compile_failed",
                             log=f"{e.message}\n{e.log}".strip())  # fmt: skip

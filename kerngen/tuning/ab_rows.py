@@ -25,6 +25,7 @@ from kerngen.tuning.ab import SAMPLES, SAMPLES_AGAIN, TARGET_MS, Compared, Gpu, 
 from kerngen.tuning.recorded import Head, Recorded, Row, completed
 from kerngen.tuning.worker import Observed
 from kerngen.tuning_db import Store, problem_key
+from kerngen.tuning_db.read.freshness import notes_of
 from kerngen.tuning_db.read.ids import digest
 from kerngen.tuning_db.read.values import Measurement, StepKey
 from kerngen.workload.steps import Ratio, Step, launch_counts
@@ -102,10 +103,14 @@ class Rows:
             static = static_fields(trial.entry.problem)
             if kernel.name not in self._closures:
                 self._closures[kernel.name] = source_digest_of(kernel)
-            closure = None if trial.candidate.replace else self._closures[kernel.name]
+            notes = (
+                ()
+                if trial.candidate.replace
+                else notes_of(self._closures[kernel.name], kernel, config, self._target.arch.name)
+            )
             if isinstance(trial.made, Cubin):
                 self._builds[trial] = self._store.add_build(trial.made, kernel.name, trial.source, config, static,
-                                                            keep_image=False, closure=closure)  # fmt: skip
+                                                            keep_image=False, notes=notes)  # fmt: skip
             else:
                 self._builds[trial] = self._store.add_build(None, kernel.name, trial.source, config, static,
                                                             arch=self._target.arch, status="compile_failed",

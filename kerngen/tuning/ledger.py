@@ -18,6 +18,7 @@ from kerngen.cost.predict import MODEL
 from kerngen.errors import CompileError
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, fields_of, static_fields
+from kerngen.tuning_db.read.freshness import notes_of
 from kerngen.tuning_db.read.ids import ProblemKey, canonical, digest, problem_key
 from kerngen.tuning_db.read.values import Build, Measurement, StepKey, Winner
 
@@ -103,21 +104,21 @@ class Ledger:
             if found is None:
                 return None
             self._builds[key] = found
-            if (closure := self._closure(kernel)) is not None:
-                self._rendered.setdefault(closure, {})[found.id] = None
+            for note in self._notes(kernel, found.config):
+                self._rendered.setdefault(note, {})[found.id] = None
         return self._builds[key]
 
-    def _closure(self, kernel: Kernel) -> str | None:
-        """What every source of this run was rendered by; None where the kernel's files changed under it."""
+    def _notes(self, kernel: Kernel, config: dict[str, Any]) -> tuple[str, ...]:
+        """What gives the sources of this run; nothing where the kernel's files changed under it."""
         now = source_digest_of(kernel)
-        return now if self._closures.get(kernel.name) == now else None
+        return notes_of(now, kernel, config, self.target.arch.name) if self._closures.get(kernel.name) == now else ()
 
     def add_build(self, kernel: Kernel, problem: Any, config: Any, source: str, made: Cubin | CompileError) -> Build:
         """Record what compiling `source` gave. Blobs are kept of winners only; the compile cache has the others."""
         fields, static = fields_of(config), static_fields(problem)
         if isinstance(made, Cubin):
             build_id = self.store.add_build(made, kernel.name, source, fields, static, keep_image=False,
-                                            closure=self._closure(kernel))  # fmt: skip
+                                            notes=self._notes(kernel, fields))  # fmt: skip
         else:
             log = f"{made.message}\n{made.log}".strip()
             build_id = self.store.add_build(None, kernel.name, source, fields, static, arch=self.target.arch,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def path(kernel: Kernel, code: Code, tmp_path: Path) -> Path:
             config = kernel.config_type(threads)
             source = rendering.render(kernel, problem, config, V100)
             build = store.add_build(compile_cubin(source, V100.arch), "scale", source, fields_of(config),
-                                    static_fields(problem), closure=code.closure)  # fmt: skip
+                                    static_fields(problem), notes=[code.closure])  # fmt: skip
             row = Measurement(key, "sm70", V100.device, fields_of(config), build, "ok", "measured", p50_us=us,
                               error_abs=0.0)  # fmt: skip
             store.add_measurement(row)
@@ -90,7 +91,8 @@ def rebuild(path: Path, *options: str) -> list[dict[str, Any]]:
 def test_a_rewriting_that_compiles_to_the_same_costs_nothing(path: Path, kernel: Kernel, code: Code) -> None:
     before = served(path, kernel)
     code.change("* 2.0f", "* (2.0f)")
-    assert served(path, kernel).stale
+    held = served(path, kernel)
+    assert (held.stale, held.cubin) == (False, None), "the choice holds, the machine code is of another source"
     (row,) = rebuild(path)
     assert (row["outcome"], row["now"]["stale"]) == ("adopted", False)
     assert row["now"]["reason"].endswith("measured on a build of another source with the same machine code")
@@ -134,8 +136,25 @@ def test_both_versions_of_the_kernel_keep_their_winners(path: Path, kernel: Kern
         assert [w.id for w in store.winners()] == [before.id], "listed is what is served"
 
 
-def test_other_machine_code_is_served_as_tuned_on_an_older_source(path: Path, kernel: Kernel, code: Code) -> None:
+def test_a_choice_holds_for_other_machine_code_of_the_revision(path: Path, kernel: Kernel, code: Code) -> None:
+    before = served(path, kernel)
     code.change("* 2.0f", "* 3.0f")
+    (row,) = rebuild(path)
+    assert (row["outcome"], row["now"]["stale"]) == ("changed", False)
+    after = served(path, kernel)
+    assert (after.config["threads"], after.latency_us, after.stale) == (64, 2.0, False)
+    assert "earlier source" in after.reason
+    assert "earlier source" in after.source
+    assert after.cubin is not None
+    assert before.cubin is not None
+    assert after.cubin.image != before.cubin.image, "what runs is of today's source"
+
+
+def test_a_raised_revision_makes_what_was_tuned_older(
+    path: Path, kernel: Kernel, code: Code, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code.change("* 2.0f", "* 3.0f")
+    monkeypatch.setattr(kernel.spec, "BODIES", tuple(replace(b, revision=2) for b in kernel.spec.BODIES))
     (row,) = rebuild(path)
     assert (row["outcome"], row["now"]["stale"]) == ("changed", True)
     after = served(path, kernel)

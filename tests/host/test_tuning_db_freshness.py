@@ -14,7 +14,7 @@ from test_tuning_db_lookup import Problem, ask, fake_render, make_kernel, record
 
 from kerngen.arch import Target
 from kerngen.templates.kernel import Kernel
-from kerngen.tuning_db import Store, problem_key
+from kerngen.tuning_db import Measurement, Store, problem_key
 from kerngen.tuning_db.dist.export import Selection, export
 from kerngen.tuning_db.store.bundles import open_bundle
 
@@ -171,3 +171,71 @@ def test_what_others_write_while_one_renders_counts(
     winner = derive(store)
     assert winner.config == {"block_n": 7 - len(left)}
     assert len(store.measurements("toy")) == 2 + 5 - len(left)
+
+
+# ---- a choice holds for a revision of its body, not for a text
+
+
+def of_revision(version: int, revision: int = 1) -> Kernel:
+    return make_kernel(version=version, revision=revision)
+
+
+@pytest.fixture
+def tuned(path: Path, renders: Renders) -> Iterator[Store]:
+    """By version 1 of the kernel: block_n 2 takes 10 us, 1 takes 20."""
+    with Store.open(path) as s:
+        for n, us in ((1, 20.0), (2, 10.0)):
+            record(s, of_revision(1), n, us)
+        yield s
+
+
+def test_a_choice_holds_for_another_source_of_the_revision(tuned: Store) -> None:
+    for _ in range(2):  # read as it was chosen for the earlier source, and chosen anew
+        found = ask([tuned], of_revision(2))
+        assert found is not None
+        assert (found.config, found.latency_us, found.stale) == ({"block_n": 2}, 10.0, False)
+        assert found.cubin is None, "machine code of another source is not served"
+        assert "earlier source" in found.source
+        chosen = derive(tuned, of_revision(2))
+        assert (chosen.stale, chosen.why["earlier"]) == (False, True)
+
+
+def test_it_does_not_hold_for_another_revision(tuned: Store) -> None:
+    found = ask([tuned], of_revision(2, revision=2))
+    assert found is not None
+    assert found.stale
+    assert derive(tuned, of_revision(2, revision=2)).stale
+    record(tuned, of_revision(2, revision=2), 1, 30.0)
+    assert derive(tuned, of_revision(2, revision=2)).latency_us == 30.0
+    assert ask([tuned], of_revision(1)) != ask([tuned], of_revision(2, revision=2))
+
+
+def test_what_was_tried_of_todays_source_says_more(tuned: Store) -> None:
+    """Whether it is slower than it was or wrong: of that configuration nothing earlier holds."""
+    newer = of_revision(2)
+    record(tuned, newer, 2, 25.0)
+    assert (derive(tuned, newer).config, derive(tuned, newer).latency_us) == ({"block_n": 1}, 20.0)
+    record(tuned, newer, 1, 40.0)
+    assert (derive(tuned, newer).config, derive(tuned, newer).latency_us) == ({"block_n": 2}, 25.0)
+
+
+def test_a_wrong_result_of_todays_source_condemns_what_was_right(tuned: Store) -> None:
+    newer, key = of_revision(2), problem_key(KERNEL, Problem())
+    record(tuned, newer, 2, 1.0)
+    (build,) = (b for b in tuned.builds(key.static_key).values() if b.source_sha != right_of(tuned, 2).source_sha
+                and b.config == {"block_n": 2})  # fmt: skip
+    tuned.add_measurement(Measurement(key, "sm90", H200, {"block_n": 2}, build.id, "wrong_result", "measured",
+                                      reason="7 of 9 values differ"))  # fmt: skip
+    assert derive(tuned, newer).config == {"block_n": 1}
+    assert derive(tuned, of_revision(1)).config == {"block_n": 2}, "the earlier source was right"
+
+
+def right_of(store: Store, block_n: int) -> Any:
+    return store.builds(problem_key(KERNEL, Problem()).static_key)[build_of(store, block_n)]
+
+
+def test_a_prediction_holds_as_a_measurement_does(path: Path, renders: Renders) -> None:
+    with Store.open(path) as store:
+        record(store, of_revision(1), 2, 10.0, provenance="predicted")
+        assert not derive(store, of_revision(2)).stale
+        assert derive(store, of_revision(2, revision=2)).stale

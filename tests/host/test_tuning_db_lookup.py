@@ -16,7 +16,7 @@ from test_tuning_db import H100, H200, OPTIONS, damage
 from kerngen.arch import Arch, Device, Target, find_arch, find_device
 from kerngen.compiler.compile import Cubin, Resources, cache_key
 from kerngen.errors import ProblemError, TuningMiss
-from kerngen.templates.kernel import Kernel, fields_of, static_fields
+from kerngen.templates.kernel import Body, Kernel, fields_of, static_fields
 from kerngen.tuning_db import Measurement, Store, Winner, default_stores, lookup, miss_report, problem_key
 
 SM90 = find_arch("sm90")
@@ -44,9 +44,12 @@ class Config:
     block_n: int = 1
 
 
-def make_kernel(version: int = 1, largest: int = 1 << 20) -> Kernel:
-    """A kernel whose rendered source holds `version`; configurations above `largest` are refused."""
+def make_kernel(version: int = 1, largest: int = 1 << 20, revision: int | None = None) -> Kernel:
+    """A kernel whose rendered source holds `version`; configurations above `largest` are refused. revision: of its only
+    body; None for no body, of which nothing holds but its very source.
+    """
     spec = ModuleType("toy_spec")
+    spec.BODIES = () if revision is None else (Body("", {}, {}, revision=revision),)  # type: ignore[attr-defined]
     spec.Problem, spec.Config, spec.version = Problem, Config, version  # type: ignore[attr-defined]
     spec.default_config = lambda problem, arch: Config()  # type: ignore[attr-defined]
     spec.why_invalid = (  # type: ignore[attr-defined]

@@ -30,7 +30,7 @@ from kerngen.tuning_db.store.rows import version_of
 from kerngen.tuning_db.store.store import Store
 from kerngen.tuning_db.read.ids import ProblemKey, canonical, digest, problem_key
 from kerngen.tuning_db.read.canonical_fields import device_from, filed_device, filed_kernel, canonical_fields_of, named_kernel
-from kerngen.tuning_db.read.freshness import is_filed_by
+from kerngen.tuning_db.read.freshness import is_filed_by, notes_of
 from kerngen.tuning_db.read.values import Build, Measurement, Observation, StepKey, Winner
 from kerngen.tuning_db.dist import prediction_file
 from kerngen.tuning_db.dist import results_file
@@ -371,7 +371,7 @@ def _record(case: _Case, into: Store, image: Cubin | None, known_builds: dict[tu
             beside = {"arch": find_arch(sheet.arch), "nvrtc": case.nvrtc, "status": "uncompiled"}
         built = known_builds[what] = into.add_build(
             image, case.kernel.name, case.source, fields_of(case.config), dict(case.static),
-            closure=case.closure, **beside,
+            notes=notes_of(case.closure, case.kernel, fields_of(case.config), sheet.arch), **beside,
         )  # fmt: skip
     run = None if trial.run is None else sheet.runs[trial.run]
     known: dict[str, Any] = {}

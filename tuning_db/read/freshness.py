@@ -1,4 +1,8 @@
-"""Whether a stored build is still what the kernel's templates render."""
+"""Whether a stored build is still what the kernel's templates render, and whether what was measured of it still holds.
+
+Two questions. Machine code may run only where the build is current: today's templates render the very source. A choice
+holds longer: as long as the body of its configuration has the revision (`Body.revision`) that it had then.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +33,23 @@ def is_filed_by(source: str, sha: str) -> bool:
     return source_sha(source).startswith(sha) or hashlib.sha256(source.encode()).hexdigest().startswith(sha)
 
 
+def revision_of(kernel: Kernel, config: Mapping[str, Any], arch: str) -> str | None:
+    """What is noted of a build for the revision of its body; None where the kernel has no such configuration.
+
+    The body follows from the build's configuration and arch, so its revision alone is noted.
+    """
+    try:
+        return f"revision {kernel.body(kernel.config_type(**config), find_arch(arch)).revision}"
+    except (KerngenError, TypeError):
+        return None
+
+
+def notes_of(closure: str, kernel: Kernel, config: Mapping[str, Any], arch: str) -> tuple[str, ...]:
+    """What is noted of a build whose source kernel code with this closure renders (Store.add_build)."""
+    revision = revision_of(kernel, config, arch)
+    return (closure,) if revision is None else (closure, revision)
+
+
 class Freshness:
     """Tells current builds of one static problem from stale ones, and renders no source twice.
 
@@ -41,7 +62,9 @@ class Freshness:
         self, kernel: Kernel, here: str, digests: Mapping[str, Collection[str]], builds: Iterable[Build] = ()
     ) -> None:
         self.kernel = kernel
-        self.found: list[tuple[str, str]] = []  # (build, what gives its source) of what is current, and was not known
+        self.found: dict[
+            tuple[str, str], None
+        ] = {}  # (build, what to note of it) of what is current, and was not known
         self._here, self._digests = here, digests
         self._known = {id for id, given in digests.items() if here in given}
         # Of each configuration, what its source is filed by now: of the normal form, and of the text where it is known.
@@ -59,17 +82,28 @@ class Freshness:
         sources = self._sources.setdefault(what, set())
         if build.id in self._known:
             sources.update(names)
-            return True
+            return self._is_known(build)
         is_told = bool(_of_normal_form(sources) and _of_normal_form(names))  # the normal forms of both are known
         if sources.isdisjoint(names) and what not in self._rendered and not is_told:
             self._rendered.add(what)
             sources.update(self._render(problem, build))
         if sources.isdisjoint(names):
             return False
-        self._known.add(build.id)
-        self.found.append((build.id, self._here))
+        self.found[build.id, self._here] = None
         if not build.source_sha.endswith(_OF_NORMAL_FORM):
-            self.found += [(build.id, sha) for sha in _of_normal_form(sources) - names]
+            self.found |= {(build.id, sha): None for sha in sorted(_of_normal_form(sources) - names)}
+        return self._is_known(build)
+
+    def holds(self, build: Build) -> bool:
+        """True if the build was current when its body had the revision that it has today, and is compiled as today."""
+        noted = revision_of(self.kernel, build.config, build.arch) in self._digests.get(build.id, ())
+        return noted and build.options == DEFAULT_OPTIONS
+
+    def _is_known(self, build: Build) -> bool:
+        self._known.add(build.id)
+        revision = revision_of(self.kernel, build.config, build.arch)
+        if revision is not None and revision not in self._digests.get(build.id, ()):
+            self.found[build.id, revision] = None
         return True
 
     def _names(self, build: Build) -> set[str]:

@@ -179,9 +179,9 @@ class Winner:
     margin: (next best - this) / this; below zero if it was chosen canonically within the noise; None if alone.
     reason: in words. source: which store spoke and how ("user: exact device"). why: the figures behind `reason`;
     none where a run looked it up in a file, which asks for none.
-    stale: tuned on an older source of the kernel; `cubin` is of today's source all the same, where `kerngen db rebuild`
-    made that. cubin: None where it was not kept, and has to be compiled. closure: of the kernel code that it was chosen
-    for (kerngen/compiler/source_digest.py), "" where none is known.
+    stale: tuned on a source of an older revision of its body; `cubin` is of today's source all the same, where
+    `kerngen db rebuild` made that. cubin: None where it was not kept, and has to be compiled. closure: of the kernel
+    code that it was chosen for (kerngen/compiler/source_digest.py), "" where none is known.
     """
 
     id: str

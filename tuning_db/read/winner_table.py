@@ -5,8 +5,9 @@ a last resort whatever else it has of the arch:
     1. this very device, measured              2. one that differs by no more than two of a kind do, measured
     3. what was predicted for this device      4. one of its kind, measured (ranks.py)
     5. what was predicted for one of its kind
-    6. as 1 to 5, but tuned on an older source of the kernel: the configuration, with the machine code that was built
-       of today's source if there is any
+    6. as 1 to 5, but tuned on a source of an older revision of its body: the configuration
+What was tuned on another source of the revision that the body has today (Body.revision) is as good as what was tuned
+on today's. Machine code is served of today's source alone, where there is any, or compiled.
 None of them: None, and the caller uses the default configuration.
 
 Tuned points lie along the dynamic field (tokens, KV length). A point serves itself and what lies between it and the
@@ -51,6 +52,9 @@ class _Read:
 
     def is_current(self, problem: Any, build: Build) -> bool:
         return self._fresh.is_current(problem, build)
+
+    def holds(self, build: Build) -> bool:
+        return self._fresh.holds(build)
 
     def image(self, build: Build) -> Cubin | None:
         """Its machine code, if it was kept. Raises DatabaseError."""
@@ -249,8 +253,9 @@ class WinnerTable:
         try:
             build = read.line.builds[w.build_id]
             choice.config = self.kernel.config_type(**build.config)
-            stale = not read.is_current(problem, build)
-            cubin = None if stale else read.image(build)
+            is_current = read.is_current(problem, build)
+            stale = not is_current and not read.holds(build)
+            cubin = read.image(build) if is_current else None
             cubin = cubin or read.code(problem, build.config)  # of another build of it, by another NVRTC perhaps
         except DatabaseError as e:
             kind = "" if isinstance(e, CorruptRecord) else "unreadable: "
@@ -259,7 +264,7 @@ class WinnerTable:
         except Exception as e:  # whatever an older Config's values do to today's spec
             log.warning("%s cannot be served (%s: %s); skipped", here, type(e).__name__, e)
             return
-        how = choice.how + (", on an older source" if stale else "")
+        how = choice.how + (", on an older source" if stale else "" if is_current else ", on an earlier source")
         choice.answer = replace(
             w, config=build.config, cubin=cubin, stale=stale, source=f"{read.source.name}: {how}"
         )  # fmt: skip

@@ -10,7 +10,7 @@ what they rest on may still win, so that two versions of kerngen share a databas
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -96,13 +96,21 @@ class _Derivation:
         for problem_id, observations in points.items():
             self.may_win[problem_id] = may_win(observations, builds, wrong_sources=wrong, revoked=revoked)
             problem = _problem(self.kernel, observations)
+            tried = _tried(observations, builds, wrong)
 
             def current(build: Build, problem: Any = problem) -> bool:
                 return self.freshness is None or problem is None or self.freshness.is_current(problem, build)
 
+            def holds(
+                build: Build, current: Callable[[Build], bool] = current, tried: dict[str, list[Build]] = tried
+            ) -> bool:
+                """What was tried of today's source says more than what was of an earlier one, whatever came of it."""
+                others = tried.get(canonical(build.config), ())
+                return self.freshness is not None and self.freshness.holds(build) and not any(map(current, others))
+
             default = _default_config(self.kernel, problem, target)
             choice = choose(observations, builds, wrong_sources=wrong, revoked=revoked, default=default,
-                            is_current=current, weights=weights)  # fmt: skip
+                            is_current=current, holds=holds, weights=weights)  # fmt: skip
             if choice is not None:
                 key = observations[0].measurement.problem
                 typical = next(o for o in observations if o.id == choice.measurement_id)
@@ -148,7 +156,8 @@ class _Derivation:
 
                 def entries(config: Any, problem: Any = above.problem) -> Mapping[str, Resources] | None:
                     made = by_config.get(canonical(fields_of(config)), ())
-                    fresh = (b for b in made if self.freshness is None or self.freshness.is_current(problem, b))
+                    fresh = (b for b in made if self.freshness is None or self.freshness.is_current(problem, b)
+                             or self.freshness.holds(b))  # fmt: skip
                     return next((b.entries for b in fresh), None)
 
                 if found := switches(kernel, self.target, below, above, entries, judge):
@@ -204,6 +213,19 @@ class _Derivation:
 def _is_of(device: Device) -> Any:
     same = and_(t.device.c.name == device.name, t.device.c.num_sms == device.num_sms)
     return exists().where(and_(t.device.c.id == t.winner.c.device_id, same))
+
+
+def _tried(observations: Sequence[Observation], builds: Mapping[str, Build], wrong: Set[str]) -> dict[str, list[Build]]:
+    """By configuration, the builds that were run here (where none was: that were predicted), that gave a wrong result
+    anywhere, or that did not compile.
+    """
+    measured = [o for o in observations if o.measurement.provenance == "measured"]
+    seen = {o.measurement.build_id for o in measured or observations}
+    found: dict[str, list[Build]] = {}
+    for id, build in builds.items():
+        if id in seen or build.source_sha in wrong or build.status == "compile_failed":
+            found.setdefault(canonical(build.config), []).append(build)
+    return found
 
 
 def _load(kernel: Kernel | str) -> Kernel | None:

@@ -224,14 +224,14 @@ class Store:
         status: str = "ok",
         log: str = "",
         keep_image: bool = True,
-        closure: str | None = None,
+        notes: Collection[str] = (),
     ) -> str:
         """Record one compile and return its id; the same compile again changes nothing.
 
         A failed one has no `image`, names its `arch`, and gives status "compile_failed" with NVRTC's `log`. It is
         replaced if the same build succeeds later. So is one that is "uncompiled", by whatever comes of it.
         keep_image: store the machine code too, and not its digest alone.
-        closure: of the kernel that `source` was rendered from (`source_digest_of`), where it was.
+        notes: what gives `source` (`freshness.notes_of`), where an unchanged kernel rendered it.
         Raises CorruptRecord if the same build is there with another result, DatabaseError if `image` was made from
         another source.
         """
@@ -247,17 +247,18 @@ class Store:
                                         "code from the same source and compiler")  # fmt: skip
             if image is not None and keep_image:
                 self._keep(connection, image)
-            if closure is not None:
-                self.note_rendered([made.id], closure)
+            for note in notes:
+                self.note_rendered([made.id], note)
         return made.id
 
-    def note_rendered(self, build_ids: Iterable[str], digest: str) -> None:
-        """Note what gives the very sources of these builds. digest: the closure of kernel code that renders them; of
-        builds that an older kerngen filed, also what their source is filed by today (freshness.source_sha).
+    def note_rendered(self, build_ids: Iterable[str], note: str) -> None:
+        """Note what gives the very sources of these builds: the closure of kernel code that renders them; the revision
+        of their bodies (freshness.revision_of); of builds that an older kerngen filed, also what their source is filed
+        by today (freshness.source_sha).
         """
         with self.writing() as connection:
             for id in build_ids:
-                row = sealed(t.rendered, {"build_id": id, "closure": digest})
+                row = sealed(t.rendered, {"build_id": id, "closure": note})
                 self._add_sealed(connection, t.rendered, row)
 
     def digests(self, static_key: str) -> dict[str, set[str]]:

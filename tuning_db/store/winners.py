@@ -3,8 +3,9 @@
 1. What never wins: a trial that did not end well, or of a patched source (`kerngen bench ab`); a build or measurement
    that was revoked; a build whose source ever gave a wrong result for these compiled-in fields, on any device; a build
    whose latest launch here failed.
-2. What is current beats what is stale: a build of a source that the kernel no longer renders, or with options that
-   nobody compiles with any more, wins only alone.
+2. What holds beats what is stale. A build holds where the kernel renders its source today, or did when the body of its
+   configuration had the revision that it has today (Body.revision) and nothing was tried of that configuration since.
+   What is of an older revision, or compiled with options that nobody compiles with any more, wins only alone.
 3. Measured beats predicted. Among predictions only the newest cost model's count.
 4. Finalists, timed again together, beat single trials. Where configurations were exchanged in steps of a model, the
    step decides: what is slower there than the best, or was not tried there, wins only where nothing else may
@@ -72,6 +73,7 @@ class Candidate:
     rows: tuple[Observation, ...]
     step: float | None = None  # its steps' time over their time with what was chosen there; None if it was in none
     has_lost: bool = False  # in the step
+    earlier: bool = False  # the build is of an earlier source, and holds
 
     @property
     def build(self) -> Build:
@@ -88,11 +90,12 @@ class Candidate:
         own = [o for o in self.rows if o.measurement.build_id == self.build.id] or self.rows
         return min(own, key=lambda o: (abs((o.measurement.p50_us or 0.0) - self.p50_us), o.id))
 
-    def current(self, is_current: Callable[[Build], bool]) -> Candidate | None:
-        """Itself, with the first of its builds that is current to stand for it; None if none is."""
-        for build in self.builds:
-            if is_current(build):
-                return replace(self, builds=(build, *(b for b in self.builds if b is not build)))
+    def holding(self, is_current: Callable[[Build], bool], holds: Callable[[Build], bool]) -> Candidate | None:
+        """Itself, with its first build that is current to stand for it, else the first that holds; None for neither."""
+        for earlier, counts in enumerate((is_current, holds)):
+            for build in filter(counts, self.builds):
+                builds = (build, *(b for b in self.builds if b is not build))
+                return replace(self, builds=builds, earlier=bool(earlier))
         return None
 
 
@@ -104,24 +107,26 @@ def choose(
     revoked: Set[str] = frozenset(),
     default: dict[str, Any] | None = None,
     is_current: Callable[[Build], bool] = lambda _: True,
+    holds: Callable[[Build], bool] = lambda _: False,
     weights: Mapping[str, float] | None = None,
 ) -> Choice | None:
     """The winner among `observations`, all of one tuned point on one device; None if nothing there may win.
 
     builds: by id, of every observation that has one. wrong_sources: source_sha of builds found wrong anywhere.
     revoked: ids of builds and measurements. default: the default configuration's fields.
-    is_current: asked for the fastest builds only, since it may render. weights: of steps by id.
+    is_current, holds: of a build that today's templates render, and of one that counts although they do not; both are
+    asked for the fastest builds only, since they may render. weights: of steps by id.
     """
     refused = Counter(o.measurement.outcome for o in observations if o.measurement.outcome != "ok")
     ranked = rank(observations, builds, wrong_sources=wrong_sources, revoked=revoked, weights=weights)
     if not ranked:
         return None
-    current = _current(ranked, is_current)
+    current = _holding(ranked, is_current, holds)
     first = next(current, None)
     if first is None and ranked[0].typical.measurement.provenance == "measured":
         predictions = [o for o in observations if o.measurement.provenance == "predicted"]
         others = rank([*predictions, *_failures(observations)], builds, wrong_sources=wrong_sources, revoked=revoked)
-        if (found := next(predicted := _current(others, is_current), None)) is not None:
+        if (found := next(predicted := _holding(others, is_current, holds), None)) is not None:
             ranked, first, current = others, found, predicted
     stale = first is None
     if first is None:
@@ -137,7 +142,7 @@ def choose(
     winner = min(near, key=lambda c: _canonical_order(c, default))
     is_kept = False
     if provenance == "predicted" and not stale and winner.build.config != default:
-        kept = _unbeaten(ranked, first, default, is_current)
+        kept = _unbeaten(ranked, first, default, is_current, holds)
         winner, is_kept = kept or winner, kept is not None
     rivals = [c for c in chain(near, [after] if after else []) if c is not winner]
     following = min(rivals, key=lambda c: c.p50_us, default=None)
@@ -145,6 +150,7 @@ def choose(
     why = {
         "candidates": len(ranked),
         "stale": stale,
+        "earlier": winner.earlier,
         "stage": winner.typical.measurement.stage,
         "noise": first.noise,
         "within_noise": len(near),
@@ -166,18 +172,24 @@ def choose(
     return Choice(winner.build.id, winner.typical.id, provenance, winner.p50_us, margin, reason, why, times)
 
 
-def _current(ranked: list[Candidate], is_current: Callable[[Build], bool]) -> Iterator[Candidate]:
-    return (c for c in (candidate.current(is_current) for candidate in ranked) if c is not None)
+def _holding(
+    ranked: list[Candidate], is_current: Callable[[Build], bool], holds: Callable[[Build], bool]
+) -> Iterator[Candidate]:
+    return (c for c in (candidate.holding(is_current, holds) for candidate in ranked) if c is not None)
 
 
 def _unbeaten(
-    ranked: Sequence[Candidate], first: Candidate, default: dict[str, Any] | None, is_current: Callable[[Build], bool]
+    ranked: Sequence[Candidate],
+    first: Candidate,
+    default: dict[str, Any] | None,
+    is_current: Callable[[Build], bool],
+    holds: Callable[[Build], bool],
 ) -> Candidate | None:
     """The default, where it is predicted to take less than PREDICTED_MARGIN longer than `first`."""
     found = next((c for c in ranked if c.build.config == default), None)
     if found is None or found.p50_us > first.p50_us * (1 + PREDICTED_MARGIN):
         return None
-    return found.current(is_current)
+    return found.holding(is_current, holds)
 
 
 def _failures(observations: Sequence[Observation]) -> list[Observation]:
@@ -353,4 +365,6 @@ def _words(
         text += f"; the default takes {why['default_us']:.2f} us"
     if winner.adopted:
         text += f"; {how.split()[0]} on a build of another source with the same machine code"
-    return text + ("; tuned on an older source of this kernel" if why["stale"] else "")
+    if why["stale"]:
+        return f"{text}; tuned on an older source of this kernel"
+    return text + ("; tuned on an earlier source, of the revision that its body has today" if why["earlier"] else "")

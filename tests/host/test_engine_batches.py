@@ -130,7 +130,6 @@ class Oracle(MtpDrafter):
         self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
     ) -> Tensor:
         real = super().propose(ids, hidden, lengths, cache, count, max_kv_len)
-        assert self.engine is not None
         for row, handle in enumerate(self.engine.scheduler.running):
             key = tuple(handle.request.prompt)
             at = int(lengths[row]) - len(key) + 1
@@ -186,7 +185,6 @@ class Noting(Oracle):
         self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
     ) -> Tensor:
         drafts = MtpDrafter.propose(self, ids, hidden, lengths, cache, count, max_kv_len)
-        assert self.engine is not None
         for handle, length, row in zip(self.engine.scheduler.running, lengths.tolist(), drafts.tolist(), strict=False):
             if length < handle.limit - 1:  # beyond its end a row may draft anything
                 self.notes[tuple(handle.request.prompt), length] = row

@@ -409,7 +409,6 @@ def test_the_migration_rests_on_defaults_that_still_hold() -> None:
     """It has them in its own words. What was filed by others would be found no more."""
     scripts = migrate._scripts()
     revision = scripts.get_revision("0002")
-    assert revision is not None
     defaults = revision.module._DEFAULTS
     assert set(defaults) <= set(FILED)
     for name, (problem, config) in defaults.items():

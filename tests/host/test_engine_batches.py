@@ -500,18 +500,11 @@ def test_random_arrivals_cancellations_and_preemptions(models: Models, seed: int
     expected = alone(model, requests)
     oracle = oracle_for(drafter, requests, expected)
     engine = engine_for(
-        model,
-        oracle,
-        max_len=70,
-        max_batch=draw.randint(2, 5),
-        num_draft_tokens=draw.choice((None, 0, 2, 5, 7)),
-        prefill_chunk=draw.randint(3, 40),
-        num_pages={"full": draw.randint(19, 40), "sliding": draw.randint(22, 40)},
-        buckets=draw.choice((None, (2, 5))),
-        async_depth=draw.randint(0, 1),
-        prefix_caching=draw.random() < 0.8,
+        model, oracle, max_len=70, max_batch=draw.randint(2, 5), num_draft_tokens=draw.choice((None, 0, 2, 5, 7)),
+        prefill_chunk=draw.randint(3, 40), num_pages={"full": draw.randint(19, 40), "sliding": draw.randint(22, 40)},
+        buckets=draw.choice((None, (2, 5))), async_depth=draw.randint(0, 1), prefix_caching=draw.random() < 0.8,
         joint=draw.random() < 0.5,
-    )
+    )  # fmt: skip
     oracle.engine = engine
     waiting, handles = list(enumerate(requests)), {}
     cancelled = set()

@@ -166,13 +166,10 @@ def test_a_damaged_blob_is_named(store: Store, path: Path, statement: str) -> No
 @pytest.mark.parametrize(
     "statement",
     [
-        "UPDATE build SET config = '{\"block_n\":9}'",
-        "UPDATE build SET entries = replace(entries, '40', '41')",
-        "UPDATE build SET entries = '{'",
-        "UPDATE build SET image_sha = 'abc'",
-        "UPDATE build SET nvrtc = '13'",
+        "UPDATE build SET config = '{\"block_n\":9}'", "UPDATE build SET entries = replace(entries, '40', '41')",
+        "UPDATE build SET entries = '{'", "UPDATE build SET image_sha = 'abc'", "UPDATE build SET nvrtc = '13'",
     ],
-)
+)  # fmt: skip
 def test_a_damaged_build_is_named(store: Store, path: Path, statement: str) -> None:
     build_id = add_build(store)
     damage(path, statement)

@@ -53,12 +53,7 @@ def test_packed_words_hold_the_fragments_that_the_kernel_reads() -> None:
     words, scale = _random(n, k, 32, seed=3)
     q = dequantize(words, torch.ones_like(scale))  # exact integers
     w_packed, _ = pack(words, scale)
-    for strip, tile, lane, word, nibble in [
-        (0, 0, 0, 0, 0),
-        (1, 2, 31, 3, 7),
-        (0, 1, 13, 2, 5),
-        (1, 0, 22, 1, 3),
-    ]:
+    for strip, tile, lane, word, nibble in [(0, 0, 0, 0, 0), (1, 2, 31, 3, 7), (0, 1, 13, 2, 5), (1, 0, 22, 1, 3)]:
         value = (int(w_packed[strip, tile, lane, word]) >> (4 * nibble)) & 15
         g, t, s, j, i, high = lane // 4, lane % 4, word // 2, word % 2, nibble % 4, nibble // 4
         row, column = strip * 32 + 4 * g + 2 * s + i % 2, tile * 32 + 16 * j + 2 * t + 8 * (i // 2) + high
@@ -333,11 +328,8 @@ def test_whole_strips_by_a_shared_ring_keep_in_registers(n: int, k: int, group_s
 @pytest.mark.parametrize(
     ("change", "needle"),
     [
-        ({"block_m": 8}, "block_m=8"),
-        ({"num_stages": 1}, "num_stages=1"),
-        ({"block_k": 96}, "block_k=96"),
-        ({"blocks_per_sm": 4}, "32 warps"),
-        ({"block_k": 8 * 32 * 9}, "a slot takes 9"),
+        ({"block_m": 8}, "block_m=8"), ({"num_stages": 1}, "num_stages=1"), ({"block_k": 96}, "block_k=96"),
+        ({"blocks_per_sm": 4}, "32 warps"), ({"block_k": 8 * 32 * 9}, "a slot takes 9"),
         ({"num_stages": 30, "block_k": 8 * 32 * 6}, "shared memory"),
         ({"cap_inflight": True, "prefetch_stages": 1}, "cap_inflight=True is for body=tma_block"),
         ({"body": "tma_block", "cap_inflight": True}, "with prefetch_stages=0"),
@@ -346,7 +338,7 @@ def test_whole_strips_by_a_shared_ring_keep_in_registers(n: int, k: int, group_s
         ({"body": "tma_block", "warps_k": 16, "block_k": 16 * 32}, "18 warps"),
         ({"body": "mma", "cap_inflight": True}, "is for body=tma_block"),
     ],
-)
+)  # fmt: skip
 def test_streams_that_cannot_be_are_refused(change: dict[str, Any], needle: str) -> None:
     problem, target = Problem(4096, 1536, 32, "bf16", 1), Target.of(find_arch("sm90"))
     good = Config(4, 32, 8 * 32 * 2, 32, 1, 8, 3, 1, body="tma_warp")

@@ -63,10 +63,7 @@ CLAIMED = [
         Problem(5376, 1024, num_tokens=2),
         Config(4, 32, 256, 32, 1, 8, 4, 1, body="tma_block", prefetch_stages=1, cap_inflight=True),
     ),
-    (
-        Problem(4224, 2816, num_tokens=4),
-        Config(4, 32, 2048, 32, 1, 8, 5, 1, body="tma_block", prefetch_stages=1),
-    ),
+    (Problem(4224, 2816, num_tokens=4), Config(4, 32, 2048, 32, 1, 8, 5, 1, body="tma_block", prefetch_stages=1)),
 ]
 
 

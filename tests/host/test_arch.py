@@ -24,14 +24,11 @@ def test_arch_order_and_print() -> None:
 @pytest.mark.parametrize(
     ("name", "smem", "target", "ptx"),
     [
-        ("sm70", 98304, "sm_70", "compute_70"),
-        ("sm75", 65536, "sm_75", "compute_75"),
-        ("sm80", 166912, "sm_80", "compute_80"),
-        ("sm86", 101376, "sm_86", "compute_86"),
-        ("sm90", 232448, "sm_90a", "compute_90"),
-        ("sm120", 101376, "sm_120a", "compute_120"),
+        ("sm70", 98304, "sm_70", "compute_70"), ("sm75", 65536, "sm_75", "compute_75"),
+        ("sm80", 166912, "sm_80", "compute_80"), ("sm86", 101376, "sm_86", "compute_86"),
+        ("sm90", 232448, "sm_90a", "compute_90"), ("sm120", 101376, "sm_120a", "compute_120"),
     ],
-)
+)  # fmt: skip
 def test_arch_figures(name: str, smem: int, target: str, ptx: str) -> None:
     arch = find_arch(name)
     assert (arch.max_smem_bytes, arch.nvrtc_target, arch.ptx_target) == (smem, target, ptx)
@@ -122,12 +119,7 @@ def _imports(folder: Path) -> Iterator[tuple[str, str]]:
             yield from ((f"{path.relative_to(folder)}:{node.lineno}", name) for name in names)
 
 
-_TUNES = (
-    "kerngen.tuning",
-    "kerngen.cost.predict",
-    "kerngen.timing",
-    "kerngen.cli",
-)
+_TUNES = ("kerngen.tuning", "kerngen.cost.predict", "kerngen.timing", "kerngen.cli")
 
 
 @pytest.mark.parametrize(

@@ -76,10 +76,7 @@ CONFIG = Config(32, 16, 8, 8, 10, num_splits=33, body="wgmma_ws", k_column_parts
             {"partial_bits": 16, "num_splits": 1},
             "of cluster=1 they go to attn_combine; fused_combine=False and several",
         ),
-        (
-            {"partial_bits": 32, "fused_combine": True, "num_splits": 32},
-            "of cluster=1 they go to attn_combine",
-        ),
+        ({"partial_bits": 32, "fused_combine": True, "num_splits": 32}, "of cluster=1 they go to attn_combine"),
         ({"partial_bits": 16, "cluster": 8, "num_splits": 8}, "B of shared memory"),
         (
             {"partial_bits": 16, "body": "mma", "k_column_parts": 2, "num_stages": 2},

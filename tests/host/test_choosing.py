@@ -464,14 +464,10 @@ def asked(draw: st.DrawFn, number: int) -> Request:
         min_tokens=draw(st.integers(0, count)),
     )
     return Request(
-        prompt(draw(st.integers(1, 20)), seed=number) if number else prompt(21),
-        count,
-        sampling,
-        tuple(draw(st.lists(tokens, max_size=30))),
-        suppressed_ids=tuple(draw(st.lists(tokens, max_size=10))),
-        logprobs=draw(st.sampled_from((None, None, 0, 3))),
-        mask=draw(st.sampled_from((None, None, Thirds()))),
-    )
+        prompt(draw(st.integers(1, 20)), seed=number) if number else prompt(21), count, sampling,
+        tuple(draw(st.lists(tokens, max_size=30))), suppressed_ids=tuple(draw(st.lists(tokens, max_size=10))),
+        logprobs=draw(st.sampled_from((None, None, 0, 3))), mask=draw(st.sampled_from((None, None, Thirds()))),
+    )  # fmt: skip
 
 
 @settings(max_examples=24, deadline=None)

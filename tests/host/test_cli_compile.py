@@ -51,7 +51,6 @@ def test_a_workload_is_built_and_listed() -> None:
     cache = CompileCache()
     for row in made["builds"]:
         cubin = cache.get(row["key"])
-        assert cubin is not None
         assert len(cubin.image) == row["bytes"]
         assert why_not_cubin(cubin.image, find_arch(row["arch"])) is None
         assert set(row["chosen_by"]) == {DEFAULT}
@@ -116,7 +115,6 @@ def test_ptx_of_the_test_cases_can_be_found_by_source(tmp_path: Path) -> None:
         assert case.name in by_key[key]["serves"]
         for cache in (CompileCache(), CompileCache(out)):  # GPU tests read it from the one that KERNGEN_CACHE_DIR names
             ptx = cache.get_ptx(key)
-            assert ptx is not None
             assert b".target sm_70" in ptx.image
     assert any("bf16" in note for note in made["notes"]), "what the arch cannot run must be said"
 

@@ -389,7 +389,6 @@ def test_a_step_is_bounded_by_the_keys_that_it_may_see() -> None:
 @pytest.mark.parametrize("arch", ["sm70", "sm80", "sm89", "sm120"])
 def test_where_it_does_not_serve_it_says_what_does(arch: str) -> None:
     why = KERNEL.why_unsupported(Problem(dtype="fp16", residual_dtype="fp32"), Target.of(find_arch(arch)))
-    assert why is not None
     assert "other kernels serve it" in why
 
 

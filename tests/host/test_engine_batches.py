@@ -130,7 +130,6 @@ class Oracle(MtpDrafter):
         self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
     ) -> Tensor:
         real = super().propose(ids, hidden, lengths, cache, count, max_kv_len)
-        assert self.engine is not None
         for row, handle in enumerate(self.engine.scheduler.running):
             key = tuple(handle.request.prompt)
             at = int(lengths[row]) - len(key) + 1
@@ -186,7 +185,6 @@ class Noting(Oracle):
         self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
     ) -> Tensor:
         drafts = MtpDrafter.propose(self, ids, hidden, lengths, cache, count, max_kv_len)
-        assert self.engine is not None
         for handle, length, row in zip(self.engine.scheduler.running, lengths.tolist(), drafts.tolist(), strict=False):
             if length < handle.limit - 1:  # beyond its end a row may draft anything
                 self.notes[tuple(handle.request.prompt), length] = row
@@ -502,18 +500,11 @@ def test_random_arrivals_cancellations_and_preemptions(models: Models, seed: int
     expected = alone(model, requests)
     oracle = oracle_for(drafter, requests, expected)
     engine = engine_for(
-        model,
-        oracle,
-        max_len=70,
-        max_batch=draw.randint(2, 5),
-        num_draft_tokens=draw.choice((None, 0, 2, 5, 7)),
-        prefill_chunk=draw.randint(3, 40),
-        num_pages={"full": draw.randint(19, 40), "sliding": draw.randint(22, 40)},
-        buckets=draw.choice((None, (2, 5))),
-        async_depth=draw.randint(0, 1),
-        prefix_caching=draw.random() < 0.8,
+        model, oracle, max_len=70, max_batch=draw.randint(2, 5), num_draft_tokens=draw.choice((None, 0, 2, 5, 7)),
+        prefill_chunk=draw.randint(3, 40), num_pages={"full": draw.randint(19, 40), "sliding": draw.randint(22, 40)},
+        buckets=draw.choice((None, (2, 5))), async_depth=draw.randint(0, 1), prefix_caching=draw.random() < 0.8,
         joint=draw.random() < 0.5,
-    )
+    )  # fmt: skip
     oracle.engine = engine
     waiting, handles = list(enumerate(requests)), {}
     cancelled = set()

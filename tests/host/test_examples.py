@@ -57,11 +57,7 @@ def assistant() -> Any:
 def run(*arguments: object) -> str:
     """Standard output of `python ARGUMENTS` in the repository's root, which must succeed."""
     done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=EXAMPLES.parent,
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, *map(str, arguments)], cwd=EXAMPLES.parent, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -176,11 +172,7 @@ def test_unpacking_undoes_packing() -> None:
     assert export.pack(q).item() & 0xFFFFFFFF == 0x8880F798
     weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(0))
     q, scale = training.quantise(weight)
-    stored = {
-        "w.weight_packed": export.pack(q),
-        "w.weight_scale": scale,
-        "w.weight_shape": torch.tensor([24, 64]),
-    }
+    stored = {"w.weight_packed": export.pack(q), "w.weight_scale": scale, "w.weight_shape": torch.tensor([24, 64])}
     again = acceptance.dequantised(stored)["w.weight"]
     assert torch.equal(again, training.dequantise(q, scale))
     step = scale.float().repeat_interleave(32, 1)

@@ -179,13 +179,11 @@ def test_a_comment_in_a_shared_header_makes_nothing_stale(common: Path, tmp_path
         with _filled(sheet, tmp_path / "after.db") as other:
             assert [w.build_id for w in other.winners("rmsnorm")] == [w.build_id for w in winners]
         found = lookup([store], kernel, problem, H200)
-        assert found is not None
         assert (found.build_id, found.stale) == (first.build_id, False)
 
         header = common / "ptx" / "types.cuh"
         header.write_text(header.read_text() + "constexpr int ADDED = 1;\n")
         found = lookup([store], kernel, problem, H200)
-        assert found is not None
         assert (found.build_id, found.stale) == (first.build_id, True)
         with Store.open(tmp_path / "changed.db") as other:
             done = build([sheet], other, None)
@@ -226,17 +224,14 @@ def test_what_was_filed_with_its_comments_goes_on(
         key = problem_key(kernel, problem := kernel.problem_type(**first.problem.fields))
         assert all("." not in b.source_sha for b in store.builds(key.static_key).values())
         found = lookup([store], kernel, problem, H200)
-        assert found is not None
         assert (found.build_id, found.stale) == (first.build_id, False)
         store.recompute_winners(kernel, key.static_key, H200)  # which notes what it is filed by today
         _comment(common)
         found = lookup([store], kernel, problem, H200)
-        assert found is not None
         assert (found.build_id, found.stale) == (first.build_id, False)
         (w, *_) = store.recompute_winners(kernel, key.static_key, H200)
         assert (w.build_id, w.stale) == (first.build_id, False)
         header = common / "ptx" / "types.cuh"
         header.write_text(header.read_text() + "constexpr int ADDED = 1;\n")
         found = lookup([store], kernel, problem, H200)
-        assert found is not None
         assert found.stale

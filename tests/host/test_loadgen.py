@@ -265,11 +265,8 @@ def test_growth_is_of_the_second_half() -> None:
     found = Soak(Settings(1.0, Shape(1, 1), 1))
     assert found.growth() == {}
     found.memory = [
-        (0.0, {7: 10.0}, 100.0),
-        (1.0, {7: 50.0}, 100.0),
-        (2.0, {7: 40.0, 8: 1.0}, 130.0),
-        (3.0, {7: 55.0}, 99.0),
-    ]
+        (0.0, {7: 10.0}, 100.0), (1.0, {7: 50.0}, 100.0), (2.0, {7: 40.0, 8: 1.0}, 130.0), (3.0, {7: 55.0}, 99.0),
+    ]  # fmt: skip
     assert found.growth() == {"process 7": 5.0, "GPU": 30.0}
 
 

@@ -120,7 +120,7 @@ subsets = st.sets(st.integers(0, len(FACTS) - 1))
 
 
 @given(a=subsets, b=subsets, c=subsets)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_order_any_number_of_times(empty: Path, a: set[int], b: set[int], c: set[int]) -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         made = Made(empty, Path(folder), stack)

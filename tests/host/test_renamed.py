@@ -84,7 +84,6 @@ def test_the_shipped_winners_of_a_renamed_kernel_are_found(renamed: Kernel, tmp_
             assert set(w.config) == {"work_group_size", "vecs_per_thread"}
             problem = renamed.problem_type(**w.problem.fields)
             for found in (lookup([store], renamed, problem, H200), _by_reader(tmp_path / "new.db", renamed, problem)):
-                assert found is not None
                 assert (found.config, found.stale, found.latency_us) == (w.config, False, w.latency_us)
         sheet = parse(MEASURED_SHEET.read_text(), "sheet")
         assert isinstance(sheet, results_file.ResultsFile)
@@ -117,7 +116,6 @@ def test_ids_are_those_of_before(tmp_path: Path, request: pytest.FixtureRequest)
         winners = store.winners("gated_gelu")
         assert winners
         found = lookup([store], renamed, renamed.problem_type(**winners[0].problem.fields), H200)
-        assert found is not None
         assert not found.stale
         key = problem_key(renamed, renamed.problem_type(**winners[0].problem.fields))
         assert store.recompute_winners(renamed, key.static_key, H200)

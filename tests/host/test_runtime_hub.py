@@ -171,7 +171,6 @@ def test_a_model_and_its_drafter_run_by_name(server: Hub) -> None:
     session = load(NAME, draft=ASSISTANT, device="cpu")
     assert session.generate("hello", max_new_tokens=6).text == text
     drafter = session.drafter_folder
-    assert drafter is not None
     assert drafter.is_relative_to(constants.HF_HUB_CACHE)
     assert load(NAME, device="cpu").drafter_folder == drafter, "what was downloaded is found"
 

@@ -17,14 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from kerngen.errors import UsageError
-from kerngen.runtime.serve.grammars import (
-    MAX_GRAMMAR_CHARS,
-    Guide,
-    Guides,
-    choice_grammar,
-    json_grammar,
-    regex_grammar,
-)
+from kerngen.runtime.serve.grammars import MAX_GRAMMAR_CHARS, Guide, Guides, choice_grammar, json_grammar, regex_grammar
 from kerngen.runtime.serve.messages import template_tools
 from kerngen.runtime.serve.output_parser import ContentDelta, Output, ReasoningDelta, ToolCallDelta
 from kerngen.runtime.serve.tool_grammar import _ANNOTATIONS, _KNOWN

@@ -16,13 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from kerngen.errors import UsageError
 from kerngen.runtime.chat import render_chat
 from kerngen.runtime.serve.messages import template_messages, template_tools
-from kerngen.runtime.serve.output_parser import (
-    ContentDelta,
-    Delta,
-    Output,
-    ReasoningDelta,
-    ToolCallDelta,
-)
+from kerngen.runtime.serve.output_parser import ContentDelta, Delta, Output, ReasoningDelta, ToolCallDelta
 from kerngen.runtime.text import TextCodec
 
 TINY = TextCodec(ROOT / "examples/tiny/gemma-4-tiny", 2)

@@ -172,13 +172,10 @@ LIMITS = Limits(max_batch=4, max_len=64, max_drafts=7, vocab_size=100, page_size
 MASK = bytes(16)
 CHUNK = PrefillChunk((5, 6, 7), 16, ((1, 2), (0, 9)), NewRow(40, Sampling(0.5, 3, seed=-9), mask=MASK))
 PLAN = StepPlan(
-    num_running=2,
-    update=RowUpdate(moves=((0, 2),), new_pages=(NewPage("sliding", 1, 3, 29),)),
+    num_running=2, update=RowUpdate(moves=((0, 2),), new_pages=(NewPage("sliding", 1, 3, 29),)),
     decode=DecodeRows(batch=3, longest=50, mode=SamplingMode(masked=True, guided=True), masks=((1, MASK),)),
-    chunks=(CHUNK,),
-    first_mode=SamplingMode(sampled=True, cut=64, masked=True, guided=True),
-    num_tokens=8,
-)
+    chunks=(CHUNK,), first_mode=SamplingMode(sampled=True, cut=64, masked=True, guided=True), num_tokens=8,
+)  # fmt: skip
 
 
 def test_a_plan_survives_being_written_down() -> None:

@@ -261,15 +261,12 @@ def test_what_schema_2_called_a_trial_stays_revoked(path2: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     "change",
     [
-        "latency_us = latency_us / 2",
-        "latency_us = latency_us * 2",
+        "latency_us = latency_us / 2", "latency_us = latency_us * 2",
         "measurement_id = (SELECT id FROM measurement WHERE kernel_of = 'embed')",
-        "build_id = (SELECT id FROM build WHERE kernel = 'embed' LIMIT 1)",
-        "provenance = 'predicted'",
-        "cell = static_key",
-        "id = 'x' || id",
+        "build_id = (SELECT id FROM build WHERE kernel = 'embed' LIMIT 1)", "provenance = 'predicted'",
+        "cell = static_key", "id = 'x' || id",
     ],
-)
+)  # fmt: skip
 def test_a_winner_that_was_altered_before_there_were_seals_is_not_sealed(
     path2: Path, change: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -409,7 +406,6 @@ def test_the_migration_rests_on_defaults_that_still_hold() -> None:
     """It has them in its own words. What was filed by others would be found no more."""
     scripts = migrate._scripts()
     revision = scripts.get_revision("0002")
-    assert revision is not None
     defaults = revision.module._DEFAULTS
     assert set(defaults) <= set(FILED)
     for name, (problem, config) in defaults.items():

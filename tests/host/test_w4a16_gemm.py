@@ -53,12 +53,7 @@ def test_packed_words_hold_the_fragments_that_the_kernel_reads() -> None:
     words, scale = _random(n, k, 32, seed=3)
     q = dequantize(words, torch.ones_like(scale))  # exact integers
     w_packed, _ = pack(words, scale)
-    for strip, tile, lane, word, nibble in [
-        (0, 0, 0, 0, 0),
-        (1, 2, 31, 3, 7),
-        (0, 1, 13, 2, 5),
-        (1, 0, 22, 1, 3),
-    ]:
+    for strip, tile, lane, word, nibble in [(0, 0, 0, 0, 0), (1, 2, 31, 3, 7), (0, 1, 13, 2, 5), (1, 0, 22, 1, 3)]:
         value = (int(w_packed[strip, tile, lane, word]) >> (4 * nibble)) & 15
         g, t, s, j, i, high = lane // 4, lane % 4, word // 2, word % 2, nibble % 4, nibble // 4
         row, column = strip * 32 + 4 * g + 2 * s + i % 2, tile * 32 + 16 * j + 2 * t + 8 * (i // 2) + high
@@ -138,7 +133,6 @@ def test_what_is_row_invariant_shares_no_tile_where_tokens_fill_several() -> Non
     bound = dataclasses.replace(free, row_invariant=True)
     assert spec.why_invalid(free, shared, target) is None
     why = spec.why_invalid(bound, shared, target)
-    assert why is not None
     assert "512 tokens" in why
     assert "block_m=128" in why
     assert spec.why_invalid(dataclasses.replace(bound, num_tokens=128), shared, target) is None
@@ -334,11 +328,8 @@ def test_whole_strips_by_a_shared_ring_keep_in_registers(n: int, k: int, group_s
 @pytest.mark.parametrize(
     ("change", "needle"),
     [
-        ({"block_m": 8}, "block_m=8"),
-        ({"num_stages": 1}, "num_stages=1"),
-        ({"block_k": 96}, "block_k=96"),
-        ({"blocks_per_sm": 4}, "32 warps"),
-        ({"block_k": 8 * 32 * 9}, "a slot takes 9"),
+        ({"block_m": 8}, "block_m=8"), ({"num_stages": 1}, "num_stages=1"), ({"block_k": 96}, "block_k=96"),
+        ({"blocks_per_sm": 4}, "32 warps"), ({"block_k": 8 * 32 * 9}, "a slot takes 9"),
         ({"num_stages": 30, "block_k": 8 * 32 * 6}, "shared memory"),
         ({"cap_inflight": True, "prefetch_stages": 1}, "cap_inflight=True is for body=tma_block"),
         ({"body": "tma_block", "cap_inflight": True}, "with prefetch_stages=0"),
@@ -347,13 +338,12 @@ def test_whole_strips_by_a_shared_ring_keep_in_registers(n: int, k: int, group_s
         ({"body": "tma_block", "warps_k": 16, "block_k": 16 * 32}, "18 warps"),
         ({"body": "mma", "cap_inflight": True}, "is for body=tma_block"),
     ],
-)
+)  # fmt: skip
 def test_streams_that_cannot_be_are_refused(change: dict[str, Any], needle: str) -> None:
     problem, target = Problem(4096, 1536, 32, "bf16", 1), Target.of(find_arch("sm90"))
     good = Config(4, 32, 8 * 32 * 2, 32, 1, 8, 3, 1, body="tma_warp")
     assert spec.why_invalid(problem, good, target) is None
     why = spec.why_invalid(problem, dataclasses.replace(good, **change), target)
-    assert why is not None
     assert needle in why
     assert spec.why_invalid(dataclasses.replace(problem, num_tokens=5), good, target) is not None
     assert "bulk copies" in str(spec.why_invalid(problem, good, Target.of(find_arch("sm80"))))

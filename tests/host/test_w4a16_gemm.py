@@ -117,10 +117,10 @@ def test_problems_that_contradict_themselves_say_which_figure(fields: dict[str, 
 
 @pytest.mark.parametrize("name", ["sm70", "sm75"])
 def test_bf16_before_sm80_is_refused_and_names_fp16(name: str) -> None:
-    why = spec.why_unsupported(Problem(64, 128, 32, "bf16"), Target.of(find_arch(name)))
+    why = KERNEL.why_unsupported(Problem(64, 128, 32, "bf16"), Target.of(find_arch(name)))
     assert why is not None
     assert "fp16" in why
-    assert spec.why_unsupported(Problem(64, 128, 32, "fp16"), Target.of(find_arch(name))) is None
+    assert KERNEL.why_unsupported(Problem(64, 128, 32, "fp16"), Target.of(find_arch(name))) is None
 
 
 @pytest.mark.parametrize(

@@ -309,7 +309,6 @@ def _cut(p: Problem, c: Config, kind: str) -> list[tuple[int, int, int]]:
 
 
 def _kinds(p: Problem) -> str:
-    """The letters that there are."""
     return "".join(dict.fromkeys(p.layers))
 
 

@@ -106,7 +106,6 @@ class Config:
 
     @property
     def _body(self) -> str:
-        """Of the product."""
         return "mma" if self.block_m != FEW_TOKENS else "tma_block" if self.cta_pipeline else "tma_warp"
 
     @classmethod

@@ -169,7 +169,6 @@ class _Union:
         self._touch(kind, new)
 
     def _touch(self, kind: Kind, row: dict[str, Any]) -> None:
-        """Note whose winners may be others now."""
         if kind.table is t.build:
             self._touched.add(row["static_key"])
         elif kind.table is t.measurement:

@@ -173,7 +173,6 @@ class Store(ClosedAtEnd):
                 connection.execute(table.update().where(here).values(row))
 
     def _add_all(self, connection: Connection, table: Table, rows: Sequence[dict[str, Any]]) -> None:
-        """As `_add`, of many rows."""
         if self.engine.dialect.name == "postgresql":
             from sqlalchemy.dialects.postgresql import insert as upsert
         else:
@@ -182,7 +181,6 @@ class Store(ClosedAtEnd):
             connection.execute(upsert(table).on_conflict_do_nothing(), list(rows))
 
     def _add_all_sealed(self, connection: Connection, table: Table, rows: Sequence[dict[str, Any]]) -> None:
-        """As `_add_sealed`, of many rows of a table whose key is an id."""
         there = set[str]()
         for some in (rows[i : i + _AT_ONCE] for i in range(0, len(rows), _AT_ONCE)):
             ids = [row["id"] for row in some]

@@ -29,8 +29,9 @@ from kerngen.compiler.compile import Resources
 from kerngen.cost.predict import CONSTANTS, MODEL, Constants, Predictor, launch_us
 from kerngen.errors import RecordingError
 from kerngen.templates.kernel import Launch, Traffic
-from kerngen.tuning.recorded import Recorded, Row, read_folder
+from kerngen.tuning.recorded import Recorded, Row
 from kerngen.tuning_db.store.winners import PREDICTED_MARGIN
+from tools.recordings import read_folder
 
 
 @dataclass(frozen=True, slots=True)

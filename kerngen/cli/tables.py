@@ -126,7 +126,6 @@ class Table:
 
 
 def _cell_lines(cell: str, room: int) -> list[str]:
-    """The lines of a cell that is `room` wide."""
     if len(cell) <= room:
         return [cell]
     return textwrap.wrap(cell, max(room, 1), break_long_words=False, break_on_hyphens=False) or [""]

@@ -197,7 +197,6 @@ class Runner:
             tensor.zero_()
 
     def _add_pages(self, pages: Sequence[NewPage]) -> None:
-        """Write the entries of running rows' tables."""
         if not pages:
             return
         entries = [(KINDS.index(p.kind), p.row, p.index, p.page) for p in pages]
@@ -243,7 +242,6 @@ class Runner:
     # -- prefill
 
     def _prefill(self, plan: StepPlan) -> StepOutput:
-        """One forward of all chunks."""
         began = self._beginning()
         chunks = plan.chunks
         prompt_logprobs: tuple[NDArray[np.int64], ...] = ()
@@ -401,7 +399,6 @@ class Runner:
         return self.mixed_graphs.captured if self.model.ops.supports_graphs else ANY_SHAPE
 
     def _joint(self, plan: StepPlan, rows: DecodeRows) -> StepOutput:
-        """A decode step without drafts and a prefill as one forward."""
         ids, starts, sizes, tables = self._layout(plan.chunks)
         self.logit_processors.guide(rows.masks)
         shape = Shape(plan.num_tokens, rows.batch, rows.mode)

@@ -124,7 +124,6 @@ class _Arguments:
         return name
 
     def _value(self, schema: Any, where: str) -> str:
-        """A rule of one value."""
         if schema is True:
             return "any"
         if not isinstance(schema, Mapping):

@@ -27,7 +27,7 @@ from typing import ClassVar
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
-from kerngen.templates.common.rows.spec import DTYPES, why_no_dtype
+from kerngen.templates.common.rows.spec import DTYPES
 from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, TensorMap
 
 SOURCES = ("q", "raw_q", "qkv", "qk")
@@ -417,10 +417,6 @@ def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]
 def outputs(problem: Problem) -> tuple[str, ...]:
     """The caches only where the problem owns K and V; else they are read."""
     return OUTPUTS if problem.owns_kv else ("out",)
-
-
-def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_dtype(target.arch, problem.dtype)
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:

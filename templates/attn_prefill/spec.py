@@ -17,8 +17,8 @@ from typing import ClassVar
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
-from kerngen.templates.common.rows.spec import DTYPES, why_no_dtype
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, TensorMap
+from kerngen.templates.common.rows.spec import DTYPES
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, TensorMap, args
 
 HEAD_DIMS = (128, 256, 512)
 # Of the 255 registers of a thread, what addresses, row statistics and operands in flight take beside the accumulators.
@@ -124,19 +124,10 @@ SPLIT_D_SPACE = {
 # cu_seqlens_q instead and do not read it.
 ARGS = {
     "attn_prefill": (
-        Arg("out", "ptr"),
-        Arg("q", "ptr"),
-        Arg("k", "ptr"),
-        Arg("v", "ptr"),
-        Arg("cu_seqlens_q", "ptr", align=4),
-        Arg("cu_seqlens_k", "ptr", align=4),
-        Arg("kv_lens", "ptr", align=4),
-        Arg("block_table", "ptr", align=4),
-        Arg("sm_scale", "f32"),
-        Arg("logit_cap", "f32"),
-        Arg("batch", "i32"),
-        Arg("max_pages", "i32"),
-        Arg("max_seqlen_q", "i32"),
+        *args("ptr", "out", "q", "k", "v"),
+        *args("ptr", "cu_seqlens_q", "cu_seqlens_k", "kv_lens", "block_table", align=4),
+        *args("f32", "sm_scale", "logit_cap"),
+        *args("i32", "batch", "max_pages", "max_seqlen_q"),
     )
 }
 _MAPS = (Arg("k_map", "map", of="k"), Arg("v_map", "map", of="v"))
@@ -202,10 +193,6 @@ def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]
     total, heads, dim = shape
     strides = (heads * dim * 2, dim * 2, total * heads * dim * 2)
     return TensorMap((dim, total, heads, 1), strides, (64, rows, 1, 1), l2_bytes=256)
-
-
-def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_dtype(target.arch, problem.dtype)
 
 
 def accumulator_regs(problem: Problem, config: Config) -> int:

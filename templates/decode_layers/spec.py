@@ -35,7 +35,7 @@ from kerngen.templates.common.rows.spec import (
     why_no_dtype,
 )
 from kerngen.templates.common.w4.tiling import STRIP, matrix_bytes, require_matrix
-from kerngen.templates.kernel import Arg, Body, Cost, Launch
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, args
 
 MATRICES = ("qkv", "out", "gate_up", "down")  # int4, of a layer; "NAME_packed" and "NAME_scales" are its tensors
 EXPERT_MATRICES = ("expert_gate_up", "expert_down")  # the same of a layer with experts, all of its experts' in one
@@ -240,19 +240,14 @@ ARGS = {
         Arg("out", "ptr"),
         Arg("k_caches", "ptrs"),  # a layer each, as `layers`
         Arg("v_caches", "ptrs"),
-        Arg("residual", "ptr"),
-        Arg("ple", "ptr"),
+        *args("ptr", "residual", "ple"),
         Arg("layers", "ptrs"),  # layer_tensors(), layer after layer
         Arg("final_norm", "ptr"),
         Arg("positions", "ptr", align=8),
         Arg("kv_lens", "ptr", align=4),
-        Arg("slots", "ptr", align=8),
-        Arg("full_slots", "ptr", align=8),
-        Arg("block_table", "ptr", align=4),
-        Arg("full_block_table", "ptr", align=4),
-        Arg("inv_freq", "ptr"),
-        Arg("full_inv_freq", "ptr"),
-        Arg("workspace", "ptr"),
+        *args("ptr", "slots", "full_slots", align=8),
+        *args("ptr", "block_table", "full_block_table", align=4),
+        *args("ptr", "inv_freq", "full_inv_freq", "workspace"),
         Arg("eps", "f32"),
     )
 }
@@ -316,7 +311,6 @@ def _work_shapes(p: Problem, c: Config, kind: str) -> list[tuple[int, int, int]]
 
 
 def _kinds(p: Problem) -> str:
-    """The letters that there are."""
     return "".join(dict.fromkeys(p.layers))
 
 

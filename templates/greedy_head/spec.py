@@ -44,7 +44,7 @@ from kerngen.templates.common.screen.screen_spec import (
     require_bits,
     screen_bytes,
 )
-from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, Traffic
+from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, Traffic, args
 
 MAX_TOKENS = 32
 MAX_HIDDEN = 7680  # of which the digits of four tokens fit in every architecture's shared memory
@@ -139,19 +139,12 @@ NIBBLE_CUTS = {
 ROUNDED, EACH_COLUMN = {4: 0.43, 6: 0.0310, 7: 0.0162, 8: 0.0080}, 1 / 65_000
 ARGS = {
     "greedy_screen": (
-        Arg("x", "ptr"),
-        Arg("codes", "ptr"),
-        Arg("bounds", "ptr"),
-        Arg("workspace", "ptr"),
+        *args("ptr", "x", "codes", "bounds", "workspace"),
         Arg("num_tokens", "i32"),
     ),
     "greedy_choose": (
         Arg("ids", "ptr", align=8),
-        Arg("x", "ptr"),
-        Arg("weight", "ptr"),
-        Arg("codes", "ptr"),
-        Arg("bounds", "ptr"),
-        Arg("workspace", "ptr"),
+        *args("ptr", "x", "weight", "codes", "bounds", "workspace"),
     ),
 }
 BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)

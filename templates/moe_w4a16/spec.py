@@ -20,10 +20,10 @@ from typing import ClassVar
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
-from kerngen.templates.common.rows.spec import require, require_tokens, why_no_dtype
+from kerngen.templates.common.rows.spec import require, require_tokens
 from kerngen.templates.common.w4 import tiling as w4_tiling
 from kerngen.templates.common.w4.tiling import BODIES_AS_FILED, Tiling, matrix_bytes, require_matrix
-from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch
+from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, args
 
 MAX_EXPERTS = 256
 PLAN_THREADS = 1024
@@ -125,12 +125,7 @@ GEMV_SPACE = SPACE | {
 }  # fmt: skip
 
 _ARGS = (
-    Arg("y", "ptr"),
-    Arg("x", "ptr"),
-    Arg("gate_up", "ptr"),
-    Arg("gate_up_scales", "ptr"),
-    Arg("down", "ptr"),
-    Arg("down_scales", "ptr"),
+    *args("ptr", "y", "x", "gate_up", "gate_up_scales", "down", "down_scales"),
     Arg("topk_ids", "ptr", align=4),
     Arg("workspace", "ptr"),
     Arg("num_tokens", "i32"),
@@ -153,10 +148,6 @@ MAX_SPILL_BYTES = 16  # as w4a16_gemm
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
     return {"PLAN_THREADS": PLAN_THREADS, "ALONE_TOKENS": ALONE_TOKENS}
-
-
-def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_dtype(target.arch, problem.dtype)
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:

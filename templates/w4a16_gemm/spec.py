@@ -20,7 +20,6 @@ from typing import ClassVar, NamedTuple
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
-from kerngen.templates.common.rows.spec import why_no_dtype
 from kerngen.templates.common.w4 import tiling
 from kerngen.templates.common.w4.tiling import (
     BLOCK_STREAM_SPACE,
@@ -35,7 +34,7 @@ from kerngen.templates.common.w4.tiling import (
     matrix_bytes,
     require_matrix,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, TensorMap
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, TensorMap, args
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +70,7 @@ class Problem:
 
 ARGS = {
     "w4a16_gemm": (
-        Arg("out", "ptr"),
-        Arg("x", "ptr"),
-        Arg("w_packed", "ptr"),
-        Arg("scales", "ptr"),
-        Arg("workspace", "ptr"),
+        *args("ptr", "out", "x", "w_packed", "scales", "workspace"),
         Arg("num_tokens", "i32"),
     )
 }
@@ -177,10 +172,6 @@ def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]
         return TensorMap((256, tiles, strips, 1), (512, tiles * 512, strips * tiles * 512), box, swizzled=False)
     box = (STRIP, max(1, config.block_k // problem.group_size), rows, 1)
     return TensorMap((STRIP, groups, strips, 1), (64, groups * 64, strips * groups * 64), box, swizzled=False)
-
-
-def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_dtype(target.arch, problem.dtype)
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:

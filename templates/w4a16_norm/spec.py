@@ -31,7 +31,7 @@ from kerngen.templates.common.rows.spec import (
 from kerngen.templates.common.w4 import tiling
 from kerngen.templates.common.w4.tiling import BLOCK_STREAM_SPACE, STREAM_BLOCK_M, STREAM_SPACE, STRIP, require_matrix
 from kerngen.templates.common.w4.tiling import SPACE as RING_SPACE
-from kerngen.templates.kernel import Arg, Body, Cost, Launch
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, args
 from kerngen.templates.w4a16_gemm import spec as gemm
 
 FEW_TOKENS, MOST_TOKENS = STREAM_BLOCK_M[-1], gemm.MAX_MMA_TOKENS  # by bulk copies, and by the ring
@@ -106,7 +106,6 @@ class Config:
 
     @property
     def _body(self) -> str:
-        """Of the product."""
         return "mma" if self.block_m != FEW_TOKENS else "tma_block" if self.cta_pipeline else "tma_warp"
 
     @classmethod
@@ -132,20 +131,11 @@ MMA_SPACE = {name: RING_SPACE[name] for name in _TILING_FIELDS} | {
 }
 ARGS = {
     "w4a16_posts": (
-        Arg("x", "ptr"),
-        Arg("w_packed", "ptr"),
-        Arg("scales", "ptr"),
-        Arg("workspace", "ptr"),
+        *args("ptr", "x", "w_packed", "scales", "workspace"),
         Arg("num_tokens", "i32"),
     ),
     "norm_of_posts": (
-        Arg("residual_out", "ptr"),
-        Arg("out", "ptr"),
-        Arg("residual", "ptr"),
-        Arg("post_weight", "ptr"),
-        Arg("layer_scalar", "ptr"),
-        Arg("next_weight", "ptr"),
-        Arg("workspace", "ptr"),
+        *args("ptr", "residual_out", "out", "residual", "post_weight", "layer_scalar", "next_weight", "workspace"),
         Arg("eps", "f32"),
     ),
 }

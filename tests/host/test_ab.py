@@ -21,11 +21,12 @@ from kerngen.templates.kernel import Kernel, fields_of
 from kerngen.tuning import ab
 from kerngen.tuning.ab import PAIRS, SURE_PAIRS, InStep, Look, Place, Trial
 from kerngen.tuning.ab_plan import AGAIN, Candidate, Entry, read_plan
-from kerngen.tuning.recorded import Recorded, read_folder
+from kerngen.tuning.recorded import Recorded
 from kerngen.tuning.worker import Observed
 from kerngen.tuning_db import Measurement, Store, problem_key
 from kerngen.workload.steps import Ratio, Step
 from kerngen.workload.workload import find_model
+from tools.recordings import read_folder
 
 MODEL, STEP, TARGET = find_model("gemma-4-31b"), Step.verify(2, 5, 512), Target.of(find_device("H200"))
 V100 = Target.of(find_device("V100"))

@@ -127,7 +127,7 @@ def test_cases_meet_both_ways_to_share_the_experts() -> None:
     blocks = {
         spec.expert_blocks(c.problem, spec.default_config(c.problem, SM90))
         for c in cases.CASES
-        if spec.why_unsupported(c.problem, SM90) is None
+        if KERNEL.why_unsupported(c.problem, SM90) is None
     }
     assert 1 in blocks
     assert max(blocks) > 1

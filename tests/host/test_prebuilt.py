@@ -18,7 +18,6 @@ from kerngen.cost.predict import MODEL
 from kerngen.errors import UsageError
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import filled
-from kerngen.tuning.prebuilt import LEFT_TO_DEFAULTS, PREDICTED
 from kerngen.tuning_db import Store, lookup, problem_key
 from kerngen.tuning_db.dist import prediction_file, results_file
 from kerngen.tuning_db.dist.prediction_file import PredictionFile
@@ -29,6 +28,7 @@ from kerngen.tuning_db.read.canonical_fields import canonical_fields_of
 from kerngen.tuning_db.read.freshness import source_sha
 from kerngen.tuning_db.read.places import PREBUILT
 from kerngen.workload.workload import MODELS, find_workload
+from tools.prebuilt import LEFT_TO_DEFAULTS, PREDICTED
 
 SHEETS = sorted(PREBUILT.rglob("*.txt"))
 BOARDS = shipped_boards()
@@ -61,7 +61,7 @@ def test_a_sheet_is_as_it_is_written_and_says_who_says_so(path: Path) -> None:
     if isinstance(sheet, PredictionFile):
         assert prediction_file.dump(sheet) == path.read_text()
         assert "measured" not in path.read_text()
-        assert sheet.model == MODEL, "predict it anew: python -m kerngen.tuning.prebuilt"
+        assert sheet.model == MODEL, "predict it anew: python -m tools.prebuilt"
         assert Target.of(find_device(sheet.board)).device.num_sms == sheet.device["num_sms"]
     else:
         assert results_file.dump(sheet) == path.read_text()
@@ -125,7 +125,7 @@ def test_each_configuration_is_valid_and_fits(board: str) -> None:
 
 @pytest.mark.parametrize("board", [b.name for b in FORETOLD])
 def test_what_is_predicted_is_of_the_sources_of_today(board: str) -> None:
-    """Else run `python -m kerngen.tuning.prebuilt` for it: its winners would be left out."""
+    """Else run `python -m tools.prebuilt` for it: its winners would be left out."""
     arch, known = find_arch(find_device(board).arch), {}
     for kernel, problem, config, digest in _cases(board):
         what = kernel.name, problem_key(kernel, problem).static_key, config

@@ -17,7 +17,8 @@ from kerngen.compiler.compile import Resources
 from kerngen.errors import RecordingError
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, fields_of
-from kerngen.tuning.recorded import Recorded, Row, completed, read, read_folder, write
+from kerngen.tuning.recorded import Recorded, Row, completed, write
+from tools.recordings import read, read_folder
 
 SM90 = Target.of(find_arch("sm90"))
 

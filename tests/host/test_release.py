@@ -114,8 +114,8 @@ def test_what_is_shipped_can_be_compiled_ahead(kerngen: Kerngen, monkeypatch: py
 
 def test_where_the_sheets_are_made_is_said_in_one_command(kerngen: Kerngen) -> None:
     """The measured sheets of a database, written where they are shipped from: the same text."""
-    from kerngen.tuning.prebuilt import write_measured
     from kerngen.tuning_db import Store
+    from tools.prebuilt import write_measured
 
     assert kerngen("db", "export", "--device", "H200", "--kernel", "gelu_gate", "-o", "h200.kgdb")[0] == 0
     with open_bundle("h200.kgdb") as store:

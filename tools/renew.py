@@ -65,7 +65,7 @@ def renewed(path: Path, target: Target, compiler: CachedCompiler) -> tuple[str, 
 
 
 def _anew(outlook: PredictionFile) -> str:
-    return f"python -m kerngen.tuning.prebuilt --device {outlook.board}"
+    return f"python -m tools.prebuilt --device {outlook.board}"
 
 
 def _rebuilt(outlook: PredictionFile, target: Target, compiler: CachedCompiler) -> Iterator[_Rebuilt]:

@@ -1,9 +1,9 @@
 """Writes the results that kerngen is shipped with: prediction files from the cost model, results files from a GPU.
 
-    python -m kerngen.tuning.prebuilt --device V100                     tuning_db/prebuilt/V100/*.predicted.txt
-    python -m kerngen.tuning.prebuilt --device A100,T4 --trials 4
-    python -m kerngen.tuning.prebuilt --device A100,T4 --renew          the same, where only device code has changed
-    python -m kerngen.tuning.prebuilt --measured h200.db                tuning_db/prebuilt/H200/*.txt
+    python -m tools.prebuilt --device V100                     tuning_db/prebuilt/V100/*.predicted.txt
+    python -m tools.prebuilt --device A100,T4 --trials 4
+    python -m tools.prebuilt --device A100,T4 --renew          the same, where only device code has changed
+    python -m tools.prebuilt --measured h200.db                tuning_db/prebuilt/H200/*.txt
 
 A board's problems are those of all released models, each once, searched together as `kerngen tune` does, in a database
 of its own that is gone afterwards (--db keeps it, and a run that was killed goes on there). The same kernels, cost
@@ -29,7 +29,6 @@ from kerngen.system.files import publish
 from kerngen.system.progress import Reporter
 from kerngen.templates import find_kernel
 from kerngen.tuning.objective import Predicted
-from kerngen.tuning.renew import renewed
 from kerngen.tuning.report import Report
 from kerngen.tuning.tuner import Tuner
 from kerngen.tuning_db import Store
@@ -40,6 +39,7 @@ from kerngen.tuning_db.dist.results_folder import dump
 from kerngen.tuning_db.read.canonical_fields import named_kernel
 from kerngen.tuning_db.read.places import PREBUILT
 from kerngen.workload.workload import MODELS, Item, find_model, workload
+from tools.renew import renewed
 
 PREDICTED = ".predicted.txt"
 TRIALS = 4  # configurations a problem; docs/tuning-database.md says what twelve would gain
@@ -143,8 +143,8 @@ def main(
 
     \b
     Examples:
-      python -m kerngen.tuning.prebuilt --device V100
-      python -m kerngen.tuning.prebuilt --measured h200.db
+      python -m tools.prebuilt --device V100
+      python -m tools.prebuilt --measured h200.db
     """
     boards = [find_device(name) for named in devices for name in named.split(",")]
     kernels = tuple(find_kernel(name).name for name in kernels)
@@ -193,4 +193,4 @@ def _tell(sizes: dict[Path, int]) -> None:
 if __name__ == "__main__":
     from kerngen.cli import run_command
 
-    sys.exit(run_command(main, "python -m kerngen.tuning.prebuilt"))
+    sys.exit(run_command(main, "python -m tools.prebuilt"))

@@ -353,14 +353,14 @@ class Launcher:
     ) -> None:
         self.index = index
         self.target = Target.of(probe_device(index))
-        self._bindings = Selector(sources, self.target)
+        self._selector = Selector(sources, self.target)
         self._cache = cache or CompileCache()
         self._by_choice: dict[Choice, Function] = {}
         self._by_image: dict[str, Function] = {}
 
     def function(self, kernel: Kernel, problem: Any) -> Function:
         """The Function that serves `problem`. Raises TuningMiss where KERNGEN_NO_COMPILE forbids building it."""
-        choice = self._bindings.choice(kernel, problem)
+        choice = self._selector.choice(kernel, problem)
         if (known := self._by_choice.get(choice)) is None:
             known = self._by_choice[choice] = self._loaded(choice)
         return known
@@ -379,7 +379,7 @@ class Launcher:
             rendered = Renderer()
             for kernel, problem in asked:
                 with suppress(KerngenError):
-                    choice = self._bindings.choice(kernel, problem)
+                    choice = self._selector.choice(kernel, problem)
                     if choice.cubin is None and choice not in self._by_choice:
                         text = rendered(kernel, choice.problem, choice.config, self.target)
                         if text not in building:

@@ -100,12 +100,12 @@ def test_lengths_between_the_tuned_ones_are_prepared_too() -> None:
     problems = {p for _, p in lengths_between(load)}
     item = next(i.problem for i in load.items if i.problem.kv_len == 512 and not i.problem.window)
     assert {replace(item, kv_len=1 << n) for n in range(6, 18)} <= problems
-    bindings = Selector([], Target.of(find_arch("sm70")))
-    prepared = {id(bindings.choice(find_kernel("attn_decode"), p)) for p in problems}
+    selector = Selector([], Target.of(find_arch("sm70")))
+    prepared = {id(selector.choice(find_kernel("attn_decode"), p)) for p in problems}
     for length in (65, 100, 700, 5000, 100_000):
-        assert id(bindings.choice(find_kernel("attn_decode"), replace(item, kv_len=length))) in prepared
+        assert id(selector.choice(find_kernel("attn_decode"), replace(item, kv_len=length))) in prepared
     for batch in (3, 7, 13, 19, 31):  # and of batches between
-        assert id(bindings.choice(find_kernel("attn_decode"), replace(item, batch=batch))) in prepared
+        assert id(selector.choice(find_kernel("attn_decode"), replace(item, batch=batch))) in prepared
 
 
 def test_each_source_of_a_workload_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,10 +40,10 @@ def test_a_release_has_all_that_its_models_run(kerngen: Kerngen, monkeypatch: py
     assert kerngen("db", "verify", str(file))[0] == 0
     monkeypatch.setenv("KERNGEN_NO_COMPILE", "1")
     bundle = Bundle.open(file)
-    bindings = Selector(bundle.sources(), H200)
+    selector = Selector(bundle.sources(), H200)
     for model in ("gemma-4-31b", "gemma-4-12b"):
         load = workload(find_model(model), H200.arch).only(["gelu_gate", "rmsnorm"])
-        choices = [bindings.choice(find_kernel(i.kernel), i.problem) for i in load.items]
+        choices = [selector.choice(find_kernel(i.kernel), i.problem) for i in load.items]
         assert all(c.cubin is not None for c in choices)
         assert any(c.provenance == "measured" for c in choices) or model != "gemma-4-31b"
     with open_bundle(file) as store:

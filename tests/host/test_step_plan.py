@@ -135,7 +135,7 @@ def test_an_interrupted_plan_loses_no_wipe() -> None:
 
 
 def test_another_process_makes_the_same_tokens_of_the_plans() -> None:
-    """Of prefills, joint steps, drafts, masks, penalties, log-probabilities, preempted, cancelled and interrupted."""
+    """Of prefills, mixed steps, drafts, masks, penalties, log-probabilities, preempted, cancelled and interrupted."""
     engine = plan_replay.engine()
     recorded = Recorded(engine)
     handles = played(engine, random.Random(46), 200)
@@ -154,7 +154,7 @@ def test_another_process_makes_the_same_tokens_of_the_plans() -> None:
 
     found = recorded.plans
     decodes = [plan.decode for plan in found if plan.decode is not None]
-    assert {kind_of(plan) for plan in found} == {"prefill", "joint", "decode"}
+    assert {kind_of(plan) for plan in found} == {"prefill", "mixed", "decode"}
     assert {decode.num_drafts for decode in decodes} == {0, 1, 3}
     assert any(len(row) > 1 for plan, tokens in zip(found, made, strict=True) if plan.decode for row in tokens[0])
     assert any(decode.masks for decode in decodes)

@@ -27,10 +27,10 @@ def lookup(
 
     None, or with `strict` TuningMiss with the nearest entries, where nothing serves it.
     """
-    bound = WinnerTable(sources, kernel, problem, target)
-    if (answer := bound.answer(problem)) is not None:
+    table = WinnerTable(sources, kernel, problem, target)
+    if (answer := table.answer(problem)) is not None:
         return answer
-    if strict and (passed := bound.passed_over(problem)) is not None:
+    if strict and (passed := table.passed_over(problem)) is not None:
         raise TuningMiss(
             f"the default configuration serves {kernel.name}{describe(problem)} on {target}: between two tuned points "
             f"it was judged to be faster than their winners, {passed.id[:16]} among them"

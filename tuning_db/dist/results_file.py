@@ -204,15 +204,16 @@ def _point_lines(points: Sequence[Point], dynamic: str) -> list[str]:
     lines, shared = list[str](), ""  # the head of the last line, where a point of one word may follow in it
     for point in points:
         head = " ".join(["", *pairs(point.runtime), "|", dynamic or "point"])
-        at = "" if point.dynamic is None else str(point.dynamic)
         if _is_one_word(point):
             if head != shared:
                 lines.append(head)
-            lines[-1] += f" {at}{at and '='}{number(point.trials[0].us)}{label(point.trials[0].config)}"
+            at, (t,) = "" if point.dynamic is None else f"{point.dynamic}=", point.trials
+            lines[-1] += f" {at}{number(t.us)}{label(t.config)}"
             shared = head
             continue
         shared = ""
-        lines.append(f"{head}{at and '='}{at}" + ("" if point.fields is None else f" as {as_json(point.fields)}"))
+        at = "" if point.dynamic is None else f"={point.dynamic}"
+        lines.append(head + at + ("" if point.fields is None else f" as {as_json(point.fields)}"))
         lines += map(_trial, point.trials)
         if point.refused:
             lines.append("  # " + ", ".join(f"{count} {outcome}" for outcome, count in point.refused.items()))

@@ -1,22 +1,27 @@
 """attn_decode: split-KV attention for 1 to 8 new tokens a sequence over a paged KV cache, head norms and RoPE too.
 
-One block takes the query heads of one kv head, times the tokens, as the rows of a matrix (so KV is read once a kv
-head), and one split of the sequence's visible tiles. With more than one split, attn_combine merges the partial results
-(fp32, in the workspace), or the blocks of the one launch do, which wait for each other's (Config.fused_combine,
-fused_combine.cuh.jinja). With Config.warpgroups one warp copies and warpgroups multiply (wgmma_ws.cu.jinja), and the
-splits of a cluster of blocks are merged through its shared memory (Config.cluster), where they are read or where they
-are pushed to (Config.partial_bits): attn_combine has fewer partial results to merge, or none; together there, whoever
-comes last merges them and nobody waits. Without a cluster results are stored for attn_combine as they lie in registers
-(fragment_partials.cuh.jinja). Method: Flash-Decoding (Dao et al., 2023) over the online softmax of arXiv 1805.02867.
+A block has one kv head and one split of the sequence's visible key tiles. Its rows are the query heads of that kv head
+times the new tokens (GQA packing), so KV is read once a kv head. Method: Flash-Decoding (Dao et al., 2023) over the
+online softmax of arXiv 1805.02867. Split-KV partials are combined in one of these ways:
 
-From the projection itself (Problem.source) each block norms and turns its own rows of q, and makes the K and V of the
-new tokens among its keys, for itself and for the cache: new_heads.cuh.jinja says why each is written by someone, and
-why a block reads no new key that only another one has written.
+- attn_combine, a second launch, reads them from the workspace (fp32).
+- Config.fused_combine: in the same launch, by LL exchange (fused_combine.cuh.jinja); all blocks are co-resident.
+- Config.cluster, with body=wgmma_ws: blocks of a cluster reduce their splits through DSMEM, after a cluster barrier
+  (pull) or with st.async (push: Config.partial_bits, dsmem_reduce.cuh.jinja). attn_combine combines the clusters'
+  results; with fused_combine the last block to arrive does, and none waits.
+- Config.partial_bits without a cluster: each block stores its accumulators in fragment layout for attn_combine and
+  exits (fragment_partials.cuh.jinja).
 
-With programmatic dependent launch a block reads kv_lens, positions, slot_mapping, the block table and keys older than
-the new tokens before its predecessor has ended. In a forward they were complete before `embed` let its successor start
-(docs/architecture.md): the kernel right before may write q, and with sources q and raw_q the new tokens' K and V,
-nothing else that is read here.
+body=wgmma_ws is warp-specialised: one TMA producer warp, consumer warpgroups (wgmma_ws.cu.jinja).
+
+If `q` is the projection itself (Problem.source), each block applies norm and RoPE to its own rows of q, and makes K and
+V of the new tokens among its keys, for itself and for the cache. new_heads.cuh.jinja says why every new token is
+written by some block, and why no block reads a new key that only another block has written.
+
+Programmatic dependent launch: a block reads kv_lens, positions, slot_mapping, the block table and keys older than the
+new tokens before its predecessor has completed. In a forward all of these are complete before `embed` triggers its
+successor (docs/kernels.md). The kernel right before may write q and, with sources q and raw_q, the new tokens' K and V;
+it may write nothing else that is read here.
 """
 
 from __future__ import annotations
@@ -36,13 +41,15 @@ MAX_Q_LEN = 8  # new tokens a sequence: more are a prefill's
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Softmax(q k^T * sm_scale) v over what each query sees. window: keys seen, the query's own included; 0 is all.
+    """Softmax(q k^T * sm_scale) v over the keys that each query sees. window: keys seen, the query's own included; 0:
+    all.
 
-    source: what `q` holds of a token. "q": its heads, ready, with K and V in the cache; "raw_q": its heads before norm
-    and RoPE; "qkv": q | k | v before both, "qk": q | k where V is the raw K: then k = rope(norm(k; k_weight)) and
-    norm(v) go to row slot_mapping[t] = page * page_size + row of the caches, which is where the block table has the
-    token's position, or nowhere where it is negative. As qkv_norm_rope, but that a token at a negative position (kv_len
-    < q_len) is not written. Of each head the pairs (j, j + head_dim / 2) for j < num_rotated_pairs turn.
+    source: what `q` holds of a token. "q": final heads, with K and V in the cache. "raw_q": heads before norm and RoPE.
+    "qkv": q | k | v before both. "qk": q | k, where V is the raw K. With the last two, rope(norm(k; k_weight)) and
+    norm(v) are written to row slot_mapping[t] = page * page_size + row of the caches, where the block table has the
+    token's position; a negative slot is not written. As qkv_norm_rope, except that a token at a negative position
+    (kv_len < q_len) is not written either. RoPE rotates the pairs (j, j + head_dim / 2) of a head for j <
+    num_rotated_pairs.
     """
 
     RUNTIME: ClassVar[tuple[str, ...]] = ("batch", "kv_len")
@@ -117,23 +124,23 @@ class Config:
     num_warps: int = 4
     num_stages: int = 2  # tiles of K or V on their way to each warp (always 1 where the body has no cp.async)
     num_splits: int = 1  # parts of the visible keys
-    # The splits of a row are merged in this launch, by the blocks that made them, which wait for each other: all must
-    # be resident. With wgmma_ws the last of those blocks does it, and none waits.
+    # Splits are combined in this launch, by the blocks that made them. mma: they wait for each other, so all must be
+    # co-resident. wgmma_ws: the last block to arrive combines, and none waits.
     fused_combine: bool = field(default=False, metadata={"filed": "together"})
-    # mma: warps copy their own tiles and multiply them by mma.sync.
-    # wgmma_ws: one more warp copies, in boxes of block_n keys, and the others multiply by warpgroups: split_d warps,
-    #   one or two warpgroups, share a tile of 64 keys; a tile comes in stages_per_tile of the num_stages stages.
+    # mma: each warp loads its own tiles by cp.async and multiplies them by mma.sync.
+    # wgmma_ws: a producer warp loads TMA boxes of block_n keys; consumer warpgroups multiply. split_d warps, one or two
+    #   warpgroups, share a tile of 64 keys, which takes stages_per_tile of the num_stages stages.
     body: str = field(default="mma", metadata={"filed": {"wgmma_ws": {"warpgroups": True}}})
-    cluster: int = 1  # with wgmma_ws: consecutive splits of the same rows, merged through the cluster's shared memory
-    # With wgmma_ws: parts of head_dim that K of a tile is copied in, a stage each, and multiplied as each arrives. 1: K
-    # is copied by whole rows, as V is, and multiplied when all have arrived.
+    cluster: int = 1  # with wgmma_ws: consecutive splits of the same rows, reduced through DSMEM
+    # With wgmma_ws: parts of head_dim in which K of a tile is loaded, one stage each; each is multiplied as it arrives.
+    # 1: K is loaded in whole rows, as V is, and multiplied once all have arrived.
     k_column_parts: int = field(default=2, metadata={"filed": "key_parts"})
-    # With wgmma_ws: bits, 16 or 32, of each partial result that a block hands over from its registers: in clusters it
-    # is written to the shared memory of the block that merges it (dsmem_reduce.cuh.jinja), else to the workspace for
-    # attn_combine (fragment_partials.cuh.jinja). 0: fp32 in the block's own stages, where the cluster reads them.
+    # With wgmma_ws: bits, 16 or 32, of partials that a block writes straight from registers: in a cluster to the block
+    # that combines them, by DSMEM (dsmem_reduce.cuh.jinja), else to the workspace (fragment_partials.cuh.jinja). 0:
+    # fp32 partials stay in the block's own stages, and the cluster reads them there.
     partial_bits: int = field(default=0, metadata={"filed": "push_bits"})
-    # Stages, of num_stages, that are in flight at most until each has been filled once: these copies compete with what
-    # a predecessor still loads and stores, and with the queries. 0: all.
+    # The most stages in flight until the pipeline has been filled once: these loads compete with the predecessor's
+    # traffic and with the queries. 0: all.
     prefetch_stages: int = field(default=0, metadata={"filed": "in_flight"})
     # With wgmma_ws: stages after the first num_stages that are prefetched into L2 when those have been issued.
     l2_prefetch_stages: int = field(default=0, metadata={"filed": "prefetch"})

@@ -1,10 +1,10 @@
 """Tilings of W4A16 kernels and the resources they need, shared by the specs of w4a16_gemm and moe_w4a16.
 
-Weights are the tensor core's A operand (rows of 32 in a strip), tokens its 8 columns, so one token costs no more MMAs
-than eight. The work is a line of units, (tile, block_k of its K), cut into equal pieces: one a block (stream-K), or one
-tile a block; warpgroups cut what fills no whole round of tiles so, and go through the others whole. The sums of a tile
-that several blocks share are posted in the workspace, in fp32, and added in the order of the blocks. Device code:
-gemm.cuh, and for few tokens gemv.cuh, warp_pipeline.cuh and cta_pipeline.cuh, where blocks share a tile by split_k
+Swap-AB: weights are the tensor core's A operand (in strips, n-tiles of 32 rows), tokens its 8 columns, so one token
+costs no more MMAs than eight. The units of work are block_k columns of a tile. Either each block has one tile, or all
+blocks have equal shares of all units (stream-K); wgmma_ws splits only the partial wave and processes the other tiles
+whole. Partial sums of a shared tile go through the workspace, in fp32, and are added in the order of the blocks. Device
+code: gemm.cuh; for few tokens gemv.cuh, warp_pipeline.cuh and cta_pipeline.cuh, whose blocks share a tile by split_k
 alone.
 """
 
@@ -20,11 +20,11 @@ from kerngen.templates.common.rows.spec import DTYPES
 STRIP = 32  # rows of W, and columns of K, in one packed tile: 512 bytes, 16 a lane
 GROUP_SIZES = (32, 64, 128)
 STREAM_BLOCK_M = (1, 4)  # tokens of a tile with stream (x_registers.cuh)
-MOST_PAIRS = 6  # of tiles, whose digits a warp keeps beside what their sums begin with: see stream_has_many
+MOST_PAIRS = 6  # of tiles, whose limbs a warp keeps beside the start values of their sums: see stream_has_many
 MOST_QUADS = 14  # the same with four tokens
-X_SCRATCH_BYTES = 1024  # of a warp's shared memory, through which four tokens come
-EXTRA_WARPS = 2  # warps of a block whose ring is shared, beside those that multiply: one fetches, one adds up
-MAX_PENDING_UNITS = 2  # whose sums that one has still to add up, at most
+X_SCRATCH_BYTES = 1024  # shared memory of a warp, for the layout change of four tokens
+EXTRA_WARPS = 2  # of tma_block, beside the consumers: producer and reduction warp
+MAX_PENDING_UNITS = 2  # whose sums may wait for the reduction warp
 
 
 # What rows have in place of `body`, which were flags once (templates/kernel.py, defaults_of).
@@ -46,24 +46,25 @@ class Tiling:
     warps_m: int = 1  # warps that share rows of W and differ in tokens
     warps_k: int = 1  # warps that share a tile and differ in K; summed through shared memory
     num_stages: int = 4
-    blocks_per_sm: int = 1  # stream-K over this many blocks an SM (warpgroups: of the last rounds); 0: a block a tile
-    # mma: mma.sync, by stages of cp.async.
-    # wgmma: Hopper's warpgroup products in place of mma.sync.
-    # wgmma_ws: a warpgroup copies, the others multiply 64 rows of W each by all tokens of a tile.
-    # gemv: up to 8 tokens, W from memory straight to registers (gemv.cuh): block_k is what the warps of a tile have
-    #   under way, num_stages is 1, and blocks_per_sm blocks an SM go through all tiles (0: each has its own).
-    # tma_warp: up to four tokens, W by bulk copies through a ring of shared memory for each warp (warp_pipeline.cuh): a
-    #   tile is a strip, block_k is what the warps fetch with a slot each, num_stages are the slots of a warp.
-    # tma_block: two to four tokens, a ring for all warps of a block, which a warp of its own fills, a slot with one
-    #   copy (cta_pipeline.cuh): block_k is a slot, num_stages and prefetch_stages are of the block.
+    blocks_per_sm: int = 1  # stream-K over this many blocks an SM (wgmma_ws: of the last waves); 0: one block a tile
+    # mma: mma.sync, a cp.async pipeline.
+    # wgmma: wgmma in place of mma.sync.
+    # wgmma_ws: warp-specialised; each consumer warpgroup multiplies 64 rows of W by all tokens of a tile.
+    # gemv: up to 8 tokens, W from memory straight to registers (gemv.cuh). block_k is what the warps of a tile have in
+    #   flight, num_stages is 1, and blocks_per_sm blocks an SM loop over all tiles (0: each has its own).
+    # tma_warp: up to four tokens, W by bulk copies into a pipeline of each warp (warp_pipeline.cuh). A tile is a strip,
+    #   block_k is one stage of every warp, num_stages are a warp's.
+    # tma_block: two to four tokens, one pipeline for all warps of a block, which a producer warp fills, one copy a
+    # stage
+    #   (cta_pipeline.cuh). block_k is one stage; num_stages and prefetch_stages are the block's.
     body: str = field(default="mma", metadata={"filed": BODIES_AS_FILED})
-    split_k: int = 1  # with gemv or tma_*: parts of K that are summed by themselves, and added up by one of them
-    cluster: int = 1  # with wgmma_ws: blocks whose tiles differ in rows of W, and which share what they copy of x
+    split_k: int = 1  # with gemv or tma_*: parts of K whose sums one of the blocks adds up
+    cluster: int = 1  # with wgmma_ws: blocks with other rows of W and the same tokens; x is multicast to them
     # With wgmma_ws: stages after the first num_stages whose weights are prefetched into L2.
     l2_prefetch_stages: int = field(default=0, metadata={"filed": "prefetch"})
-    # Stages of weights in flight at most while x is waited for, of a warp with tma_warp, else of a block. 0: all.
+    # The most stages of weights in flight while a block (tma_warp: a warp) waits for x. 0: all.
     prefetch_stages: int = field(default=0, metadata={"filed": "in_flight"})
-    # With tma_block: no more than prefetch_stages are in flight, also once x has come.
+    # With tma_block: at most prefetch_stages are in flight even after x has arrived.
     cap_inflight: bool = field(default=False, metadata={"filed": "throughout"})
 
     @property
@@ -76,7 +77,7 @@ class Tiling:
 
     @property
     def stream(self) -> bool:
-        """Whether W comes by bulk copies, into rings of warps or of a block."""
+        """Whether W is loaded by bulk copies, into pipelines of warps or of a block."""
         return self.body in ("tma_warp", "tma_block")
 
     @property
@@ -89,7 +90,7 @@ class Tiling:
 
     @property
     def shares_tiles(self) -> bool:
-        """Whether blocks add each other's sums, so that the workspace holds some."""
+        """Whether blocks exchange partial sums through the workspace."""
         return self.split_k > 1 if self.gemv or self.stream else self.blocks_per_sm > 0
 
     @property
@@ -112,11 +113,11 @@ class Tiling:
         return -(-used // 1024) * 1024 if self.wgmma else used
 
     def smem_bytes(self, group_size: int) -> int:
-        """The stages, and what the warps that split K exchange. All dynamic.
+        """The stages, and the exchange of the warps that split K. All dynamic.
 
-        With gemv the exchange alone, twice where tiles follow each other, and 16 bytes for who began last; with stream
-        the slots and a barrier for each, and of four tokens what x comes through; with a shared ring the sums of the
-        units that wait, too.
+        gemv: the exchange alone, double-buffered if a block has several tiles, and 16 bytes that say which block
+        started last. tma_warp: the stages, a barrier each, and scratch for x of four tokens. tma_block: also the sums
+        of pending units.
         """
         if self.cta_pipeline:
             places = self.num_stages + MAX_PENDING_UNITS  # two barriers and whose it is

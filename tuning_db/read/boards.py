@@ -19,7 +19,7 @@ from kerngen.tuning_db.read.source import Source
 log = logging.getLogger(__name__)
 
 SUFFIX = ".txt"
-_HEAD_BYTES = 4096  # a sheet says in its second line of which board it is
+_HEAD_BYTES = 4096  # a results file names its board in its second line
 
 
 @runtime_checkable
@@ -40,7 +40,7 @@ def at_hand(sources: Sequence[Source | PerBoard], target: Target) -> list[Source
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """A folder of sheets. device: of the first of them."""
+    """A folder of results files. device: of the first of them."""
 
     folder: Path
     device: Device
@@ -54,7 +54,9 @@ class Board:
 
 
 def shipped_boards() -> tuple[Board, ...]:
-    """Those that this installation has sheets of, by name. One whose sheets cannot be read is left out, and said."""
+    """Boards that this installation has results of, by name. One whose files cannot be read is left out, with a
+    warning.
+    """
     return _boards_in(places.PREBUILT)
 
 
@@ -79,6 +81,6 @@ def _device_of(sheet: Path) -> Device:
 
 
 def nearest_board(device: Device) -> Board | None:
-    """The one whose sheets answer for `device`: None where all are of another kind."""
+    """The board whose results serve `device`; None if all are of another kind."""
     near = min(shipped_boards(), key=lambda b: distance(b.device, device), default=None)
     return near if near is not None and distance(near.device, device) <= NEAR else None

@@ -328,7 +328,7 @@ def stream_step(c: Tiling, group_size: int) -> int:
 
 
 def stream_registers(c: Tiling, tiles: int) -> int:
-    """About what a thread needs with stream, of a warp with so many tiles of a strip's part."""
+    """Registers of a thread with tma_*, about, if a warp has so many tiles of a strip's part."""
     many = stream_has_many(c, tiles)
     if c.cta_pipeline:
         return 52 + tiles * (3 if many else 6)
@@ -344,7 +344,7 @@ def stream_warps(c: Tiling) -> int:
 
 
 def stream_tiles(c: Tiling, k: int, group_size: int) -> int:
-    """Of a strip's part of K = k, that a warp has with stream at most."""
+    """The most tiles of a strip's part of K = k that a warp has with tma_*."""
     step = stream_step(c, group_size)
     if c.cta_pipeline:
         steps, slot = ceil(ceil(k / step) / c.split_k), c.block_k // step
@@ -399,7 +399,7 @@ def why_not_warpgroups(c: Tiling, k: int, group_size: int, arch: Arch) -> str | 
     if c.warps_m != 1 or c.warps_k != 1 or c.split_k != 1:
         return "body=wgmma_ws goes with warps_m, warps_k and split_k of 1"
     if not 0 <= c.l2_prefetch_stages <= 64:
-        return f"l2_prefetch_stages={c.l2_prefetch_stages}: up to 64 stages may be asked into L2 ahead of the ring"
+        return f"l2_prefetch_stages={c.l2_prefetch_stages}: at most 64 stages may be prefetched into L2"
     if c.blocks_per_sm > 2 or c.cluster not in (1, 2) or c.num_stages < 3:
         return (f"blocks_per_sm={c.blocks_per_sm} cluster={c.cluster} num_stages={c.num_stages}: warpgroups takes at "
                 "most 2, 1 or 2, and at least 3")  # fmt: skip

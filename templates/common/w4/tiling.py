@@ -283,21 +283,22 @@ def why_not_gemv(c: Tiling, rows: int, k: int, arch: Arch) -> str | None:
 
 
 def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) -> str | None:
-    """As why_invalid where `stream` is chosen: of `rows` rows of x, and K = k. Without shared memory."""
+    """As why_invalid, for body=tma_warp and tma_block: `rows` rows of x, and K = k. Without shared memory."""
     if c.l2_prefetch_stages:
         return f"l2_prefetch_stages={c.l2_prefetch_stages} is for body=wgmma_ws"
     if not arch.has_tma:
         return f"body={c.body}: {arch} has no bulk copies; body=gemv serves up to 8 tokens from sm75 on"
     if c.block_m not in STREAM_BLOCK_M or rows > c.block_m or c.block_n != STRIP or c.warp_n != STRIP:
-        return (f"stream takes a strip of W, and rows of x in a tile of {', '.join(map(str, STREAM_BLOCK_M))}: "
-                f"rows={rows} block_m={c.block_m} block_n={c.block_n} warp_n={c.warp_n} are not that")  # fmt: skip
+        return (f"body={c.body} takes block_n=warp_n={STRIP} and rows of x in a block_m of "
+                f"{', '.join(map(str, STREAM_BLOCK_M))}: not rows={rows} block_m={c.block_m} block_n={c.block_n} "
+                f"warp_n={c.warp_n}")  # fmt: skip
     if c.warps_m != 1:
         return f"body={c.body} goes with warps_m=1, not {c.warps_m}"
-    if why := _why_not_prefetch_stages(c, arch, "slots"):
+    if why := _why_not_prefetch_stages(c, arch):
         return why
     if c.warps_k < 2 or c.num_stages < 2 or c.blocks_per_sm < 1:
-        return (f"warps_k={c.warps_k} num_stages={c.num_stages} blocks_per_sm={c.blocks_per_sm}: stream takes 2 warps "
-                "and slots at least, and blocks that go through many strips")  # fmt: skip
+        return (f"warps_k={c.warps_k} num_stages={c.num_stages} blocks_per_sm={c.blocks_per_sm}: body={c.body} takes "
+                "at least 2, 2 and 1")  # fmt: skip
     if c.cta_pipeline and (c.block_m == 1 or c.blocks_per_sm > 1):
         return (f"body=tma_block: a tile of several tokens in one block an SM, not block_m={c.block_m} "
                 f"blocks_per_sm={c.blocks_per_sm}")  # fmt: skip
@@ -306,13 +307,14 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
                 f"prefetch_stages={c.prefetch_stages}")  # fmt: skip
     step = stream_step(c, group_size)
     if c.block_k % (step * c.warps_k):
-        return f"block_k={c.block_k} is not made of warps_k={c.warps_k} slots of whole steps of {step}"
+        return f"block_k={c.block_k} is no multiple of warps_k={c.warps_k} times a step of {step} columns"
     if (warps := stream_warps(c) * c.blocks_per_sm) > 16:
         return f"{warps} warps in {c.blocks_per_sm} blocks an SM; the registers serve 16"
     tiles = stream_tiles(c, k, group_size)
-    slot, most = c.block_k // step // c.warps_k, tiles * STRIP // step
-    if slot > most or k // step < c.split_k:
-        return f"block_k={c.block_k} split_k={c.split_k}: a part of k={k} has {most} steps a warp, a slot takes {slot}"
+    stage, most = c.block_k // step // c.warps_k, tiles * STRIP // step
+    if stage > most or k // step < c.split_k:
+        return (f"block_k={c.block_k} split_k={c.split_k}: a part of k={k} has {most} steps a warp, a stage takes "
+                f"{stage}")  # fmt: skip
     if c.cta_pipeline:
         available = arch.registers_of(32 * stream_warps(c))
     else:
@@ -323,7 +325,7 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
 
 
 def stream_step(c: Tiling, group_size: int) -> int:
-    """Columns that a warp takes together with stream: of one token those of two tiles."""
+    """Columns of a step with tma_*: those of scales that are shared, and for one token of two tiles."""
     return max(group_size, STRIP if c.block_m > 1 else 2 * STRIP)
 
 
@@ -401,21 +403,21 @@ def why_not_warpgroups(c: Tiling, k: int, group_size: int, arch: Arch) -> str | 
     if not 0 <= c.l2_prefetch_stages <= 64:
         return f"l2_prefetch_stages={c.l2_prefetch_stages}: at most 64 stages may be prefetched into L2"
     if c.blocks_per_sm > 2 or c.cluster not in (1, 2) or c.num_stages < 3:
-        return (f"blocks_per_sm={c.blocks_per_sm} cluster={c.cluster} num_stages={c.num_stages}: warpgroups takes at "
-                "most 2, 1 or 2, and at least 3")  # fmt: skip
+        return (f"blocks_per_sm={c.blocks_per_sm} cluster={c.cluster} num_stages={c.num_stages}: body=wgmma_ws takes "
+                "at most 2, 1 or 2, and at least 3")  # fmt: skip
     if why := _why_not_prefetch_stages(c, arch):
         return why
     if c.block_k % 64 or k % c.block_k:
-        return f"block_k={c.block_k} of k={k}: warpgroups takes whole stages of a multiple of 64"
+        return f"block_k={c.block_k} of k={k}: body=wgmma_ws takes whole stages of a multiple of 64"
     return _why_not_groups(c, group_size)
 
 
-def _why_not_prefetch_stages(c: Tiling, arch: Arch, places: str = "stages") -> str | None:
+def _why_not_prefetch_stages(c: Tiling, arch: Arch) -> str | None:
     if c.prefetch_stages and not arch.has_pdl:
         return (f"prefetch_stages={c.prefetch_stages} is for launches that begin before others end, on sm90 and newer; "
                 "prefetch_stages=0")  # fmt: skip
     if not 0 <= c.prefetch_stages < c.num_stages:
-        return f"prefetch_stages={c.prefetch_stages}: of num_stages={c.num_stages} {places} fewer, or 0 for all"
+        return f"prefetch_stages={c.prefetch_stages}: fewer than num_stages={c.num_stages}, or 0 for all"
     return None
 
 
@@ -432,7 +434,7 @@ def why_invalid(c: Tiling, group_size: int, arch: Arch) -> str | None:
             f"body={c.body} cluster={c.cluster} l2_prefetch_stages={c.l2_prefetch_stages}: only w4a16_gemm's wgmma_ws"
         )
     if c.split_k != 1:
-        return f"split_k={c.split_k}: only gemv and stream split K so; here blocks_per_sm does, and split_k is 1"
+        return f"split_k={c.split_k}: only gemv and tma_* use split_k; here blocks_per_sm splits K, and split_k is 1"
     if c.block_n % c.warp_n or c.warp_n % STRIP:
         return f"block_n={c.block_n} is not made of warps of warp_n={c.warp_n} rows, each a multiple of {STRIP}"
     if not arch.has_ldmatrix and c.warp_n != 64:

@@ -44,7 +44,7 @@ class Rows:
         self.environment, self.board = gpu.environment(), gpu.uuid()
         self._run = f"ab-{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid4().hex[:6]}"
         self._builds: dict[Trial, str] = {}
-        self._closures: dict[str, str] = {}
+        self._digests: dict[str, str] = {}
         self._pending: list[Measurement] = []
         self._flushed = time.monotonic()
 
@@ -100,12 +100,12 @@ class Rows:
         if trial not in self._builds:
             kernel, config = trial.entry.kernel, fields_of(trial.candidate.config)
             static = static_fields(trial.entry.problem)
-            if kernel.name not in self._closures:
-                self._closures[kernel.name] = source_digest_of(kernel)
-            closure = None if trial.candidate.replace else self._closures[kernel.name]
+            if kernel.name not in self._digests:
+                self._digests[kernel.name] = source_digest_of(kernel)
+            source_digest = None if trial.candidate.replace else self._digests[kernel.name]
             if isinstance(trial.made, Cubin):
                 self._builds[trial] = self._store.add_build(trial.made, kernel.name, trial.source, config, static,
-                                                            keep_image=False, closure=closure)  # fmt: skip
+                                                            keep_image=False, closure=source_digest)  # fmt: skip
             else:
                 self._builds[trial] = self._store.add_build(None, kernel.name, trial.source, config, static,
                                                             arch=self._target.arch, status="compile_failed",

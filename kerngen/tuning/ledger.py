@@ -52,16 +52,16 @@ class Ledger:
         self._builds: dict[tuple[str, str], Build] = {}
         self._observed: dict[str, dict[str, list[Measurement]]] = {}
         self._closed: dict[str, dict[str, dict[str, Any]]] = {}  # fingerprint -> problem id -> summary
-        self._closures: dict[str, str] = {}  # of each kernel, before anything of it was rendered
-        self._rendered: dict[str, dict[str, None]] = {}  # closure -> builds that were there, found by their source
+        self._digests: dict[str, str] = {}  # of each kernel, before anything of it was rendered
+        self._rendered: dict[str, dict[str, None]] = {}  # digest -> builds that were there, found by source
         self._steps: list[tuple[StepKey, str]] = []
         self._closing: dict[tuple[str, str], tuple[ProblemKey, dict[str, Any]]] = {}
 
     def entry(self, kernel: Kernel, problem: Any) -> Entry:
         """What is known of `problem`; `closed` if a search with the same settings and sources was finished before."""
         key = problem_key(kernel, problem)
-        if kernel.name not in self._closures:
-            self._closures[kernel.name] = source_digest_of(kernel)
+        if kernel.name not in self._digests:
+            self._digests[kernel.name] = source_digest_of(kernel)
         entry = Entry(kernel, problem, key, self._fingerprint(kernel))
         for m in self._known(kernel).get(key.id, []):
             entry.known.setdefault(canonical(m.config), []).append(m)
@@ -103,21 +103,21 @@ class Ledger:
             if found is None:
                 return None
             self._builds[key] = found
-            if (closure := self._closure(kernel)) is not None:
-                self._rendered.setdefault(closure, {})[found.id] = None
+            if (source_digest := self._current_digest(kernel)) is not None:
+                self._rendered.setdefault(source_digest, {})[found.id] = None
         return self._builds[key]
 
-    def _closure(self, kernel: Kernel) -> str | None:
+    def _current_digest(self, kernel: Kernel) -> str | None:
         """What every source of this run was rendered by; None where the kernel's files changed under it."""
         now = source_digest_of(kernel)
-        return now if self._closures.get(kernel.name) == now else None
+        return now if self._digests.get(kernel.name) == now else None
 
     def add_build(self, kernel: Kernel, problem: Any, config: Any, source: str, made: Cubin | CompileError) -> Build:
         """Record what compiling `source` gave. Blobs are kept of winners only; the compile cache has the others."""
         fields, static = fields_of(config), static_fields(problem)
         if isinstance(made, Cubin):
             build_id = self.store.add_build(made, kernel.name, source, fields, static, keep_image=False,
-                                            closure=self._closure(kernel))  # fmt: skip
+                                            closure=self._current_digest(kernel))  # fmt: skip
         else:
             log = f"{made.message}\n{made.log}".strip()
             build_id = self.store.add_build(None, kernel.name, source, fields, static, arch=self.target.arch,
@@ -171,8 +171,8 @@ class Ledger:
         """Write what is pending, in one transaction."""
         if self._rows or self._rendered:
             with self.store.transaction():
-                for closure, build_ids in self._rendered.items():
-                    self.store.note_rendered(build_ids, closure)
+                for source_digest, build_ids in self._rendered.items():
+                    self.store.note_rendered(build_ids, source_digest)
                 self.store.add_measurements(self._rows)
                 for (search, _), (key, summary) in self._closing.items():
                     self.store.close_search(search, key, summary)

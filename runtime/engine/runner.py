@@ -1,8 +1,8 @@
-"""Runs plans on the device: what a row of the batch is there, the decode step and its graphs, prefill.
+"""Runs plans (plan.py) on the device: the state of the batch's rows, the decode step and its graphs, prefill.
 
-`run` is given plans (plan.py). A step reads and writes device tensors at fixed addresses only, so the next one can
-start before the host has seen this one's tokens, and a step is one CUDA graph where the backend can. Rows join, move
-and leave by copies in the same stream. The host waits for results alone.
+A step reads and writes device tensors at fixed addresses only. So the next step can start before the host has read this
+one's tokens, and a step is one CUDA graph if the backend supports graphs. Rows join, move and leave by copies in the
+same stream. The host waits for results only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Warm-up: runs steps of all batches and chunks of all lengths before the first request.
 
-A request that meets a kernel which no database keeps built would wait while it is compiled, and all others with it.
-Lengths between those here are served by the same kernels: they are chosen at powers of two and at eighths of them
-(runtime/selection.py). What sampling asks beside the greedy choice is asked too.
+Otherwise the first request that needs a kernel whose machine code is not stored would wait for its compilation, and all
+others with it. Kernels are selected at powers of two and at eighths of them (runtime/selection.py), so these lengths
+cover those between. Sampling's kernels are run too.
 """
 
 from __future__ import annotations

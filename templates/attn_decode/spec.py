@@ -240,21 +240,19 @@ MAX_ACCUMULATORS = 128
 MAX_SPILL_BYTES = 8
 # Of a thread, beside the accumulators and statistics of its warpgroup.
 WARPGROUP_SPARE_REGS = 24
-PRODUCER_REGS = 32  # where they are dealt: of a thread of the warpgroup that copies
-UNIFORM_SPARE_REGS = 30  # where all warps have as many: with 24 one of 300 builds spilled
+PRODUCER_REGS = 32  # with setmaxnreg: of a thread of the producer warpgroup
+UNIFORM_SPARE_REGS = 30  # without setmaxnreg: with 24 one of 300 builds spilled
 
 
 MAX_SLICES = 8  # of the splits, in a block of the combine
-LINE_QUADS = 8  # of 4 fp32, a line: what a block merges is in multiples of it
+LINE_QUADS = 8  # of 4 fp32, a line: a block combines a multiple of it
 
 
 TILE = 64  # keys that a warpgroup multiplies at once
-L2_PREFETCH_TILES = 8  # the pages of whose 32 chunks are at hand when a ring has been filled
-FRAGMENT_BYTES_IN_FLIGHT = (
-    80 * 1024
-)  # bytes on their way to a block whose results are stored, once its ring has been full
-# Where results are stored from registers: warps of a block of attn_combine, and the share of an SM's registers that is
-# left to it beside a block of attn_decode, for two of its blocks, or one of more splits, whose weights take more.
+L2_PREFETCH_TILES = 8  # their 32 chunks' pages are known once the pipeline has been filled
+FRAGMENT_BYTES_IN_FLIGHT = 80 * 1024  # of a block with fragment partials, once its pipeline has been filled
+# With fragment partials: warps of a block of attn_combine; its share of an SM's registers beside a block of attn_decode
+# (1 / COMBINE_SHARE), for two of its blocks; above so many splits for one, whose weights take more.
 COMBINE_WARPS, COMBINE_SHARE, FEW_FRAGMENT_SPLITS = 4, 4, 36
 
 
@@ -279,7 +277,7 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
 
 
 def bound_threads(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
-    """Of entries whose __launch_bounds__ are above their blocks: with fewer registers, which attn_combine's have."""
+    """Entries whose __launch_bounds__ exceed their blocks, to leave registers to attn_combine's blocks."""
     return {"attn_decode": _bound_threads(problem, config, arch)} if has_fragment_partials(config) else {}
 
 
@@ -291,8 +289,8 @@ def _bound_threads(problem: Problem, config: Config, arch: Arch) -> int:
 
 
 def _regs_left_by_combine(p: Problem, c: Config, arch: Arch) -> int:
-    """That a thread of a block whose results are stored begins with, beside attn_combine's; 0 where those are too few,
-    dealt out or not.
+    """Registers that a thread starts with if attn_combine's blocks must fit beside; 0 if those would be too few, with
+    or without setmaxnreg.
     """
     if not has_fragment_partials(c) or _two_blocks_fit(p, c, arch):
         return 0
@@ -301,12 +299,12 @@ def _regs_left_by_combine(p: Problem, c: Config, arch: Arch) -> int:
 
 
 def _consumer_regs(registers: int, c: Config) -> int:
-    """Of a thread that multiplies, where each of a block had so many and the warpgroup that copies gives its own."""
+    """Registers of a consumer thread after setmaxnreg, if every thread of the block starts with so many."""
     return min(232, (registers * (c.num_warps + 4) - 4 * PRODUCER_REGS) // c.num_warps // 8 * 8)
 
 
 def combine_tiles(problem: Problem, config: Config) -> tuple[int, int, int]:
-    """How what a block's rows give is dealt to the num_splits blocks that have the same rows, to be merged together.
+    """Pieces of a block's output that the num_splits blocks with the same rows combine in the same launch.
 
     (4-element quads of a piece, whole lines of their fp32; pieces, one a block; rows that a piece touches at most)
     """
@@ -320,7 +318,7 @@ def combine_tiles(problem: Problem, config: Config) -> tuple[int, int, int]:
 
 
 def cell_quads(piece: int, piece_rows: int) -> int:
-    """What a split posts to a piece's owner, in quads of fp32: the piece, then lines with the lse of its rows."""
+    """What a split sends to a piece's owner, in quads of fp32: the piece, then lines with the lse of its rows."""
     return piece + ceil(piece_rows / 4 / LINE_QUADS) * LINE_QUADS
 
 
@@ -334,22 +332,22 @@ def stage_bytes(problem: Problem, config: Config) -> int:
 
 
 def partials(config: Config) -> int:
-    """Partial results that a row has, where the blocks do not merge together: one where there is nothing to merge."""
+    """Partial results of a row that are left to combine: num_splits, after the clusters' reduction."""
     return config.num_splits // config.cluster
 
 
 def has_fragment_partials(config: Config) -> bool:
-    """Whether blocks leave attn_combine partial results as fragments (fragment_partials.cuh.jinja)."""
+    """Whether blocks store partials in fragment layout for attn_combine (fragment_partials.cuh.jinja)."""
     return config.warpgroups and config.partial_bits > 0 and config.cluster == 1
 
 
 def combine_blocks(config: Config) -> tuple[int, int]:
-    """(blocks of attn_combine that an SM holds, loads that a lane has under way), where results are stored."""
+    """(blocks of attn_combine an SM, loads of a lane in flight), with fragment partials."""
     return (8, 9) if config.num_splits <= FEW_FRAGMENT_SPLITS else (6, 8)
 
 
 def max_inflight_stages(problem: Problem, config: Config) -> int:
-    """Stages in flight at most once all have been filled."""
+    """The most stages in flight once all have been filled."""
     return min(
         config.num_stages,
         max(2, FRAGMENT_BYTES_IN_FLIGHT // stage_bytes(problem, config)) if has_fragment_partials(config) else 64,
@@ -357,19 +355,19 @@ def max_inflight_stages(problem: Problem, config: Config) -> int:
 
 
 def chunk_lanes(config: Config) -> int:
-    """Lanes of attn_combine that merge a chunk: eight for every nine splits, up to a warp."""
+    """Lanes of attn_combine that combine a chunk: eight for every nine splits, up to a warp."""
     return min(32, 8 << (ceil(config.num_splits / 9) - 1).bit_length())
 
 
 def span(problem: Problem, config: Config) -> int:
-    """Chunks of a pair that a warp of attn_combine merges at once: of few splits twice as many or four times."""
+    """Chunks of a pair that a warp of attn_combine combines at once: with few splits twice or four times as many."""
     lanes, (_, ahead) = chunk_lanes(config), combine_blocks(config)
     more = next(n for n in (4, 2, 1) if n == 1 or n * ceil(config.num_splits * 8 / lanes) <= ahead)
     return min(32 // lanes * more, chunks(problem, config)[1])
 
 
 def loads_per_lane(problem: Problem, config: Config) -> int:
-    """Loads of 16 bytes by which a lane of attn_combine merges its part of a span."""
+    """Loads of 16 bytes of a lane of attn_combine for its part of a span."""
     lanes = chunk_lanes(config)
     return ceil(config.num_splits * 8 / lanes) * (span(problem, config) * lanes // 32)
 
@@ -380,23 +378,23 @@ def chunks(problem: Problem, config: Config) -> tuple[int, int]:
 
 
 def item_words(config: Config) -> int:
-    """Of the workspace, where the last of warpgroups' blocks merges 128 columns of a row.
+    """Words of the workspace for 128 columns of a row that the last block combines (wgmma_ws with fused_combine).
 
-    What each cluster found of them; then on lines of their own how many have come, and the lse of each.
+    Each cluster's partial; then, on lines of their own, the arrival counter and the clusters' lse.
     """
     return partials(config) * 128 + ceil((1 + partials(config)) / 32) * 32
 
 
 def unit_columns(problem: Problem, config: Config) -> int:
-    """Columns of a pair of rows that one block of a cluster merges, where results are pushed: of each pair its share.
+    """Columns of a pair of rows that one block of a cluster combines, if partials are pushed (st.async).
 
-    Those of an item (item_words) at most, and no fewer where the last block merges clusters.
+    At most an item's (item_words); exactly those if the last block combines the clusters.
     """
     return 128 if config.fused_combine else min(128, problem.head_dim // config.cluster)
 
 
 def dsmem_bytes(problem: Problem, config: Config) -> int:
-    """Shared memory for what is pushed to a block: by each of its cluster units and their log-sum-exps; a barrier."""
+    """The receive buffer for pushed partials: of each block of the cluster units and log-sum-exps; and an mbarrier."""
     p, c = problem, config
     if not c.partial_bits or has_fragment_partials(c):
         return 0
@@ -408,8 +406,8 @@ def dsmem_bytes(problem: Problem, config: Config) -> int:
 def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]) -> TensorMap | None:
     """Of the caches as 64 columns, 8 rows, blocks of columns, blocks of rows, and the heads of all pages.
 
-    So a box of block_n rows, which no page's end divides, lies as wgmma reads it. One of all columns, as values come
-    in, is contiguous in the cache.
+    So a box of block_n rows, which no page boundary divides, has the layout that wgmma reads. One of all columns, as
+    for values, is contiguous in the cache.
     """
     if not config.warpgroups or 0 in shape:
         return None
@@ -572,10 +570,10 @@ def _why_no_partial_bits(p: Problem, c: Config, arch: Arch) -> str | None:
 
 
 def why_not_fused_combine(problem: Problem, config: Config, target: Target) -> str | None:
-    """Why the blocks cannot merge the splits of their rows among themselves, if they are asked to.
+    """Why fused_combine, if set, cannot work.
 
-    A block that waits keeps its SM's registers and shared memory, so all of the grid must be resident at once. Certain
-    is one block an SM.
+    A waiting block keeps its SM's registers and shared memory, so the whole grid must be co-resident. One block an SM
+    always is.
     """
     p, c, sms = problem, config, target.device.num_sms
     if not c.fused_combine:
@@ -594,8 +592,8 @@ def grid_of(p: Problem, c: Config) -> tuple[int, int, int]:
 
 
 def _wgmma_ws_smem_bytes(p: Problem, c: Config) -> int:
-    """Queries, the ring, each warpgroup's probabilities or turns before, new keys and values, what is pushed here,
-    statistics, barriers."""
+    """Queries; the stages; each warpgroup's probabilities, or rotations before; new keys and values; the receive
+    buffer; statistics; barriers."""
     row, warpgroups = p.head_dim * 2, c.num_warps // 4
     new = 2 * p.q_len * row if p.owns_kv else 0
     turns = 0 if p.source == "q" else p.q_len * row
@@ -657,18 +655,18 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
 
 
 def combine_shape(head_dim: int, num_partials: int) -> tuple[int, int]:
-    """(slices that the partial results are dealt to, columns of 4 elements) of a combine block."""
+    """(slices that share the partials, columns of 4 elements) of a combine block."""
     slices = min(num_partials, MAX_SLICES)
     return slices, min(head_dim // 4, 32 if slices > 4 else 64 if slices > 2 else 128)
 
 
 def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
-    """Partial results, fp32: o [rows, partials, head_dim], then lse [rows, partials].
+    """Partials for attn_combine, fp32: o [rows, partials, head_dim], then lse [rows, partials].
 
-    Merged together, of each group of blocks with the same rows [owners, num_splits] cells (cell_quads), zero between
-    launches. By the last block, of each group [rows, head_dim / 128] items (item_words), counts zero between launches.
-    Stored from registers, of each group [pairs of rows, chunks, num_splits] chunks of 128 bytes, then of all groups the
-    lse [rows, num_splits].
+    A group is the blocks with the same rows. fused_combine, body=mma: for each group [owners, num_splits] cells
+    (cell_quads), zero between launches. fused_combine, body=wgmma_ws: for each group [rows, head_dim / 128] items
+    (item_words), counters zero between launches. Fragment partials: for each group [pairs of rows, chunks, num_splits]
+    chunks of 128 bytes; then, for all groups, the lse [rows, num_splits].
     """
     p, c = problem, config
     if partials(c) == 1:
@@ -696,9 +694,9 @@ def cost(problem: Problem) -> Cost:
 
 
 def bytes_in_flight(p: Problem, c: Config, target: Target) -> float:
-    """Bytes of KV that a block has on their way, on average: a warp waits for one of its tiles and uses another."""
+    """Bytes of KV of a block in flight, on average: a warp waits for one of its tiles and uses another."""
     dim = p.head_dim // c.split_d
-    if c.warpgroups:  # two pieces are in use, or a tile's whole keys
+    if c.warpgroups:  # two stages are in use, or those of a tile's whole keys
         stages_in_flight = max(c.num_stages - (stages_per_tile(c) if c.k_column_parts == 1 else 2), 1)
         return min(stages_in_flight, max_inflight_stages(p, c)) * stage_bytes(p, c)
     if not target.arch.has_ldmatrix:

@@ -1,16 +1,16 @@
 """moe_w4a16: each token through its chosen experts' int4 MLPs, from one token to thousands, without a host wait.
 
 y[t, i] = down[e] (gelu_tanh(gate) * up), gate | up = gate_up[e] x[t], for the i-th expert e of token t. The sum with
-the router's weights is left to whoever reads y. Launches:
+the router's weights is the next kernel's. Launches:
 
 1. plan (not for up to 4 tokens): the routes, token * top_k + i, sorted by expert, and a table of tiles. One block.
 2. gate_up: tiles of the routes of one expert; x's rows are gathered, h = gelu(gate) * up is stored in sorted order.
 3. down: h's rows are contiguous, y's are scattered to the routes.
 
-Unplanned, every route is a tile of one row: what two tokens share is read twice, the second time from L2. For one token
-nothing but the chosen experts' weights is read. gate_up lets `down` start only after it has waited for its own
-predecessors: so `down` may read the table, and fetch weights by it, before gate_up has finished. Tiles and their
-cutting: common/w4/tiling.py, common/w4/gemm.cuh, common/w4/gemv.cuh.
+Without a plan every route is a tile of one row: weights that two tokens share are read twice, the second time from L2.
+One token reads only the chosen experts' weights. gate_up triggers `down` only after its own PDL wait, so `down` may
+read the table, and load weights by it, before gate_up has completed. Tilings: common/w4/tiling.py, common/w4/gemm.cuh,
+common/w4/gemv.cuh.
 """
 
 from __future__ import annotations

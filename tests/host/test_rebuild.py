@@ -24,7 +24,7 @@ V100 = Target.of(find_device("V100"))
 
 
 class Code:
-    """The kernel's files as they are now: what they render, and their closure."""
+    """The kernel's files as they are now: what they render, and their source digest."""
 
     def __init__(self) -> None:
         self.closure, self.was, self.now = "first", "", ""

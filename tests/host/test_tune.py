@@ -136,7 +136,7 @@ def test_two_seeds_predict_the_same_and_are_both_resumed(tune: Callable[..., Rep
 def test_a_comment_that_renders_nothing_costs_no_compile_and_no_cubin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was built is found by its source and noted under the new closure; then nobody has to render to serve it."""
+    """A build is found by its source and noted under the new source digest; then no lookup has to render."""
     shutil.copytree(TOYS / "scale", tmp_path / "toys" / "rescale")
     spec = tmp_path / "toys" / "rescale" / "spec.py"
     spec.write_text(spec.read_text().replace('"plain", "broken", "spilling"', '"plain",'))  # all that compiles is built

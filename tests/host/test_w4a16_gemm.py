@@ -205,7 +205,7 @@ def test_blocks_that_share_tiles_are_started_together_and_post_a_tile_each(arch:
         (Config(8, 96, 96, 32, 1, 1, 3, 2), "x lies in blocks of 64 columns"),
         (Config(8, 64, 384, 32, 1, 3, 4, 2), None),
         (Config(8, 128, 256, 32, 1, 1, 3, 2, prefetch_stages=2), None),
-        (Config(8, 128, 256, 32, 1, 1, 3, 2, prefetch_stages=3), "of num_stages=3 stages fewer"),
+        (Config(8, 128, 256, 32, 1, 1, 3, 2, prefetch_stages=3), "fewer than num_stages=3"),
         (
             Config(8, 64, 512, 64, 1, 2, 1, 0, body="gemv", prefetch_stages=1),
             "prefetch_stages=1: body=gemv has no stages",
@@ -213,11 +213,11 @@ def test_blocks_that_share_tiles_are_started_together_and_post_a_tile_each(arch:
         (Config(16, 128, 256, 16, 1, 1, 3, 2, body="wgmma_ws", prefetch_stages=2), None),
         (
             Config(16, 128, 256, 16, 1, 1, 3, 2, body="wgmma_ws", prefetch_stages=3),
-            "prefetch_stages=3: of num_stages=3 stages fewer",
+            "prefetch_stages=3: fewer than num_stages=3",
         ),
         (
             Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=8, body="tma_warp", prefetch_stages=3),
-            "of num_stages=3 slots fewer",
+            "fewer than num_stages=3",
         ),
         (Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=8, body="tma_warp", prefetch_stages=2), None),
     ],
@@ -329,7 +329,7 @@ def test_whole_strips_by_a_shared_ring_keep_in_registers(n: int, k: int, group_s
     ("change", "needle"),
     [
         ({"block_m": 8}, "block_m=8"), ({"num_stages": 1}, "num_stages=1"), ({"block_k": 96}, "block_k=96"),
-        ({"blocks_per_sm": 4}, "32 warps"), ({"block_k": 8 * 32 * 9}, "a slot takes 9"),
+        ({"blocks_per_sm": 4}, "32 warps"), ({"block_k": 8 * 32 * 9}, "a stage takes 9"),
         ({"num_stages": 30, "block_k": 8 * 32 * 6}, "shared memory"),
         ({"cap_inflight": True, "prefetch_stages": 1}, "cap_inflight=True is for body=tma_block"),
         ({"body": "tma_block", "cap_inflight": True}, "with prefetch_stages=0"),

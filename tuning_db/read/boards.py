@@ -19,7 +19,7 @@ from kerngen.tuning_db.read.source import Source
 log = logging.getLogger(__name__)
 
 SUFFIX = ".txt"
-_HEAD_BYTES = 4096  # a results file says in its second line of which board it is
+_HEAD_BYTES = 4096  # a results file names its board in its second line
 
 
 @runtime_checkable
@@ -54,7 +54,9 @@ class Board:
 
 
 def shipped_boards() -> tuple[Board, ...]:
-    """Those that this installation has results of, by name. One whose files cannot be read is left out, and said."""
+    """Boards that this installation has results of, by name. One whose files cannot be read is left out, with a
+    warning.
+    """
     return _boards_in(places.PREBUILT)
 
 
@@ -79,6 +81,6 @@ def _device_of(path: Path) -> Device:
 
 
 def nearest_board(device: Device) -> Board | None:
-    """The one whose results answer for `device`: None where all are of another kind."""
+    """The board whose results serve `device`; None if all are of another kind."""
     near = min(shipped_boards(), key=lambda b: distance(b.device, device), default=None)
     return near if near is not None and distance(near.device, device) <= NEAR else None

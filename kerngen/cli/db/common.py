@@ -62,8 +62,8 @@ def _boards_here() -> tuple[list[Target], list[str]]:
 
 @contextmanager
 def reading(url: str | None, targets: Sequence[Target] | None = None, *, own: bool = False) -> Iterator[list[Store]]:
-    """What `--db` names, or all that a run looks in. Read-only. targets: boards whose shipped results are looked at
-    too; None for those of this machine's arch, and then the end says which were left out. own: as tuning_db.stores_for.
+    """What `--db` names, or all that a run looks in. Read-only. targets: boards whose shipped results are read too;
+    None for those of this machine's arch, and then the end says which were left out. own: as tuning_db.stores_for.
     """
     from kerngen.tuning_db import stores_for
 

@@ -1,6 +1,6 @@
 // W4A16 products with up to four tokens by a warp-specialised CTA: one smem pipeline of weights for all warps.
-// w4a16_gemm and w4a16_norm use it where body=tma_block, or `cta_pipeline`, is set; warp_pipeline.cuh gives each warp a
-// pipeline of its own.
+// w4a16_gemm uses it with body=tma_block, w4a16_norm with `cta_pipeline`; warp_pipeline.cuh gives each warp a pipeline of
+// its own.
 //
 // A producer warp loads the weights, one bulk copy a stage. WARPS consumer warps multiply. A reduction warp adds up the
 // consumers' sums of a unit while they multiply the next one. So consumers wait for x and for nothing else. A warp that
@@ -33,17 +33,19 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
     static constexpr int QUADS = Units::QUADS, NUM_STRIPS = Units::NUM_STRIPS, NUM_TILES = K / STRIP;
     static constexpr int DEPTH = 2;  // units whose sums may wait for the reduction warp
     static constexpr int NONE = -1;  // instead of a unit: no more units
-    static constexpr int GROUP = S::GROUP_SIZE / STRIP, NUM_STEPS = NUM_TILES / GROUP;  // a step: tiles that share
-    scales static constexpr int PART_STEPS = ceil_div(NUM_STEPS, SPLIT_K);                     // of a unit, at most
-    static constexpr int SLOT_STEPS = S::BLOCK_K / STRIP / GROUP, PER_WARP = SLOT_STEPS / WARPS; static constexpr int
-    ROUNDS = ceil_div(PART_STEPS, SLOT_STEPS), BEFORE_LAST = (ROUNDS - 1) * SLOT_STEPS; static constexpr int LAST =
-    ceil_div(PART_STEPS - BEFORE_LAST, WARPS);  // steps of a warp in the last round, at most static constexpr int STEPS
-    = (ROUNDS - 1) * PER_WARP + LAST; static constexpr bool EVEN = NUM_STEPS % SPLIT_K == 0 && PART_STEPS % WARPS == 0;
-    typedef W4Slots<BF16, STEPS, GROUP, SLOT_STEPS, GROUP, EVEN, S::MANY_TILES> Slots; typedef W4StreamX<Slots, TOKENS>
-    X; static constexpr bool CLAIMS = SPLIT_K == 1 && ROUNDS > 1; static constexpr int CLAIMED = 2;
-    // units of each block, and the remainder over all blocks static constexpr int AT_ONCE = ceil_div(STAGES, ROUNDS);
-    // units that the pipeline holds static_assert(TOKENS == 4 && S::BLOCK_N == STRIP && PER_WARP > 0 && S::BLOCK_K %
-    (STRIP * GROUP * WARPS) == 0);
+    static constexpr int GROUP = S::GROUP_SIZE / STRIP, NUM_STEPS = NUM_TILES / GROUP;  // a step: tiles that share scales
+    static constexpr int PART_STEPS = ceil_div(NUM_STEPS, SPLIT_K);                     // of a unit, at most
+    static constexpr int SLOT_STEPS = S::BLOCK_K / STRIP / GROUP, PER_WARP = SLOT_STEPS / WARPS;
+    static constexpr int ROUNDS = ceil_div(PART_STEPS, SLOT_STEPS), BEFORE_LAST = (ROUNDS - 1) * SLOT_STEPS;
+    static constexpr int LAST = ceil_div(PART_STEPS - BEFORE_LAST, WARPS);  // steps of a warp in the last round, at most
+    static constexpr int STEPS = (ROUNDS - 1) * PER_WARP + LAST;
+    static constexpr bool EVEN = NUM_STEPS % SPLIT_K == 0 && PART_STEPS % WARPS == 0;
+    typedef W4Slots<BF16, STEPS, GROUP, SLOT_STEPS, GROUP, EVEN, S::MANY_TILES> Slots;
+    typedef W4StreamX<Slots, TOKENS> X;
+    static constexpr bool CLAIMS = SPLIT_K == 1 && ROUNDS > 1;
+    static constexpr int CLAIMED = 2;                         // units of each block, and the remainder over all blocks
+    static constexpr int AT_ONCE = ceil_div(STAGES, ROUNDS);  // units that the pipeline holds
+    static_assert(TOKENS == 4 && S::BLOCK_N == STRIP && PER_WARP > 0 && S::BLOCK_K % (STRIP * GROUP * WARPS) == 0);
 
     struct alignas(128) Shared {
         uint8_t slots[STAGES][Slots::BYTES];
@@ -113,8 +115,7 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
 
     // x: [num_tokens, K / 2]. W is read before pdl_wait; x, and all that is written, after it. posts: the LL mailbox
     // [strip][SPLIT_K][QUADS], zero at start and end; with SPLIT_K = 1, the counter of claimed units.
-    static DEVICE void run(Shared& s, uint16_t* out, const uint32_t* x, const uint4* w, const uint2* scales, uint4*
-    mailbox,
+    static DEVICE void run(Shared& s, uint16_t* out, const uint32_t* x, const uint4* w, const uint2* scales, uint4* mailbox,
                            int num_tokens) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int quads = num_tokens * 8;  // quad q: rows 4 (q % 8) and on, token q / 8
@@ -153,8 +154,8 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
                     const int strip = unit % NUM_STRIPS, k = unit / NUM_STRIPS;
                     if (lane >= quads) continue;
                     if constexpr (SPLIT_K == 1) Units::store(out, strip, lane, sum);
-                    else if (k != strip % SPLIT_K) ll_store4(Units::post_of(mailbox, strip, k, lane),
-                    ll_encode_sums(sum)); else kept[(unit - first_unit) * QUADS + lane] = sum;
+                    else if (k != strip % SPLIT_K) ll_store4(Units::post_of(mailbox, strip, k, lane), ll_encode_sums(sum));
+                    else kept[(unit - first_unit) * QUADS + lane] = sum;
                 }
             } else {
                 multiply(s, x, scratch + warp * X::X_BYTES, first_unit, end, num_tokens);
@@ -169,8 +170,7 @@ template <class S, bool POSTS_OUT = false> struct W4BlockStream {
     }
 
     // A consumer warp's part of all units.
-    static DEVICE void multiply(Shared& s, const uint32_t* x, uint8_t* scratch, int first_unit, int end, int num_tokens)
-    {
+    static DEVICE void multiply(Shared& s, const uint32_t* x, uint8_t* scratch, int first_unit, int end, int num_tokens) {
         const int warp = threadIdx.x / 32;
         X tokens;
         int part = -1, last_first = 0;  // part of K that `tokens` holds; the warp's first tile in the last round

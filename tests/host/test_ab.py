@@ -156,14 +156,11 @@ def test_every_look_is_told_and_written_down(bench: Callable[..., Any], scale: K
     assert winner.config["vectors"] == 4, "what was seen alone counts"
 
 
-@pytest.mark.parametrize(
-    ("args", "count"),
-    [
-        (("--body", "kernel.cu.jinja", "--most", "3"), 3),
-        (("--config", "threads=64", "--config", "threads=64", "--config", "vectors=2"), 3),
-        (("--random", "4"), 5),
-    ],
-)
+@pytest.mark.parametrize(("args", "count"), [
+    (("--body", "kernel.cu.jinja", "--most", "3"), 3),
+    (("--config", "threads=64", "--config", "threads=64", "--config", "vectors=2"), 3),
+    (("--random", "4"), 5),
+])  # fmt: skip
 def test_candidates_by_options(bench: Callable[..., Any], scale: Kernel, args: tuple[str, ...], count: int) -> None:
     gpu = PlayedGpu(lambda problem, config: 10.0 + config.threads, board="V100")
     _, out, _ = bench(gpu, "scale", "--problem", "width=512", *args, "--json", "--again", "0")
@@ -509,27 +506,24 @@ def test_files_that_are_kept_can_run() -> None:
     assert steps == 21
 
 
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        ((), "what to compare is not clear"),
-        (("scale",), "what to compare is not clear"),
-        (("scale", "add_norm", "--random", "2"), "what to compare is not clear"),
-        ((FILE, "scale"), "FILE.toml says what to compare"),
-        ((FILE, "--config", "threads=32"), "FILE.toml says what to compare"),
-        (("scale", "--problem", "width=512", "--config", "threads=many"), "threads='many' is not of type int"),
-        (("scale", "--problem", "width=512", "--config", "threads=2048"), "at most 1024 a block"),
-        (("scale", "--problem", "tokens=3", "--random", "2"), "unknown problem field 'tokens'"),
-        (("add_norm", "--case", "nonsense", "--random", "2"), "no bench case of add_norm contains 'nonsense'"),
-        (("scale", "--problem", "width=512", "--body", "x.cu"), "scale has 0 bodies 'x.cu'"),
-        ((FILE, "--csv", "out"), "--csv records entries that have a name"),
-        (("--step", "gemma-4-31b", "--config", "threads=32"), "a file says it in full"),
-        (("--step", "gemma-4-31b", "moe_w4a16"), "launches no moe_w4a16"),
-        (("--step", "gemma-4-31b", "--context", "300000"), "positions"),
-        (("--step", "gemma-4-31b", FILE), "the step does not launch scale"),
-        ((FILE, STEP_FILE.replace("{PROBLEM}", '"hidden=5376"')), "the files are timed in different places"),
-    ],
-)
+@pytest.mark.parametrize(("args", "says"), [
+    ((), "what to compare is not clear"),
+    (("scale",), "what to compare is not clear"),
+    (("scale", "add_norm", "--random", "2"), "what to compare is not clear"),
+    ((FILE, "scale"), "FILE.toml says what to compare"),
+    ((FILE, "--config", "threads=32"), "FILE.toml says what to compare"),
+    (("scale", "--problem", "width=512", "--config", "threads=many"), "threads='many' is not of type int"),
+    (("scale", "--problem", "width=512", "--config", "threads=2048"), "at most 1024 a block"),
+    (("scale", "--problem", "tokens=3", "--random", "2"), "unknown problem field 'tokens'"),
+    (("add_norm", "--case", "nonsense", "--random", "2"), "no bench case of add_norm contains 'nonsense'"),
+    (("scale", "--problem", "width=512", "--body", "x.cu"), "scale has 0 bodies 'x.cu'"),
+    ((FILE, "--csv", "out"), "--csv records entries that have a name"),
+    (("--step", "gemma-4-31b", "--config", "threads=32"), "a file says it in full"),
+    (("--step", "gemma-4-31b", "moe_w4a16"), "launches no moe_w4a16"),
+    (("--step", "gemma-4-31b", "--context", "300000"), "positions"),
+    (("--step", "gemma-4-31b", FILE), "the step does not launch scale"),
+    ((FILE, STEP_FILE.replace("{PROBLEM}", '"hidden=5376"')), "the files are timed in different places"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused(bench: Callable[..., Any], scale: Kernel, args: tuple[str, ...], says: str) -> None:
     code, _, err = bench(PlayedGpu(us, board="V100"), *args)
     assert (code in (1, 2), says in err) == (True, True), err

@@ -138,25 +138,21 @@ def _ready(device: str, kinds: dict[str, dict[str, int]], missing: int = 0, bloc
     return Preflight(target, counts, 9, 9 - missing, [build] * missing, blocked)
 
 
-@pytest.mark.parametrize(
-    ("found", "here", "bundle", "commands"),
-    [
-        (_ready("H200", {"a": {"exact device": 3}, "b": {"exact device": 1}}), "H200", False, []),
-        (_ready("H200", {"a": {"exact device": 3}, "b": {"predicted": 1}}), "H200", False,
-         ["kerngen tune --arch sm90 --model m --kernel b"]),
-        (_ready("H100", {"a": {"same arch": 3}, "b": {"same arch": 1}}), None, False,
-         ["kerngen tune --arch sm90 --model m"]),
-        (_ready("L4", {"a": {"predicted": 3}, "b": {"default": 1}}), None, False,
-         ["kerngen tune --arch sm89 --device L4 --model m --kernel b --objective predicted",
-          "kerngen tune --arch sm89 --model m"]),
-        (_ready("L4", {"a": {"exact device": 3}}, 2), None, False,
-         ["kerngen compile --arch sm89 --device L4 --model m"]),
-        (_ready("V100", {"a": {"exact device": 3}}, 2, "no NVRTC"), None, True,
-         ["kerngen compile --arch sm70 --model m -o FILE"]),
-        (_ready("V100", {"a": {"default": 3}}), "V100", True,
-         ["kerngen tune --arch sm70 --model m", "kerngen compile --arch sm70 --model m -o FILE"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("found", "here", "bundle", "commands"), [
+    (_ready("H200", {"a": {"exact device": 3}, "b": {"exact device": 1}}), "H200", False, []),
+    (_ready("H200", {"a": {"exact device": 3}, "b": {"predicted": 1}}), "H200", False,
+     ["kerngen tune --arch sm90 --model m --kernel b"]),
+    (_ready("H100", {"a": {"same arch": 3}, "b": {"same arch": 1}}), None, False,
+     ["kerngen tune --arch sm90 --model m"]),
+    (_ready("L4", {"a": {"predicted": 3}, "b": {"default": 1}}), None, False,
+     ["kerngen tune --arch sm89 --device L4 --model m --kernel b --objective predicted",
+      "kerngen tune --arch sm89 --model m"]),
+    (_ready("L4", {"a": {"exact device": 3}}, 2), None, False, ["kerngen compile --arch sm89 --device L4 --model m"]),
+    (_ready("V100", {"a": {"exact device": 3}}, 2, "no NVRTC"), None, True,
+     ["kerngen compile --arch sm70 --model m -o FILE"]),
+    (_ready("V100", {"a": {"default": 3}}), "V100", True,
+     ["kerngen tune --arch sm70 --model m", "kerngen compile --arch sm70 --model m -o FILE"]),
+])  # fmt: skip
 def test_the_command_that_improves_it(found: Preflight, here: str | None, bundle: bool, commands: list[str]) -> None:
     target = Target.of(find_device(here)) if here else None
     assert list(advice(found, "m", target, bundle=bundle)) == commands

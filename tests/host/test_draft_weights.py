@@ -345,22 +345,19 @@ def test_tune_and_compile_prepare_for_it(kerngen: Kerngen) -> None:
     assert stored < made == len(wanted)
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("run", TARGET, "--prompt", "x", "--no-draft"), "--draft-weights int4 and --no-draft contradict"),
-        (("run", TARGET, "--plan"), "no drafter goes with"),
-        (("bench", "model", "gemma-4-e2b"), "--draft-weights int4 goes with --draft"),
-        (("bench", "step", TARGET), "no drafter goes with"),
-        (("bench", "profile", TARGET, "--phase", "draft"), "no drafter goes with"),
-        (("tune", "--arch", "sm80", "--model", TARGET), "no drafter goes with"),
-        (("compile", "--arch", "sm80", "--cases"), "--draft and --draft-weights go with --model"),
-        (("compile", "--arch", "sm80", "--model", TARGET), "no drafter goes with"),
-        (("doctor",), "--draft-weights go with a --model"),
-        (("db", "verify", "none.kgdb"), "--draft-weights and --kernel go with a --model"),
-        (("soak", TARGET, "--drafting", "off"), "--drafting off contradicts"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("args", "message"), [
+    (("run", TARGET, "--prompt", "x", "--no-draft"), "--draft-weights int4 and --no-draft contradict"),
+    (("run", TARGET, "--plan"), "no drafter goes with"),
+    (("bench", "model", "gemma-4-e2b"), "--draft-weights int4 goes with --draft"),
+    (("bench", "step", TARGET), "no drafter goes with"),
+    (("bench", "profile", TARGET, "--phase", "draft"), "no drafter goes with"),
+    (("tune", "--arch", "sm80", "--model", TARGET), "no drafter goes with"),
+    (("compile", "--arch", "sm80", "--cases"), "--draft and --draft-weights go with --model"),
+    (("compile", "--arch", "sm80", "--model", TARGET), "no drafter goes with"),
+    (("doctor",), "--draft-weights go with a --model"),
+    (("db", "verify", "none.kgdb"), "--draft-weights and --kernel go with a --model"),
+    (("soak", TARGET, "--drafting", "off"), "--drafting off contradicts"),
+])  # fmt: skip
 def test_where_there_is_no_drafter_it_is_refused(kerngen: Kerngen, args: tuple[Any, ...], message: str) -> None:
     code, out, err = kerngen(*map(str, args), "--draft-weights", "int4")
     assert (code, out) == (2, "")

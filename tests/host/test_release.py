@@ -70,13 +70,10 @@ def test_what_lacks_a_kernel_is_not_released(kerngen: Kerngen, monkeypatch: pyte
     assert not list(Path("dist").glob("*"))
 
 
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        (("--arch", "sm71"), "sm70"), (("--arch", "sm70"), "no board of sm70 is among H200"),
-        (("--device", "V101"), "V100"), (("--model", "gemma-5"), "gemma-4-31b"), (("--key", "no.key"), "no.key"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("args", "says"), [
+    (("--arch", "sm71"), "sm70"), (("--arch", "sm70"), "no board of sm70 is among H200"),
+    (("--device", "V101"), "V100"), (("--model", "gemma-5"), "gemma-4-31b"), (("--key", "no.key"), "no.key"),
+])  # fmt: skip
 def test_what_cannot_be_released_is_said(kerngen: Kerngen, args: tuple[str, ...], says: str) -> None:
     code, _, err = kerngen("release", "-o", "dist", *args)
     assert code != 0

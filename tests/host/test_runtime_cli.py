@@ -538,18 +538,11 @@ def test_run_takes_control_tokens_for_text_unless_asked(kerngen: Terminal, folde
         assert many == one - 1 + len("<turn|>")
 
 
-@pytest.mark.parametrize(
-    ("part", "setting", "message"),
-    [
-        ("pre_tokenizer", {"type": "FixedLength", "length": 0}, "cannot encode the text: chunk size must be non-zero"),
-        (
-            "model",
-            {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"},
-            "cannot encode the text: WordLevel error",
-        ),
-        ("decoder", {"type": "Nothing"}, "is not a tokenizer"),
-    ],
-)
+@pytest.mark.parametrize(("part", "setting", "message"), [
+    ("pre_tokenizer", {"type": "FixedLength", "length": 0}, "cannot encode the text: chunk size must be non-zero"),
+    ("model", {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}, "cannot encode the text: WordLevel error"),
+    ("decoder", {"type": "Nothing"}, "is not a tokenizer"),
+])  # fmt: skip
 def test_run_on_a_tokenizer_that_fails(
     kerngen: Terminal, folder: Path, tmp_path: Path, part: str, setting: dict[str, Any], message: str
 ) -> None:
@@ -626,18 +619,15 @@ def test_run_says_one_clear_line_when_misused(kerngen: Terminal, folder: Path, t
         assert said.err.startswith("DeviceError: there is no CUDA device here\n")
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("tokenizer.json", None, "tokenizer.json is missing"),
-        ("tokenizer.json", "{}", "is not a tokenizer"),
-        ("config.json", "{", "is not JSON"),
-        ("config.json", "[]", "holds a list, not an object"),
-        ("chat_template.jinja", "{{ 1 / 0 }}", "the chat template failed"),
-        ("generation_config.json", '{"eos_token_id": "end"}', "must be token ids"),
-        ("model.safetensors", "{", "truncated"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("tokenizer.json", None, "tokenizer.json is missing"),
+    ("tokenizer.json", "{}", "is not a tokenizer"),
+    ("config.json", "{", "is not JSON"),
+    ("config.json", "[]", "holds a list, not an object"),
+    ("chat_template.jinja", "{{ 1 / 0 }}", "the chat template failed"),
+    ("generation_config.json", '{"eos_token_id": "end"}', "must be token ids"),
+    ("model.safetensors", "{", "truncated"),
+])  # fmt: skip
 def test_run_on_a_damaged_folder(
     kerngen: Terminal, folder: Path, tmp_path: Path, name: str, content: str | None, message: str
 ) -> None:

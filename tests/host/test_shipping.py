@@ -143,16 +143,13 @@ def _change(path: Path, sql: str) -> None:
     path.write_bytes(bytes(image) + data[head:])
 
 
-@pytest.mark.parametrize(
-    ("sql", "lost"),
-    [
-        ("UPDATE winner SET latency_us = 0.5 WHERE latency_us = 6.0", 1),
-        ("UPDATE build SET image_sha = 'x' WHERE id IN (SELECT build_id FROM winner WHERE latency_us = 6.0)", 1),
-        ("UPDATE measurement SET p50_us = 0.5 WHERE p50_us = 6.0", 1),
-        ("DELETE FROM winner WHERE latency_us = 6.0", 1),
-        ("UPDATE artifact SET blob = x'00'", 0),
-    ],
-)
+@pytest.mark.parametrize(("sql", "lost"), [
+    ("UPDATE winner SET latency_us = 0.5 WHERE latency_us = 6.0", 1),
+    ("UPDATE build SET image_sha = 'x' WHERE id IN (SELECT build_id FROM winner WHERE latency_us = 6.0)", 1),
+    ("UPDATE measurement SET p50_us = 0.5 WHERE p50_us = 6.0", 1),
+    ("DELETE FROM winner WHERE latency_us = 6.0", 1),
+    ("UPDATE artifact SET blob = x'00'", 0),
+])  # fmt: skip
 def test_a_changed_row_is_found_and_not_served(
     store: Store, caplog: pytest.LogCaptureFixture, sql: str, lost: int
 ) -> None:

@@ -220,19 +220,6 @@ def test_a_patched_source_is_never_a_winner(bench: Callable[..., Any], scale: Ke
     }
 
 
-def test_a_fast_patch_that_is_right_does_not_win_either(bench: Callable[..., Any], scale: Kernel) -> None:
-    text = PATCHED.replace("wrong = true\n", "").replace('configs = ["threads=64"]\n', "")
-    code, _, err = bench(PlayedGpu(us, board="V100"), text)
-    assert code == 0, err
-    rows = _rows()
-    patched = {m.build_id for m in rows if "patch" in m.tags}
-    assert len(patched) == 1
-    with Store.open(None) as store:
-        (winner,) = store.recompute_winners(scale, rows[0].problem.static_key, V100)
-    assert winner.build_id not in patched
-    assert winner.config["threads"] == 32, "64 threads are faster, and were seen patched alone"
-
-
 # -- recordings, and going on
 
 
@@ -464,8 +451,7 @@ def test_a_file_of_a_step(bench: Callable[..., Any]) -> None:
 
 def test_a_step_and_its_problems_by_options(bench: Callable[..., Any], kerngen: Kerngen) -> None:
     step = ("--step", "gemma-4-31b", "--phase", "verify", "--batch", "2", "--tokens", "5", "add_norm")
-    code, out, _ = kerngen("bench", "ab", *step, "--device", "H200", "--dry-run", "--random", "3")
-    assert code == 0
+    out = kerngen.ok("bench", "ab", *step, "--device", "H200", "--dry-run", "--random", "3")
     *problems, whole = out.splitlines()
     assert len(problems) == 2
     assert all(", 60 launches: 4 candidates" in line for line in problems)

@@ -244,8 +244,7 @@ def test_two_databases_with_a_winner_for_one_point_make_a_bundle_that_is_complet
 ) -> None:
     """The user's prediction and the shipped measurement have one id; what was measured is chosen, and kept."""
     assert kerngen("tune", "--arch", "sm90", "--device", "H200", *SMALL, "--trials", "1")[0] == 0
-    code, out, _ = kerngen("compile", "--device", "H200", *SMALL, "-o", "bundle.kgdb", "--json")
-    assert code == 0
+    out = kerngen.ok("compile", "--device", "H200", *SMALL, "-o", "bundle.kgdb", "--json")
     assert {s for b in json.loads(out)["builds"] for s in b["chosen_by"]} == {"prebuilt H200: exact device (measured)"}
     _alone(kerngen, monkeypatch)
     bundle, target = Bundle.open("bundle.kgdb"), Target.of(find_device("H200"))
@@ -264,8 +263,7 @@ def test_two_databases_with_a_winner_for_one_point_make_a_bundle_that_is_complet
 def test_the_board_decides_what_is_chosen(
     kerngen: Kerngen, where: tuple[str, ...], targets: list[list[str]], chosen: set[str]
 ) -> None:
-    code, out, _ = kerngen("compile", *where, "--model", "gemma-4-31b", "--kernel", "rmsnorm", "--jobs", "1", "--json")
-    assert code == 0
+    out = kerngen.ok("compile", *where, "--model", "gemma-4-31b", "--kernel", "rmsnorm", "--jobs", "1", "--json")
     made = json.loads(out)
     assert made["targets"] == targets
     assert {s.removeprefix("prebuilt H200: ") for b in made["builds"] for s in b["chosen_by"]} == chosen

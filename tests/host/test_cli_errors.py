@@ -140,8 +140,7 @@ def test_a_users_database_that_cannot_be_opened_is_named_and_passed_over(
 ) -> None:
     """As one in a home that is somebody else's; a file name that is too long stands for it."""
     monkeypatch.setenv("KERNGEN_DB", "x" * 300)
-    code, out, _ = kerngen("db", "ls", "--kernel", "rmsnorm", "--arch", "sm90")
-    assert code == 0
+    out = kerngen.ok("db", "ls", "--kernel", "rmsnorm", "--arch", "sm90")
     assert re.search("^rmsnorm +sm90 ", out, re.MULTILINE)
     assert caplog.messages == [f"{'x' * 300}: File name too long; looking on without it"]
 
@@ -174,8 +173,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
     for place in ("/proc/nowhere", "notes.txt"):
         monkeypatch.setenv("KERNGEN_CACHE_DIR", place)
         caplog.clear()
-        code, out, _ = kerngen("kernel", "show", "rmsnorm", "--arch", "sm90", "--no-source")
-        assert code == 0
+        out = kerngen.ok("kernel", "show", "rmsnorm", "--arch", "sm90", "--no-source")
         assert "registers a thread" in out
         cache, shipped = caplog.messages
         assert f"cannot write to the compile cache {place}" in cache
@@ -198,8 +196,7 @@ def test_a_home_that_cannot_be_written(
     assert "NVRTC" in out
     for subject, fix in (("cache", "KERNGEN_CACHE_DIR"), ("database", "KERNGEN_DB")):
         assert re.search(rf"^-- +{subject} .* cannot be .*\n +export {fix}=", out, re.MULTILINE), out
-    code, out, err = kerngen("compile", "--arch", "sm90", "--model", "gemma-4-31b", "--kernel", "embed", "-o", "out")
-    assert code == 0, err
+    out = kerngen.ok("compile", "--arch", "sm90", "--model", "gemma-4-31b", "--kernel", "embed", "-o", "out")
     assert re.search(r"^(\d+) builds: \1 from: NVRTC", out, re.MULTILINE)
     assert "out is a bundle" in out
     assert re.search(r"cannot write to the compile cache.*KERNGEN_CACHE_DIR", caplog.text)
@@ -213,8 +210,7 @@ def test_a_home_that_cannot_be_written(
     code, out, err = kerngen(*TUNE)
     assert (code, out) == (1, "")
     assert re.search(r"DatabaseError: .*cannot make its folder.*\n.*KERNGEN_DB", err)
-    code, _, err = kerngen(*TUNE, "--trials", "1", "--db", "own.db")
-    assert code == 0, err
+    kerngen.ok(*TUNE, "--trials", "1", "--db", "own.db")
 
 
 def test_a_cupy_folder_that_cannot_be_made_is_named(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,8 +242,7 @@ def test_a_broken_override_database_is_named_and_passed_over(
 ) -> None:
     (kerngen.folder / "notes.txt").write_text("Not a database.\n")
     monkeypatch.setenv("KERNGEN_DB_OVERRIDE", "notes.txt")
-    code, out, _ = kerngen(*COMPILE, "--model", "gemma-4-31b")
-    assert code == 0
+    out = kerngen.ok(*COMPILE, "--model", "gemma-4-31b")
     assert "in the compile cache only" in out
     assert [r.getMessage() for r in caplog.records] == ["notes.txt is not an SQLite database; looking on without it"]
 

@@ -29,8 +29,7 @@ MODEL = "gemma-4-31b"
 @pytest.mark.parametrize(("device", "kind"), [("H200", "exact device"), ("H100", "default")])
 def test_a_models_problems_are_counted_by_who_chose_for_them(kerngen: Kerngen, device: str, kind: str) -> None:
     """As looking each of them up says."""
-    code, out, _ = kerngen("doctor", "--model", MODEL, "--device", device, "--json")
-    assert code == 0
+    out = kerngen.ok("doctor", "--model", MODEL, "--device", device, "--json")
     found = json.loads(out)["model"]
     target = Target.of(find_device(device))
     want: dict[str, Counter[str]] = {}
@@ -77,8 +76,7 @@ def test_what_may_not_be_compiled_and_is_missing_fails(kerngen: Kerngen, monkeyp
     assert "embed(hidden=" in out
     assert "kerngen compile --arch sm89 --device L4 --model gemma-4-31b -o FILE" in out
     monkeypatch.delenv("KERNGEN_NO_COMPILE")
-    code, out, _ = kerngen("doctor", "--model", MODEL, "--device", "L4")
-    assert code == 0
+    out = kerngen.ok("doctor", "--model", MODEL, "--device", "L4")
     assert "cannot run" not in out
 
 
@@ -114,8 +112,7 @@ def test_a_bundle_is_shown_to_be_complete_or_not(kerngen: Kerngen, monkeypatch: 
 
 
 def test_without_a_model_it_lists_what_no_kernel_serves(kerngen: Kerngen) -> None:
-    code, out, _ = kerngen("doctor")
-    assert code == 0
+    out = kerngen.ok("doctor")
     assert all(f"    {name}: {why}" in out for name, why in FALLBACKS.items())
     assert json.loads(kerngen("doctor", "--json")[1])["outside"] == FALLBACKS
     for args in (("--arch", "sm70"), ("--device", "L4"), ("--db", "x.db")):

@@ -151,8 +151,7 @@ def test_a_kernels_folder_that_is_wrong_is_said_and_the_others_work(
         (kerngen.folder / "own" / name).mkdir(parents=True)
         (kerngen.folder / "own" / name / "spec.py").write_text(spec)
     monkeypatch.setenv("KERNGEN_TEMPLATES", "own")
-    code, out, _ = kerngen("kernel", "ls")
-    assert code == 0
+    out = kerngen.ok("kernel", "ls")
     said = "\n".join(r.getMessage() for r in caplog.records)
     assert re.search(r"kernel unfinished: .*own/unfinished/spec.py:1: SyntaxError: .*; left out", said)
     assert re.search(r"kernel costless: .*own/costless/spec.py: lacks .*cost", said)
@@ -179,8 +178,7 @@ def test_values_complete(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch, line
     monkeypatch.setenv("_KERNGEN_COMPLETE", "bash_complete")
     monkeypatch.setenv("COMP_WORDS", f"kerngen {line}")
     monkeypatch.setenv("COMP_CWORD", str(len(line.split())))
-    code, out, err = kerngen()
-    assert code == 0, err
+    out = kerngen.ok()
     assert [item.split(",", 1)[1] for item in out.splitlines()] == offered
 
 
@@ -203,21 +201,14 @@ def test_a_board_without_sheets_takes_those_of_its_kind() -> None:
 
 
 def test_a_file_describes_a_board(kerngen: Kerngen) -> None:
-    code, out, _ = kerngen("arch", "show", "NVIDIA L40S", "--toml")
-    assert code == 0
+    out = kerngen.ok("arch", "show", "NVIDIA L40S", "--toml")
     (kerngen.folder / "mine.toml").write_text(out)
     shown = json.loads(kerngen("arch", "show", "mine.toml", "--json")[1])
     original = DEVICES["L40S"]
     assert shown.pop("name") == "my L40S"
     assert all(shown[field] == getattr(original, field) for field in shown)
-    code, out, err = kerngen(
-        "tune", "--device", "mine.toml", "--model", "gemma-4-31b", "--kernel", "embed", "--dry-run"
-    )
-    assert code == 0, err
-    code, out, err = kerngen(
-        "compile", "--device", "mine.toml", "--model", "gemma-4-31b", "--kernel", "embed", "--jobs", "1"
-    )
-    assert code == 0, err
+    kerngen.ok("tune", "--device", "mine.toml", "--model", "gemma-4-31b", "--kernel", "embed", "--dry-run")
+    out = kerngen.ok("compile", "--device", "mine.toml", "--model", "gemma-4-31b", "--kernel", "embed", "--jobs", "1")
     assert re.search(r"^my L40S +embed ", out, re.MULTILINE)
 
 

@@ -307,8 +307,7 @@ def test_of_a_tune(tmp_path: Path, kerngen: Kerngen) -> None:
     tune = (
         "tune", "--arch", "sm70", "--model", "gemma-4-31b", "--kernel", "embed,rmsnorm", "--jobs", "1", "--trials", "4",
     )  # fmt: skip
-    code, out, err = kerngen(*tune, "--report", "page.html", "--json")
-    assert code == 0, err
+    out = kerngen.ok(*tune, "--report", "page.html", "--json")
     results = json.loads(out)["results"]
     text = (tmp_path / "page.html").read_text()
     require_sound(text)
@@ -327,8 +326,7 @@ def test_of_a_tune(tmp_path: Path, kerngen: Kerngen) -> None:
 
 def test_the_command(file: Path, tmp_path: Path, kerngen: Kerngen) -> None:
     shipped = str(file)
-    code, out, err = kerngen("db", "report", "-o", "sub/page.html", "--db", shipped, "--kernel", "rmsnorm", "--json")
-    assert code == 0, err
+    out = kerngen.ok("db", "report", "-o", "sub/page.html", "--db", shipped, "--kernel", "rmsnorm", "--json")
     said = json.loads(out)
     assert said["kernels"] == ["rmsnorm"]
     assert said["bytes"] == (tmp_path / "sub" / "page.html").stat().st_size

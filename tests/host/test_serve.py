@@ -131,16 +131,6 @@ def test_a_completion(client: TestClient, played: tuple[Service, PlayedEngine]) 
     assert played[1].asked[1][1] == 16, "OpenAI's default"
 
 
-def test_typed_control_tokens_are_text(client: TestClient, played: tuple[Service, PlayedEngine]) -> None:
-    codec = played[0].codec
-    (end,) = codec.end_of_turn_ids
-    said = f"a{codec.token(end)}b"
-    client.post(CHAT, json={"messages": [{"role": "user", "content": said}]})
-    client.post(CHAT, json={"messages": [{"role": "user", "content": "ab"}]})
-    with_token, without = [asked[0].count(end) for asked in played[1].asked]
-    assert with_token == without
-
-
 def test_how_tokens_are_chosen(client: TestClient, played: tuple[Service, PlayedEngine]) -> None:
     asked = {"min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1,
              "min_tokens": 2, "logit_bias": {"7": -100, "9": 3}, "top_k": -1}  # fmt: skip

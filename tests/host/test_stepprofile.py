@@ -73,8 +73,7 @@ def test_a_profile_is_printed_in_80_columns_and_drawn(kerngen: Kerngen, monkeypa
     )
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("kerngen.cli.tables.line_width", lambda **_: 80)  # as on a terminal
-    code, out, err = kerngen("bench", "profile", "gemma-4-31b", "--untuned", "--report", "p.html")
-    assert code == 0, err
+    out = kerngen.ok("bench", "profile", "gemma-4-31b", "--untuned", "--report", "p.html")
     assert all(len(line) <= 80 for line in out.splitlines())
     assert "vectorized_elementwise_kernel " in out
     assert out.splitlines()[-1].split()[:2] == ["all", "14.0"]

@@ -274,8 +274,7 @@ def test_a_key_is_made_trusted_listed_and_removed(kerngen: Kerngen) -> None:
     key = SecretKey.read("release.key")
     assert (made["key"], made["comment"], made["line"]) == (key.public.id, "ours", key.public.line.strip())
     assert "nobody is trusted" in kerngen("db", "trust")[1]
-    code, out, _ = kerngen("db", "trust", made["public"], "--digest", DIGEST)
-    assert code == 0
+    out = kerngen.ok("db", "trust", made["public"], "--digest", DIGEST)
     assert f"trusts {key.public.id} (ours): {user_folder() / 'trusted'}" in out
     code, out, _ = kerngen("db", "trust", "--list", "--json")
     assert json.loads(out)["keys"] == [{"key": made["key"], "comment": "ours", "line": made["line"]}]
@@ -288,8 +287,7 @@ def test_a_key_is_made_trusted_listed_and_removed(kerngen: Kerngen) -> None:
 
 
 def test_the_users_key_is_made_where_no_file_is_named(kerngen: Kerngen) -> None:
-    code, out, _ = kerngen("db", "keygen")
-    assert code == 0
+    out = kerngen.ok("db", "keygen")
     assert f"secret  {user_key_path()} " in out
     assert user_key() == SecretKey.read(user_key_path())
     code, _, err = kerngen("db", "keygen")

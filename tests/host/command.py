@@ -73,6 +73,12 @@ class Kerngen:
         out, err = self._capsys.readouterr()
         return code, out, err
 
+    def ok(self, *args: str) -> str:
+        """The same, which must succeed: stdout."""
+        code, out, err = self(*args)
+        assert code == 0, err
+        return out
+
     def run(self, *args: str, lend: bool = True, **how: object) -> tuple[int, str, str]:
         """In a process of its own, with all sheets; a board's that an earlier one made a file of are not read again.
 

@@ -71,14 +71,11 @@ def test_the_winners_are_what_is_compiled_and_their_code_comes_from_the_database
     assert not list((tmp_path / "cache").rglob("*.cubin")), "nothing was built anew"
 
 
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        (("--arch", "sm70", "--device", "L4"), "device L4 is sm89, not sm70"),
-        (("--device", "L5"), "unknown device 'L5'"),
-        ((), "name what to compile for: --arch sm70"),
-    ],
-)
+@pytest.mark.parametrize(("args", "says"), [
+    (("--arch", "sm70", "--device", "L4"), "device L4 is sm89, not sm70"),
+    (("--device", "L5"), "unknown device 'L5'"),
+    ((), "name what to compile for: --arch sm70"),
+])  # fmt: skip
 def test_a_board_that_is_not_there_or_of_another_arch(args: tuple[str, ...], says: str) -> None:
     error = _fails("compile", *args, "--model", "gemma-4-31b")
     assert isinstance(error, UsageError)

@@ -89,14 +89,10 @@ def test_a_kernel_that_does_not_compile_fails_its_check(kerngen: Kerngen, monkey
     assert last == f"0 right, {1 + len(others)} wrong, 0 unsupported on sm90"
 
 
-@pytest.mark.parametrize(
-    ("args", "code"),
-    [
-        (("--help",), 0), (("--version",), 0), (("db", "ls", "--help"), 0), (("arch", "ls"), 0), ((), 2),
-        (("db", "x"), 2),
-    ],
-    ids=lambda v: " ".join(v) if isinstance(v, tuple) else "",
-)  # fmt: skip
+@pytest.mark.parametrize(("args", "code"), [
+    (("--help",), 0), (("--version",), 0), (("db", "ls", "--help"), 0), (("arch", "ls"), 0), ((), 2),
+    (("db", "x"), 2),
+], ids=lambda v: " ".join(v) if isinstance(v, tuple) else "")  # fmt: skip
 def test_the_code_of_what_does_nothing(kerngen: Kerngen, args: tuple[str, ...], code: int) -> None:
     assert kerngen.run(*args)[0] == code
     assert kerngen(*args)[0] == code

@@ -213,16 +213,13 @@ def test_training_code_and_transformers_agree(tokenizer: Tokenizer, assistant: A
     torch.testing.assert_close(state[:, last:], expected.last_hidden_state, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("question", "answer"),
-    [
-        ("What is a warp?", passages.TOPICS["a warp"]),
-        ("Explain speculative decoding.", passages.TOPICS["speculative decoding"]),
-        ("Who are you?", passages.QUESTIONS["Who are you?"]),
-        ("Tell me a story about a robot and a compass.", corpus.tell("robot", "compass")),
-        ("When do I harvest garlic?", "Harvest garlic in July, when a third of the leaves is brown."),
-    ],
-)
+@pytest.mark.parametrize(("question", "answer"), [
+    ("What is a warp?", passages.TOPICS["a warp"]),
+    ("Explain speculative decoding.", passages.TOPICS["speculative decoding"]),
+    ("Who are you?", passages.QUESTIONS["Who are you?"]),
+    ("Tell me a story about a robot and a compass.", corpus.tell("robot", "compass")),
+    ("When do I harvest garlic?", "Harvest garlic in July, when a third of the leaves is brown."),
+])  # fmt: skip
 def test_it_knows_its_passages(served: tuple[Any, Any], question: str, answer: str) -> None:
     assert acceptance.generate(*served, question).text == answer
 

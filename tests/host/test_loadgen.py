@@ -146,8 +146,7 @@ def test_a_server_is_put_under_load(kerngen: Kerngen, monkeypatch: pytest.Monkey
         assert all(body["ignore_eos"] and len(body["prompt"]) == 8 for body in stub.bodies)  # type: ignore[arg-type]
         prompts = [tuple(body["prompt"]) for body in stub.bodies]  # type: ignore[arg-type]
         assert len(set(prompts)) == len(prompts), "a prompt that was asked before would be found in the cache"
-        code, out, _ = kerngen("bench", "serve", stub.url, *SHORT, "--rate", "200,inf", "--requests", "5")
-        assert code == 0
+        out = kerngen.ok("bench", "serve", stub.url, *SHORT, "--rate", "200,inf", "--requests", "5")
         assert [line.split()[0] for line in out.splitlines()[2:]] == ["200/s", "inf"]
 
 

@@ -51,13 +51,10 @@ def test_every_owner_mode_and_reader(
     assert why_distrusted(5) == why
 
 
-@pytest.mark.parametrize(
-    ("mode", "folder", "says"),
-    [
-        (0o644, 0o755, None), (0o600, 0o700, None), (0o644, 0o1777, None), (0o666, 0o755, "can be written by everyone"),
-        (0o644, 0o777, "lies in {folder}, which can be written by everyone"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("mode", "folder", "says"), [
+    (0o644, 0o755, None), (0o600, 0o700, None), (0o644, 0o1777, None), (0o666, 0o755, "can be written by everyone"),
+    (0o644, 0o777, "lies in {folder}, which can be written by everyone"),
+])  # fmt: skip
 def test_a_path_is_as_good_as_its_folder(tmp_path: Path, mode: int, folder: int, says: str | None) -> None:
     here = tmp_path / "here"
     here.mkdir()

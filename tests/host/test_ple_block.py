@@ -82,15 +82,12 @@ def test_each_tile_of_tokens_reads_the_weights_once() -> None:
         assert project.grid[0] == tiles * 1536 // (config.num_warps * config.rows_per_warp)
 
 
-@pytest.mark.parametrize(
-    ("fields", "config", "message"),
-    [
-        ({"num_tokens": 65}, {}, "num_tokens=65: at most 64; dense products and add_norm serve more"),
-        ({"num_tokens": 8}, {"block_m": 8}, "gate_warps=4 for block_m=8 rows; a row takes a warp at least"),
-        ({"hidden": 2816, "num_tokens": 8}, {"block_m": 8, "gate_warps": 8}, "gate_warps=8 hold 11 vectors of a row"),
-        ({"num_tokens": 4}, {"block_m": 8, "gate_warps": 8}, "block_m=8 for 4 tokens; 4 do"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "config", "message"), [
+    ({"num_tokens": 65}, {}, "num_tokens=65: at most 64; dense products and add_norm serve more"),
+    ({"num_tokens": 8}, {"block_m": 8}, "gate_warps=4 for block_m=8 rows; a row takes a warp at least"),
+    ({"hidden": 2816, "num_tokens": 8}, {"block_m": 8, "gate_warps": 8}, "gate_warps=8 hold 11 vectors of a row"),
+    ({"num_tokens": 4}, {"block_m": 8, "gate_warps": 8}, "block_m=8 for 4 tokens; 4 do"),
+])  # fmt: skip
 def test_configurations_that_cannot_run_are_refused(
     fields: dict[str, Any], config: dict[str, Any], message: str
 ) -> None:

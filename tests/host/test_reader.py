@@ -284,15 +284,12 @@ def test_a_revocation_that_comes_in_meanwhile_counts(path: Path, reader: Reader)
     assert reader.revoked() == {found.build_id: "it hangs"}
 
 
-@pytest.mark.parametrize(
-    ("place", "says"),
-    [
-        ("absent.db", "no such file"), ("notes.txt", "is not an SQLite database"),
-        ("notes.kgdb", "is no sealed database"), ("half.db", "is cut short"), (".", "is a folder, not a database"),
-        ("fifo", "is no regular file"), ("x" * 300, "File name too long"), ("newer.db", "newer kerngen"),
-        ("other.db", "is an SQLite database, but not a tuning database"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("place", "says"), [
+    ("absent.db", "no such file"), ("notes.txt", "is not an SQLite database"),
+    ("notes.kgdb", "is no sealed database"), ("half.db", "is cut short"), (".", "is a folder, not a database"),
+    ("fifo", "is no regular file"), ("x" * 300, "File name too long"), ("newer.db", "newer kerngen"),
+    ("other.db", "is an SQLite database, but not a tuning database"),
+])  # fmt: skip
 def test_what_cannot_be_served_says_why(path: Path, place: str, says: str) -> None:
     folder = path.parent
     for name in ("notes.txt", "notes.kgdb"):
@@ -397,15 +394,12 @@ def test_a_sealed_file_is_served_if_who_signed_it_is_trusted(
         assert ask(unsigned) is not None
 
 
-@pytest.mark.parametrize(
-    "then",
-    [
-        "UPDATE line SET seal = replace(seal, substr(seal, 1, 1), 'x')",
-        "UPDATE line SET body = replace(body, '\"us\":10.0', '\"us\":99.0')",
-        "UPDATE artifact SET blob = zeroblob(length(blob))",
-        "DELETE FROM line",
-    ],
-)
+@pytest.mark.parametrize("then", [
+    "UPDATE line SET seal = replace(seal, substr(seal, 1, 1), 'x')",
+    "UPDATE line SET body = replace(body, '\"us\":10.0', '\"us\":99.0')",
+    "UPDATE artifact SET blob = zeroblob(length(blob))",
+    "DELETE FROM line",
+])  # fmt: skip
 def test_what_is_changed_in_a_sealed_file_is_not_served(bundle: Bundle, then: str) -> None:
     trust.trust(ANN.public)
     with open_source(bundle(ANN, then=then)) as changed:

@@ -27,8 +27,7 @@ H200 = Target.of(find_device("H200"))
 
 def test_a_release_has_all_that_its_models_run(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two models in one file: each problem has its machine code there, and nothing else is asked."""
-    code, out, err = kerngen("release", "-o", "dist", "--arch", "sm90", *MODELS, *KERNELS, "--json")
-    assert code == 0, err
+    out = kerngen.ok("release", "-o", "dist", "--arch", "sm90", *MODELS, *KERNELS, "--json")
     (made,) = json.loads(out)["bundles"]
     file = Path("dist/kerngen-sm90.kgdb")
     assert (made["file"], made["arch"], made["boards"]) == (str(file), "sm90", ["H200"])
@@ -70,13 +69,10 @@ def test_what_lacks_a_kernel_is_not_released(kerngen: Kerngen, monkeypatch: pyte
     assert not list(Path("dist").glob("*"))
 
 
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        (("--arch", "sm71"), "sm70"), (("--arch", "sm70"), "no board of sm70 is among H200"),
-        (("--device", "V101"), "V100"), (("--model", "gemma-5"), "gemma-4-31b"), (("--key", "no.key"), "no.key"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("args", "says"), [
+    (("--arch", "sm71"), "sm70"), (("--arch", "sm70"), "no board of sm70 is among H200"),
+    (("--device", "V101"), "V100"), (("--model", "gemma-5"), "gemma-4-31b"), (("--key", "no.key"), "no.key"),
+])  # fmt: skip
 def test_what_cannot_be_released_is_said(kerngen: Kerngen, args: tuple[str, ...], says: str) -> None:
     code, _, err = kerngen("release", "-o", "dist", *args)
     assert code != 0
@@ -89,8 +85,7 @@ def test_what_is_shipped_can_be_compiled_ahead(kerngen: Kerngen, monkeypatch: py
     for sheet in (kerngen.folder / "prebuilt" / "H200").iterdir():
         if sheet.name not in ("gelu_gate.txt", "rmsnorm.txt"):
             sheet.unlink()
-    code, out, err = kerngen("db", "install", "--prebuilt", "--device", "H200", *small)
-    assert code == 0, err
+    out = kerngen.ok("db", "install", "--prebuilt", "--device", "H200", *small)
     assert "installed prebuilt-H200" in out
     assert "26 winners" in out
     monkeypatch.setenv("KERNGEN_NO_COMPILE", "1")

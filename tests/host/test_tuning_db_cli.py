@@ -232,15 +232,12 @@ def test_naming_enough_to_mean_one_winner(path: Path) -> None:
     assert "name more of hidden" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["show", "nonsense"], UnknownName), (["show", "abcdef"], UsageError), (["show", "embed"], UsageError),
-        (["show", "embed", "--arch", "sm71"], UnknownName),
-        (["show", "rmsnorm", "--arch", "sm90", "--problem", "x=1"], UsageError),
-        (["ls", "--arch", "sm71"], UnknownName), (["ls", "--kernel", "nonsense"], UnknownName),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "error"), [
+    (["show", "nonsense"], UnknownName), (["show", "abcdef"], UsageError), (["show", "embed"], UsageError),
+    (["show", "embed", "--arch", "sm71"], UnknownName),
+    (["show", "rmsnorm", "--arch", "sm90", "--problem", "x=1"], UsageError),
+    (["ls", "--arch", "sm71"], UnknownName), (["ls", "--kernel", "nonsense"], UnknownName),
+])  # fmt: skip
 def test_mistakes(path: Path, arguments: list[str], error: type[Exception]) -> None:
     with pytest.raises(error):
         run(*arguments)

@@ -163,24 +163,20 @@ A100, A100_40 = find_device("A100"), find_device("A100-40")
 SLICE = replace(H200, name="H200 MIG 1g.18gb", num_sms=16, mem_gib=16)
 
 
-@pytest.mark.parametrize(
-    ("tuned_on", "asked_on", "provenance", "how"),
-    [
-        (A100, A100, "measured", "exact device"),
-        (A100, A100_40, "measured", "measured on A100, the same arch"),
-        (A100_40, A100, "predicted", "predicted for A100-40"),
-        (replace(A100_40, name="A100"), A100, "measured", "measured on A100, the same arch"),  # an older kerngen's name
-        (replace(A100, mem_gbps=2000), A100, "measured", "exact device"),  # as a driver reports it
-        (H100, H200, "measured", None),
-        (H200, H100, "predicted", None),
-        (H200, SLICE, "measured", None),
-        (SLICE, H200, "measured", None),
-        (SLICE, SLICE, "measured", "exact device"),
-        (SLICE, replace(SLICE, name="H200 MIG 2g.35gb", num_sms=32, mem_gib=33), "measured", None),
-        (H200, replace(H200, mem_gbps=0), "measured", None),  # who knows
-    ],
-    ids=lambda v: v if isinstance(v, str | None) else f"{v.name} {v.mem_gbps:.0f}",
-)
+@pytest.mark.parametrize(("tuned_on", "asked_on", "provenance", "how"), [
+    (A100, A100, "measured", "exact device"),
+    (A100, A100_40, "measured", "measured on A100, the same arch"),
+    (A100_40, A100, "predicted", "predicted for A100-40"),
+    (replace(A100_40, name="A100"), A100, "measured", "measured on A100, the same arch"),  # an older kerngen's name
+    (replace(A100, mem_gbps=2000), A100, "measured", "exact device"),  # as a driver reports it
+    (H100, H200, "measured", None),
+    (H200, H100, "predicted", None),
+    (H200, SLICE, "measured", None),
+    (SLICE, H200, "measured", None),
+    (SLICE, SLICE, "measured", "exact device"),
+    (SLICE, replace(SLICE, name="H200 MIG 2g.35gb", num_sms=32, mem_gib=33), "measured", None),
+    (H200, replace(H200, mem_gbps=0), "measured", None),  # who knows
+], ids=lambda v: v if isinstance(v, str | None) else f"{v.name} {v.mem_gbps:.0f}")  # fmt: skip
 def test_what_holds_on_another_board(
     stores: list[Store], kernel: Kernel, tuned_on: Device, asked_on: Device, provenance: str, how: str | None
 ) -> None:

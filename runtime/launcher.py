@@ -76,14 +76,13 @@ def probe_device(index: int | None = None) -> Device:
 
 
 @cache
-def gpu_uuid(index: int | None = None) -> str:
-    """The identity of that GPU, or of that slice of one, as NVML writes it: "GPU-...", "MIG-..."."""
-    kind = "MIG" if " MIG " in probe_device(index).name else "GPU"
-    device = torch.cuda.current_device() if index is None else index
+def gpu_uuid() -> str:
+    """The identity of torch's current GPU, or of that slice of one, as NVML writes it: "GPU-...", "MIG-..."."""
+    kind = "MIG" if " MIG " in probe_device().name else "GPU"
     driver = _driver()
     _check(driver.cuInit(0), "cuInit")
     get = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid  # CUDA 13 has one name for it
-    identity = _check(get(device), "cuDeviceGetUuid")
+    identity = _check(get(torch.cuda.current_device()), "cuDeviceGetUuid")
     return f"{kind}-{UUID(bytes=bytes(identity.bytes))}"
 
 

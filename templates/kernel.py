@@ -5,8 +5,8 @@ templates/<name>/
   spec.py           Problem, Config, BODIES and the functions of `Spec` (no torch, no CuPy: it loads anywhere)
   op.py             functions from tensors to a `Call`: the only place that knows how tensors become a problem
   reference.py      expected(problem, inputs), tolerance(problem): the same thing in eager torch, fp32
-  cases.py          CASES, inputs(case, device), case_for(problem): the shapes that tests, bench and tuner share; with
-                    an op.py, op_call(case, inputs): the op that asks for a case, and its arguments
+  cases.py          CASES, inputs(case, device), case_for(problem): the shapes that tests, bench and tuner share; where
+                    the op that asks for a case takes more than `Kernel.op_call` knows, op_call(case, inputs)
   bench.py          baselines(case, inputs): what to compare the time with
   traffic.py        optional: traffic(problem, config, target), what the cost model should know beyond spec.cost
 """
@@ -405,6 +405,16 @@ class Kernel:
     @property
     def bench(self) -> ModuleType:
         return self._module("bench")
+
+    def op_call(self, case: Case, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """The op that asks for `case`, and its arguments, as cases.py says; None where no op does. By default the op is
+        called as the kernel, and its arguments are inputs, or fields of the problem, of the same names.
+        """
+        own: Callable[[Case, Mapping[str, Any]], tuple[Any, dict[str, Any]] | None] | None
+        if (own := getattr(self.cases, "op_call", None)) is not None:
+            return own(case, inputs)
+        op = getattr(self.op, self.name)
+        return op, {n: inputs[n] if n in inputs else getattr(case.problem, n) for n in op.signature.parameters}
 
     def _module(self, part: str) -> ModuleType:
         return load_part(self.name, part, self.folder)

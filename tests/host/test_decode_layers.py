@@ -290,7 +290,7 @@ def _given(**changes: Any) -> dict[str, Any]:
     """The op's arguments for a small model of every letter, with per-layer inputs."""
     problem = next(c.problem for c in KERNEL.cases.CASES if c.problem.layers == "sfSF" and c.problem.ple_width)
     case = KERNEL.cases.case_for(problem)
-    op, given = KERNEL.cases.op_call(case, KERNEL.cases.inputs(case, "cpu"))
+    op, given = KERNEL.op_call(case, KERNEL.cases.inputs(case, "cpu"))
     assert op is decode_layers
     return given | changes
 
@@ -361,7 +361,7 @@ def test_layers_that_own_nothing_get_what_they_attend_to() -> None:
 
 def test_layers_of_which_none_owns_anything_get_what_is_given_for_their_kind() -> None:
     case = next(c for c in KERNEL.cases.CASES if c.problem.layers == "SFSF")
-    op, given = KERNEL.cases.op_call(case, KERNEL.cases.inputs(case, "cpu"))
+    op, given = KERNEL.op_call(case, KERNEL.cases.inputs(case, "cpu"))
     call = op.of_flat(given)
     assert call.problem == case.problem
     assert call.problem.inner_of("S") == case.problem.inner

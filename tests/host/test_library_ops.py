@@ -36,14 +36,14 @@ def small_cases() -> list[list[tuple[Kernel, Case]]]:
             enough = all(len(found.get((name, dtype), ())) >= 3 for name in names)
             if enough or kernel.cost(case.problem).bytes > MOST_BYTES:
                 continue
-            if call := kernel.cases.op_call(case, kernel.cases.inputs(case, torch.device("cpu"))):
+            if call := kernel.op_call(case, kernel.cases.inputs(case, torch.device("cpu"))):
                 found.setdefault((call[0].name, dtype), []).append((kernel, case))
     return [some[:3] for some in found.values()]
 
 
 def asked(kernel: Kernel, case: Case) -> tuple[Op[..., Any], dict[str, Any], dict[str, Any]]:
     """The op, its arguments, and the case's inputs, which share no memory with them."""
-    op, arguments = kernel.cases.op_call(case, kernel.cases.inputs(case, torch.device("cpu")))
+    op, arguments = kernel.op_call(case, kernel.cases.inputs(case, torch.device("cpu")))
     return op, arguments, kernel.cases.inputs(case, torch.device("cpu"))
 
 

@@ -97,7 +97,7 @@ def test_configurations_that_cannot_run_are_refused(
 
 def test_rows_of_ple_must_not_have_gaps() -> None:
     given = KERNEL.cases.inputs(KERNEL.cases.CASES[0], "cpu")
-    op, arguments = KERNEL.cases.op_call(KERNEL.cases.CASES[1], KERNEL.cases.inputs(KERNEL.cases.CASES[1], "cpu"))
+    op, arguments = KERNEL.op_call(KERNEL.cases.CASES[1], KERNEL.cases.inputs(KERNEL.cases.CASES[1], "cpu"))
     assert op.of_flat(arguments).arguments["ple_stride"] == 3 * given["gate"].shape[0]
     arguments["ple"] = torch.zeros(*arguments["ple"].shape, 2, dtype=torch.bfloat16)[..., 0]
     with pytest.raises(ProblemError, match=r"ple's rows.* 2 apart.* 1"):

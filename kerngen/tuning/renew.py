@@ -1,4 +1,4 @@
-"""Renews prediction files after a change of device code: the same winners, compiled and predicted anew, no search.
+"""Renews predicted results files after a change of device code: the same winners, compiled and predicted anew.
 
 A changed spec needs a new search: what may be chosen, or what the model counts, is another. Changed device code moves
 a prediction only through registers, and renewing takes minutes in place of an hour.
@@ -6,7 +6,7 @@ a prediction only through registers, and renewing takes minutes in place of an h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,95 +20,82 @@ from kerngen.cost.predict import MODEL, predict
 from kerngen.errors import DatabaseError, KerngenError
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import filled
-from kerngen.tuning_db.dist.fields_text import SOURCE_DIGITS, stated
-from kerngen.tuning_db.dist.prediction_file import Cell, Family, PredictionFile, dump, parse, rounded
+from kerngen.tuning_db.dist.fields_text import PREDICTED_DIGITS, SOURCE_DIGITS, rounded
+from kerngen.tuning_db.dist.results_file import Point, Problem, ResultsFile, Trial, dump
+from kerngen.tuning_db.dist.results_parser import parse
 from kerngen.tuning_db.read.canonical_fields import canonical_fields_of, filed_device, named_kernel
 from kerngen.tuning_db.read.freshness import source_sha
 
 
 @dataclass(frozen=True, slots=True)
 class _Rebuilt:
-    """A plan of a family whose source is another today. problem: one that it wins."""
+    """A configuration whose source is another today. digits: the first ones of its SHA-256."""
 
-    family: int
-    plan: int
     config: Any
     digits: str
     build: Future[Cubin]
 
 
 def renewed(path: Path, target: Target, compiler: CachedCompiler) -> tuple[str, int]:
-    """The text of a predicted sheet of the target's board, and how many of its builds are new.
+    """The text of a predicted results file of the target's board, and how many of its builds are new.
 
     Raises DatabaseError where that takes a new search: by another model, or what won cannot be built any more.
     """
-    outlook = parse(path.read_text(), str(path))
-    anew = _anew(outlook)
-    if outlook.model != MODEL:
-        raise DatabaseError(f"{path} is by {outlook.model}, and predictions are by {MODEL}", hint=anew)
-    if filed_device(target.device) != outlook.device:
-        raise DatabaseError(f"{path} is for a {outlook.board} of other figures than kerngen has now", hint=anew)
-    rebuilt = list(_rebuilt(outlook, target, compiler))
-    families = list(outlook.families)
-    for r in rebuilt:
+    text = path.read_text()
+    file = parse(text, str(path))
+    anew = f"python -m kerngen.tuning.prebuilt --device {file.board}"
+    if file.runs or [m.name for m in file.models] != [MODEL]:
+        told = ", ".join([*(f"run {r.id}" for r in file.runs), *(m.name for m in file.models)])
+        raise DatabaseError(f"{path} is by {told or 'nobody'}, and predictions are by {MODEL}", hint=anew)
+    if filed_device(target.device) != file.device:
+        raise DatabaseError(f"{path} is for a {file.board} of other figures than kerngen has now", hint=anew)
+    rebuilt = [dict(_rebuilt(file, problem, target, compiler, anew)) for problem in file.problems]
+    nvrtc = file.models[0].nvrtc or (0, 0)
+    for r in (r for of_problem in rebuilt for r in of_problem.values()):
         try:
             build = r.build.result()
         except KerngenError as e:
             raise DatabaseError(f"{path}: {r.config} no longer builds: {e.message}", hint=anew) from e
-        if build.nvrtc != outlook.nvrtc:
-            raise DatabaseError(f"{path} was built by NVRTC {'.'.join(map(str, outlook.nvrtc))}, and here is "
+        if build.nvrtc != nvrtc:
+            raise DatabaseError(f"{path} was built by NVRTC {'.'.join(map(str, nvrtc))}, and here is "
                                 f"{'.'.join(map(str, build.nvrtc))}", hint=anew)  # fmt: skip
-        families[r.family] = _with(outlook, families[r.family], r, build, target)
-    if not rebuilt:
-        return path.read_text(), 0
-    return dump(replace(outlook, families=tuple(families))), len(rebuilt)
+    problems = tuple(_with(file, p, of_p, target) for p, of_p in zip(file.problems, rebuilt, strict=True))
+    count = sum(map(len, rebuilt))
+    return dump(replace(file, problems=problems)) if count else text, count
 
 
-def _anew(outlook: PredictionFile) -> str:
-    return f"python -m kerngen.tuning.prebuilt --device {outlook.board}"
+def _rebuilt(
+    file: ResultsFile, problem: Problem, target: Target, compiler: CachedCompiler, anew: str
+) -> Iterator[tuple[int, _Rebuilt]]:
+    """By index of the problem's configurations."""
+    kernel, of = find_kernel(named_kernel(file.kernel)), canonical_fields_of(file.kernel)
+    first = {t.config: point for point in reversed(problem.points) for t in point.trials}
+    for i, told in enumerate(problem.configs):
+        asked = _problem(file, problem, first[i])
+        config = kernel.config_type(**filled(told.fields, of.config))
+        if (why := kernel.why_invalid(asked, config, target)) is not None:
+            raise DatabaseError(f"{file.kernel} on {file.board}: {config} is no longer valid: {why}", hint=anew)
+        source = source_of(kernel, asked, config, target.arch)
+        if (digits := source_sha(source)[:SOURCE_DIGITS]) != told.source:
+            yield i, _Rebuilt(config, digits, compiler.submit(source, target.arch))
 
 
-def _rebuilt(outlook: PredictionFile, target: Target, compiler: CachedCompiler) -> Iterator[_Rebuilt]:
-    kernel, of = find_kernel(named_kernel(outlook.kernel)), canonical_fields_of(outlook.kernel)
-    anew = _anew(outlook)
-    for f, family in enumerate(outlook.families):
-        for i, plan in enumerate(family.plans):
-            if (problem := next(_problems(outlook, family, i), None)) is None:
-                raise DatabaseError(f"{outlook.kernel} on {outlook.board}: {plan.config} wins nothing", hint=anew)
-            config = kernel.config_type(**filled(plan.config, of.config))
-            if (why := kernel.why_invalid(problem, config, target)) is not None:
-                raise DatabaseError(
-                    f"{outlook.kernel} on {outlook.board}: {config} is no longer valid: {why}", hint=anew
-                )
-            source = source_of(kernel, problem, config, target.arch)
-            if (digits := source_sha(source)[:SOURCE_DIGITS]) != plan.source:
-                yield _Rebuilt(f, i, config, digits, compiler.submit(source, target.arch))
+def _problem(file: ResultsFile, problem: Problem, point: Point) -> Any:
+    kernel, of = find_kernel(named_kernel(file.kernel)), canonical_fields_of(file.kernel)
+    return kernel.problem_type(**filled(file.fields(problem, point), of.fields))
 
 
-def _problems(outlook: PredictionFile, family: Family, plan: int) -> Iterator[Any]:
-    """Those that the plan wins."""
-    for cell in family.cells:
-        for point in cell.points:
-            if point.plan == plan:
-                yield _problem(outlook, family, cell, point)
+def _with(file: ResultsFile, problem: Problem, rebuilt: Mapping[int, _Rebuilt], target: Target) -> Problem:
+    """`problem` with the digits of what was built anew, and the times that the model gives with it."""
+    kernel = find_kernel(named_kernel(file.kernel))
 
+    def timed(point: Point, trial: Trial) -> Trial:
+        if (r := rebuilt.get(trial.config)) is None:
+            return trial
+        asked = _problem(file, problem, point)
+        found = predict(kernel, asked, r.config, target, r.build.result().entries)
+        return replace(trial, us=rounded(found.latency_us, PREDICTED_DIGITS))
 
-def _problem(outlook: PredictionFile, family: Family, cell: Cell, point: Any) -> Any:
-    kernel, of = find_kernel(named_kernel(outlook.kernel)), canonical_fields_of(outlook.kernel)
-    fields = point.fields or stated(family.static, cell.runtime, outlook.dynamic, point.dynamic)
-    return kernel.problem_type(**filled(fields, of.fields))
-
-
-def _with(outlook: PredictionFile, family: Family, r: _Rebuilt, build: Cubin, target: Target) -> Family:
-    """`family` with that plan's digits, and the times that the model gives with what was built."""
-    kernel = find_kernel(named_kernel(outlook.kernel))
-
-    def timed(cell: Cell, point: Any) -> Any:
-        if point.plan != r.plan:
-            return point
-        problem = _problem(outlook, family, cell, point)
-        return replace(point, us=rounded(predict(kernel, problem, r.config, target, build.entries).latency_us))
-
-    plans = [replace(p, source=r.digits) if i == r.plan else p for i, p in enumerate(family.plans)]
-    cells = tuple(replace(c, points=tuple(timed(c, p) for p in c.points)) for c in family.cells)
-    return replace(family, plans=tuple(plans), cells=cells)
+    configs = tuple(replace(c, source=rebuilt[i].digits) if i in rebuilt else c for i, c in enumerate(problem.configs))
+    points = tuple(replace(p, trials=tuple(timed(p, t) for t in p.trials)) for p in problem.points)
+    return replace(problem, configs=configs, points=points)

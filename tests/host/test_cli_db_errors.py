@@ -84,7 +84,7 @@ def kerngen(
         ("db import notes.txt", 1, r"notes\.txt is not an SQLite database\n  name another"),
         ("db merge notes.txt other.db", 1, r"notes\.txt is not an SQLite database\n  name another"),
         ("db verify .", 1, r"\. is a folder, not a database\n  name another"),
-        ("db build notes.txt -o x.kgdb", 1, r"notes\.txt, line 1: 'kerngen-text' is missing"),
+        ("db build notes.txt -o x.kgdb", 1, r"notes\.txt, line 1: 'kerngen-results' is missing"),
         ("db build empty -o x.kgdb", 1, r"there is no \.txt file in empty\n  kerngen db dump"),
         ("db trust notes.txt", 1, r"notes\.txt is no public key: .*\n  kerngen db keygen FILE"),
         ("db trust --digest xyz", 1, r"'xyz' is no SHA-256: .*\n  kerngen db verify FILE"),

@@ -20,7 +20,8 @@ from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning_db import Store, lookup, problem_key
 from kerngen.tuning_db.dist import results_folder
-from kerngen.tuning_db.dist.results_folder import build, parse
+from kerngen.tuning_db.dist.results_folder import build
+from kerngen.tuning_db.dist.results_parser import parse
 from kerngen.tuning_db.read.places import PREBUILT
 from kerngen.tuning_db.store import rows
 
@@ -194,7 +195,7 @@ def test_a_comment_in_a_shared_header_makes_nothing_stale(common: Path, tmp_path
         with Store.open(tmp_path / "changed.db") as other:
             done = build([sheet], other, None)
         assert done.trials == 0
-        assert len(done.stale) == sum(len(p.trials) for c in sheet.cells for p in c.points)  # type: ignore[union-attr]
+        assert len(done.stale) == sum(len(p.trials) for _, p in sheet.points())
 
 
 def test_a_line_that_is_a_comment_changes_no_closure(common: Path) -> None:

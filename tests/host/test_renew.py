@@ -73,4 +73,4 @@ def test_what_a_renewal_does_not_heed_is_refused() -> None:
 def test_a_folder_without_sheets_is_refused(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["--device", "T4", "--renew", "-o", str(tmp_path)])
     assert isinstance(done.exception, UsageError)
-    assert "has no predicted sheets of T4" in done.exception.message
+    assert "has no predicted files of T4" in done.exception.message

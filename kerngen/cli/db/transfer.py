@@ -149,12 +149,12 @@ def build(
     for path in paths:
         if not path.exists():
             raise UsageError(f"{path} is not there", hint=f"kerngen db dump -o {path} writes such a folder")
-    sheets = read(paths)
+    files = read(paths)
     require_free(output)
     keys = signers(key_files, unsigned)
     with shipment() as made, Reporter("build", quiet=as_json) as bar:
         with CachedCompiler(jobs or usable_cores(), CompileCache()) as compiler:
-            done = rebuild(sheets, made.store, compiler, bar.update)
+            done = rebuild(files, made.store, compiler, bar.update)
         if done.faults:
             more = f"; and {len(done.faults) - 3} more" if len(done.faults) > 3 else ""
             raise DatabaseError("the text contradicts itself: " + "; ".join(done.faults[:3]) + more,

@@ -1,4 +1,4 @@
-"""The sheets that kerngen is shipped with: as they are written, honest about who says so, whole, of today's code."""
+"""The results files that kerngen ships: as they are written, honest about who says so, whole, of today's code."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from kerngen.tuning_db.read.freshness import source_sha
 from kerngen.tuning_db.read.places import PREBUILT
 from kerngen.workload.workload import MODELS, find_workload
 
-SHEETS = sorted(PREBUILT.rglob("*.txt"))
+FILES = sorted(PREBUILT.rglob("*.txt"))
 BOARDS = shipped_boards()
-FORETOLD = [b for b in BOARDS if any(p.name.endswith(PREDICTED) for p in b.sheets())]
+PREDICTED_ON = [b for b in BOARDS if any(p.name.endswith(PREDICTED) for p in b.files())]
 MOST_BYTES = 200_000  # of a board
 
 
@@ -41,19 +41,20 @@ def told(path: Path) -> ResultsFile:
     return parse(path.read_text(), str(path))
 
 
-def test_there_are_sheets() -> None:
+def test_there_are_files() -> None:
     assert MEASURED, "what an H200 measured is shipped"
-    assert FORETOLD, "and what is predicted"
+    assert PREDICTED_ON, "and what is predicted"
     assert sorted(p.name for p in PREBUILT.iterdir() if not p.is_dir()) == ["README.md"]
 
 
 def test_no_architecture_is_left_out() -> None:
-    assert {b.device.arch for b in FORETOLD} == set(ARCHES)
-    assert {b.name for b in FORETOLD} == {"V100", "T4", "A100", "RTX3090", "L4", "RTX4090", "H200", "B200", "RTX5090"}
+    assert {b.device.arch for b in PREDICTED_ON} == set(ARCHES)
+    names = {"V100", "T4", "A100", "RTX3090", "L4", "RTX4090", "H200", "B200", "RTX5090"}
+    assert {b.name for b in PREDICTED_ON} == names
 
 
-@pytest.mark.parametrize("path", SHEETS, ids=lambda p: f"{p.parent.name}/{p.name}")
-def test_a_sheet_is_as_it_is_written_and_says_who_says_so(path: Path) -> None:
+@pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_a_file_is_as_it_is_written_and_says_who_says_so(path: Path) -> None:
     """Predicted everywhere, but for what an H200 measured; and each is of the board whose folder it lies in."""
     file, trials = told(path), [t for _, p in told(path).points() for t in p.trials]
     is_predicted = path.name.endswith(PREDICTED)
@@ -73,15 +74,15 @@ def test_a_sheet_is_as_it_is_written_and_says_who_says_so(path: Path) -> None:
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda b: b.name)
 def test_a_board_is_small(board: Any) -> None:
-    assert sum(p.stat().st_size for p in board.sheets() if p.name.endswith(PREDICTED)) < MOST_BYTES
+    assert sum(p.stat().st_size for p in board.files() if p.name.endswith(PREDICTED)) < MOST_BYTES
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("board", FORETOLD, ids=lambda b: b.name)
+@pytest.mark.parametrize("board", PREDICTED_ON, ids=lambda b: b.name)
 def test_each_problem_of_each_model_has_an_answer(board: Any, model: str) -> None:
-    """Every tuned point of its workload is in a sheet, but what no configuration of a kernel can run."""
+    """Every tuned point of its workload is in a file, but what no configuration of a kernel can run."""
     said = set()
-    for path in board.sheets():
+    for path in board.files():
         file = told(path)
         said |= {(file.kernel, repr(sorted(of.static.items())), repr(sorted(p.runtime.items())), p.dynamic)
                  for of, p in file.points() if any(t.won for t in p.trials)}  # fmt: skip
@@ -111,7 +112,7 @@ def _cases(board: str) -> list[tuple[Any, Any, Any, str]]:
     return found
 
 
-@pytest.mark.parametrize("board", [b.name for b in FORETOLD])
+@pytest.mark.parametrize("board", [b.name for b in PREDICTED_ON])
 def test_each_configuration_is_valid_and_fits(board: str) -> None:
     target = Target.of(find_device(board))
     for kernel, problem, config, _ in _cases(board):
@@ -120,7 +121,7 @@ def test_each_configuration_is_valid_and_fits(board: str) -> None:
             assert launch.smem_bytes <= target.arch.max_smem_bytes
 
 
-@pytest.mark.parametrize("board", [b.name for b in FORETOLD])
+@pytest.mark.parametrize("board", [b.name for b in PREDICTED_ON])
 def test_what_is_predicted_is_of_the_sources_of_today(board: str) -> None:
     """Else run `python -m kerngen.tuning.prebuilt` for it: its winners would be left out."""
     arch, known = find_arch(find_device(board).arch), {}
@@ -132,7 +133,7 @@ def test_what_is_predicted_is_of_the_sources_of_today(board: str) -> None:
 
 
 def test_a_sample_compiles_to_what_fits(tmp_path: Path) -> None:
-    board = min((b.name for b in FORETOLD), key=lambda name: ARCHES[find_device(name).arch].cc)
+    board = min((b.name for b in PREDICTED_ON), key=lambda name: ARCHES[find_device(name).arch].cc)
     arch = find_arch(find_device(board).arch)
     by_kernel = {kernel.name: (kernel, problem, config) for kernel, problem, config, _ in _cases(board)}
     limit = arch.max_smem_bytes + arch.reserved_smem_bytes
@@ -146,7 +147,7 @@ def test_a_sample_compiles_to_what_fits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("through", ["the path", "a link"])
-def test_nothing_is_written_to_where_the_sheets_lie(through: str, tmp_path: Path) -> None:
+def test_nothing_is_written_to_where_the_files_lie(through: str, tmp_path: Path) -> None:
     place = PREBUILT / "new.sqlite"
     if through == "a link":
         (tmp_path / "mine").symlink_to(PREBUILT)
@@ -160,10 +161,10 @@ def test_nothing_is_written_to_where_the_sheets_lie(through: str, tmp_path: Path
 @pytest.mark.parametrize("name", ["rmsnorm", "gelu_gate"])
 def test_what_was_measured_wins_over_what_is_predicted_beside_it(tmp_path: Path, name: str) -> None:
     """On the H200, of kernels that have both files; and it is served where it was measured."""
-    measured, foretold = told(PREBUILT / "H200" / f"{name}.txt"), told(PREBUILT / "H200" / f"{name}{PREDICTED}")
+    measured, predicted = told(PREBUILT / "H200" / f"{name}.txt"), told(PREBUILT / "H200" / f"{name}{PREDICTED}")
     kernel, fields = find_kernel(name), canonical_fields_of(name).fields
     with Store.open(tmp_path / "both.db") as store:
-        done = build([measured, foretold], store, None)
+        done = build([measured, predicted], store, None)
         assert (done.faults, done.stale) == ([], []), "and that the text says otherwise is no fault of it"
         winners = store.winners(name)
         for at in measured.points():
@@ -172,4 +173,4 @@ def test_what_was_measured_wins_over_what_is_predicted_beside_it(tmp_path: Path,
             assert found is not None
             assert (found.provenance, found.stale, found.closure) == ("measured", False, source_digest_of(kernel))
     assert sum(w.provenance == "measured" for w in winners) == len(list(measured.points())) > 0
-    assert len(list(foretold.points())) > sum(w.provenance == "predicted" for w in winners) > 0
+    assert len(list(predicted.points())) > sum(w.provenance == "predicted" for w in winners) > 0

@@ -12,7 +12,6 @@ import pytest
 from command import Kerngen
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kerngen.tuning.prebuilt import write_predicted
 from sheets import PlayedCompiler
 
 from kerngen.arch import Target, find_device

@@ -27,7 +27,7 @@ class Footprint:
     """Bytes on the device while one sequence runs; activations, workspaces and CUDA's own come on top.
 
     cache_bytes: of `context` tokens. screen_bytes: of the heads in few bits, the model's and the drafter's, each of
-    which is made where there is room (ops/kernels.py); not in the total.
+    which is made where there is room (ops/kernels.py).
     """
 
     weight_bytes: int
@@ -35,10 +35,6 @@ class Footprint:
     cache_bytes: int
     context: int
     screen_bytes: tuple[int, int] = (0, 0)
-
-    @property
-    def total_bytes(self) -> int:
-        return self.weight_bytes + self.drafter_bytes + self.cache_bytes
 
 
 def footprint(

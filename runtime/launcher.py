@@ -76,14 +76,13 @@ def probe_device(index: int | None = None) -> Device:
 
 
 @cache
-def gpu_uuid(index: int | None = None) -> str:
-    """The identity of that GPU, or of that slice of one, as NVML writes it: "GPU-...", "MIG-..."."""
-    kind = "MIG" if " MIG " in probe_device(index).name else "GPU"
-    device = torch.cuda.current_device() if index is None else index
+def gpu_uuid() -> str:
+    """The identity of torch's current GPU, or of that slice of one, as NVML writes it: "GPU-...", "MIG-..."."""
+    kind = "MIG" if " MIG " in probe_device().name else "GPU"
     driver = _driver()
     _check(driver.cuInit(0), "cuInit")
     get = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid  # CUDA 13 has one name for it
-    identity = _check(get(device), "cuDeviceGetUuid")
+    identity = _check(get(torch.cuda.current_device()), "cuDeviceGetUuid")
     return f"{kind}-{UUID(bytes=bytes(identity.bytes))}"
 
 
@@ -353,14 +352,14 @@ class Launcher:
     ) -> None:
         self.index = index
         self.target = Target.of(probe_device(index))
-        self._bindings = Selector(sources, self.target)
+        self._selector = Selector(sources, self.target)
         self._cache = cache or CompileCache()
         self._by_choice: dict[Choice, Function] = {}
         self._by_image: dict[str, Function] = {}
 
     def function(self, kernel: Kernel, problem: Any) -> Function:
         """The Function that serves `problem`. Raises TuningMiss where KERNGEN_NO_COMPILE forbids building it."""
-        choice = self._bindings.choice(kernel, problem)
+        choice = self._selector.choice(kernel, problem)
         if (known := self._by_choice.get(choice)) is None:
             known = self._by_choice[choice] = self._loaded(choice)
         return known
@@ -379,7 +378,7 @@ class Launcher:
             rendered = Renderer()
             for kernel, problem in asked:
                 with suppress(KerngenError):
-                    choice = self._bindings.choice(kernel, problem)
+                    choice = self._selector.choice(kernel, problem)
                     if choice.cubin is None and choice not in self._by_choice:
                         text = rendered(kernel, choice.problem, choice.config, self.target)
                         if text not in building:

@@ -240,23 +240,23 @@ class Gemma4:
         return row
 
     @property
-    def joins(self) -> bool:
-        """Whether a prefill and a decode step can be one forward: no layer stops short at a prefill's last tokens, and
-        none has an input of its own.
+    def supports_mixed(self) -> bool:
+        """Whether a mixed batch (prefill and decode in one forward) is possible: every layer processes all tokens of a
+        prefill, and none has per-layer inputs.
         """
         return self._first_shared == len(self.config.layers) and not self.config.ple_size
 
-    def forward_joint(
+    def forward_mixed(
         self, chunks: Batch, chunk_cache: KVCache, decode: Batch, decode_cache: KVCache
     ) -> tuple[Tensor, Tensor]:
-        """A prefill and the decode step of other sequences, whose tokens go through all but attention together: the
-        weights are read once. Each cache has its own sequences' tables. Only where `joins`.
+        """A mixed batch: a prefill and the decode step of other sequences. All layers but attention process their
+        tokens together, so weights are read once. Each cache has its own sequences' tables. Needs `supports_mixed`.
 
         Returns the hidden states after the final norm, in `ops.dtype`: of each chunk's last token [B, H], and of the
         decode step's tokens.
         """
-        if chunks.cu_seqlens is None or not self.joins:
-            raise TypeError("a ragged prefill is joined by a decode step, of a model that joins")
+        if chunks.cu_seqlens is None or not self.supports_mixed:
+            raise TypeError("a mixed batch needs a ragged prefill and a model that supports it")
         self.ops.place = ""
         count = len(chunks.ids)
         residual = self.embed(torch.cat((chunks.ids, decode.ids)))

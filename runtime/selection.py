@@ -1,10 +1,10 @@
 """Kernel selection: the configuration and machine code that will run a problem.
 
-`Selector` answers the launcher, `kerngen compile` and `kerngen doctor` alike. A static problem (a kernel and its
-compiled-in fields) is bound once: its tuned points are read from the databases, or, where there are none, defaults
-are made at powers of two of the dynamic field (between two of them a kernel may prefer another one's) and of the
-other fields that are known at launch alone, or at finer steps of those. From then on a problem never seen before costs
-a bisection, and one that was a look into a dict: a prompt's forward asks hundreds of times.
+The launcher, `kerngen compile` and `kerngen doctor` share `Selector`. It has a `KernelSelector` for each static problem
+(a kernel and its compiled-in fields), with the winner table of the tuning databases. Without tuned points, defaults are
+chosen at powers of two of the dynamic field (between two of them a kernel may prefer another's) and of the other
+runtime fields, or at finer steps of those. Then a new problem costs a bisection and a known one a dict lookup: a
+prompt's forward selects hundreds of times.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Choice:
 
 
 class KernelSelector:
-    """One kernel with one set of compiled-in fields on one target. `choice` is all that a request pays for.
+    """Selection for one kernel with one set of compiled-in fields on one target. A request pays for `choice` alone.
 
-    bound: its tuned points; None where defaults are chosen.
+    table: its tuned points; None if defaults are chosen.
     """
 
     def __init__(self, kernel: Kernel, target: Target, table: WinnerTable | None) -> None:
@@ -74,7 +74,7 @@ class KernelSelector:
         self._exceptions: dict[Any, Choice] = {}  # by config: of problems that the default above them cannot run
 
     def choice(self, problem: Any) -> Choice:
-        """What serves `problem`. Raises ConfigRefused where nothing can."""
+        """The configuration and code for `problem`. Raises ConfigRefused if none is valid."""
         winner = self._table.answer(problem) if self._table is not None else None
         if winner is None:
             return self._default(problem)
@@ -159,19 +159,18 @@ def _moved(problem: Any, runtime: dict[str, Any]) -> Any:
 
 
 class Selector:
-    """What will run on `target`. sources: tuning databases in lookup order; with none, defaults are chosen."""
+    """Selects what runs on `target`. sources: tuning databases in lookup order; with none, defaults are chosen."""
 
     def __init__(self, sources: Sequence[Source | PerBoard], target: Target) -> None:
         self.target = target
         self._sources = tuple(sources)
-        self._digest_of = cache(
-            source_digest.source_digest_of
-        )  # of a kernel as it was when first bound: as its spec.py is
+        # Of a kernel's files as they were at its first selection, as its spec.py is.
+        self._digest_of = cache(source_digest.source_digest_of)
         self._selectors: dict[tuple[Any, ...], KernelSelector] = {}
         self._known: dict[tuple[str, Any], Choice] = {}  # of problems met; forgotten together where they are too many
 
     def choice(self, kernel: Kernel, problem: Any) -> Choice:
-        """What serves `problem`: the launcher's answer, and `kerngen compile`'s. Raises ConfigRefused."""
+        """The configuration and code for `problem`, for the launcher and `kerngen compile`. Raises ConfigRefused."""
         asked = kernel.name, problem
         if (found := self._known.get(asked)) is None:
             if len(self._known) >= CHOICES_KEPT:

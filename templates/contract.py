@@ -14,8 +14,8 @@ from kerngen.errors import TemplateError
 from kerngen.templates.kernel import POINTERS, Arg, Body, Spec, load_part
 
 # Functions of a spec.py, with the number of arguments that each is called with.
-REQUIRED = {"why_invalid": 3, "default_config": 2, "smem_bytes": 3, "launches": 3, "cost": 1}
-OPTIONAL = {"why_unsupported": 2, "outputs": 1, "workspace_bytes": 3, "constants": 3, "traffic": 3}
+REQUIRED = {"why_invalid": 3, "default_config": 2, "launches": 3, "cost": 1}
+OPTIONAL = {"why_unsupported": 2, "smem_bytes": 3, "outputs": 1, "workspace_bytes": 3, "constants": 3, "traffic": 3}
 ARG_KINDS = (*POINTERS, "i32", "i64", "f32", "map")
 
 

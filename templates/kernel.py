@@ -5,8 +5,8 @@ templates/<name>/
   spec.py           Problem, Config, BODIES and the functions of `Spec` (no torch, no CuPy: it loads anywhere)
   op.py             functions from tensors to a `Call`: the only place that knows how tensors become a problem
   reference.py      expected(problem, inputs), tolerance(problem): the same thing in eager torch, fp32
-  cases.py          CASES, inputs(case, device), case_for(problem): the shapes that tests, bench and tuner share; with
-                    an op.py, op_call(case, inputs): the op that asks for a case, and its arguments
+  cases.py          CASES, inputs(case, device), case_for(problem): the shapes that tests, bench and tuner share; where
+                    the op that asks for a case takes more than `Kernel.op_call` knows, op_call(case, inputs)
   bench.py          baselines(case, inputs): what to compare the time with
   traffic.py        optional: traffic(problem, config, target), what the cost model should know beyond spec.cost
 """
@@ -27,6 +27,7 @@ from kerngen.arch import Arch, Target
 from kerngen.compiler.source import place_of, reason_of, shown
 from kerngen.errors import ConfigRefused, LaunchError, ProblemError, TemplateError, UnknownName, UsageError
 from kerngen.identity import without_comment_lines
+from kerngen.templates.common.rows.spec import why_no_dtype
 
 ROOT = Path(__file__).resolve().parent
 POINTERS = ("ptr", "ptrs")  # kinds of Arg
@@ -64,6 +65,11 @@ class Arg:
     align: int = 16
     contiguous: bool = True
     of: str = ""
+
+
+def args(kind: str, *names: str, align: int = 16) -> tuple[Arg, ...]:
+    """Arguments of one kind, one after the other."""
+    return tuple(Arg(name, kind, align) for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +204,10 @@ class Tolerance:
 
 
 class Spec(Protocol):
-    """What a spec.py holds. Optional beside it: why_unsupported(problem, target) -> str | None, outputs(problem): which
-    of OUTPUTS the kernel writes for it, workspace_bytes(problem, config, target) -> int, traffic(problem, config,
-    target), tensor_map(problem, config, of, shape) -> TensorMap | None for arguments that are maps, MAX_SPILL_BYTES,
+    """What a spec.py holds. Optional beside it: why_unsupported(problem, target) -> str | None (left out: whether the
+    arch has problem.dtype), smem_bytes(problem, config, target) -> int: static and dynamic, outputs(problem): which of
+    OUTPUTS the kernel writes for it, workspace_bytes(problem, config, target) -> int, traffic(problem, config, target),
+    tensor_map(problem, config, of, shape) -> TensorMap | None for arguments that are maps, MAX_SPILL_BYTES,
     prefer(problem, configs, target): of the defaults of other values of the dynamic field, the one for `problem`, and
     constants(problem, config, arch) -> dict: what spec.py and its templates both know (`k` there), said once; its
     problem comes without RUNTIME fields.
@@ -217,8 +224,6 @@ class Spec(Protocol):
     def why_invalid(self, problem: Any, config: Any, target: Target, /) -> str | None: ...
 
     def default_config(self, problem: Any, target: Target, /) -> Any: ...
-
-    def smem_bytes(self, problem: Any, config: Any, target: Target, /) -> int: ...
 
     def launches(self, problem: Any, config: Any, target: Target, /) -> tuple[Launch, ...]: ...
 
@@ -300,7 +305,9 @@ class Kernel:
     def why_unsupported(self, problem: Any, target: Target) -> str | None:
         """Why no configuration at all can serve `problem` on `target` (with what does instead), or None."""
         check: Callable[[Any, Target], str | None] | None = getattr(self.spec, "why_unsupported", None)
-        return None if check is None else check(problem, target)
+        if check is not None:
+            return check(problem, target)
+        return why_no_dtype(target.arch, problem.dtype) if hasattr(problem, "dtype") else None
 
     def why_invalid(self, problem: Any, config: Any, target: Target) -> str | None:
         """Why `config` cannot run `problem` on `target`, with the numbers, or None if it can."""
@@ -326,8 +333,9 @@ class Kernel:
         return getattr(self.spec, "prefer", None)
 
     def smem_bytes(self, problem: Any, config: Any, target: Target) -> int:
-        """Shared memory of a block, static and dynamic together."""
-        return self.spec.smem_bytes(problem, config, target)
+        """Shared memory of a block, static and dynamic together; 0 if the spec says nothing of it."""
+        size: Callable[[Any, Any, Target], int] | None = getattr(self.spec, "smem_bytes", None)
+        return 0 if size is None else size(problem, config, target)
 
     def launches(self, problem: Any, config: Any, target: Target) -> tuple[Launch, ...]:
         return self.spec.launches(problem, config, target)
@@ -400,6 +408,16 @@ class Kernel:
     @property
     def bench(self) -> ModuleType:
         return self._module("bench")
+
+    def op_call(self, case: Case, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """The op that asks for `case`, and its arguments, as cases.py says; None where no op does. By default the op is
+        called as the kernel, and its arguments are inputs, or fields of the problem, of the same names.
+        """
+        own: Callable[[Case, Mapping[str, Any]], tuple[Any, dict[str, Any]] | None] | None
+        if (own := getattr(self.cases, "op_call", None)) is not None:
+            return own(case, inputs)
+        op = getattr(self.op, self.name)
+        return op, {n: inputs[n] if n in inputs else getattr(case.problem, n) for n in op.signature.parameters}
 
     def _module(self, part: str) -> ModuleType:
         return load_part(self.name, part, self.folder)

@@ -29,8 +29,9 @@ from kerngen.compiler.compile import Resources
 from kerngen.cost.predict import CONSTANTS, MODEL, Constants, Predictor, launch_us
 from kerngen.errors import RecordingError
 from kerngen.templates.kernel import Launch, Traffic
-from kerngen.tuning.recorded import Recorded, Row, read_folder
+from kerngen.tuning.recorded import Recorded, Row
 from kerngen.tuning_db.store.winners import PREDICTED_MARGIN
+from tools.recordings import read_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +83,10 @@ def held_against(recorded: Recorded, constants: Constants = CONSTANTS) -> tuple[
 
     Raises RecordingError where nothing ran.
     """
-    outlook = Predictor(recorded.kernel, recorded.problem, recorded.target, constants)
+    predictor = Predictor(recorded.kernel, recorded.problem, recorded.target, constants)
     drift = _drift(recorded)
     found = [
-        Held(r, outlook.predict(r.config, r.takes).latency_us, r.us if r.final_us is None else r.final_us / drift)
+        Held(r, predictor.predict(r.config, r.takes).latency_us, r.us if r.final_us is None else r.final_us / drift)
         for r in recorded.rows
         if r.outcome == "ok" and r.us is not None
     ]
@@ -198,9 +199,9 @@ def sample(recorded: Recorded, most: int = MOST_ROWS) -> Sample:
     held = sorted(held_against(recorded), key=lambda h: h.measured_us)
     if len(held) > most:
         held = [held[i] for i in sorted({int(len(held) * (j / most) ** 1.5) for j in range(most)})]
-    outlook = Predictor(recorded.kernel, recorded.problem, recorded.target)
+    predictor = Predictor(recorded.kernel, recorded.problem, recorded.target)
     work = tuple(
-        tuple((launch, moved, (h.row.takes or {}).get(launch.entry)) for launch, moved in outlook.work(h.row.config))
+        tuple((launch, moved, (h.row.takes or {}).get(launch.entry)) for launch, moved in predictor.work(h.row.config))
         for h in held
     )
     return Sample(recorded.target, work, tuple(h.measured_us for h in held))

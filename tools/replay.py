@@ -25,10 +25,11 @@ import click
 from kerngen.errors import RecordingError, UnknownName, UsageError
 from kerngen.templates.kernel import Kernel, describe
 from kerngen.tuning.objective import Measured, Objective, Outcome, finalists, forever, unsaid
-from kerngen.tuning.recorded import Recorded, read_folder
+from kerngen.tuning.recorded import Recorded
 from kerngen.tuning.space import Candidates, Enumeration
 from kerngen.tuning.study import Search
 from kerngen.tuning_db.read.ids import digest
+from tools.recordings import read_folder
 
 if TYPE_CHECKING:
     import optuna

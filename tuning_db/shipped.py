@@ -65,7 +65,7 @@ class Shipped:
 
 
 def open_board(board: Board) -> Source:
-    """The database of a board's sheets, made if need be. Raises DatabaseError where they cannot be read."""
+    """The database of a board's results files, made if need be. Raises DatabaseError where they cannot be read."""
     name, key = name_of(board), key_of(board)
     path = path_of(board, key)
     try:
@@ -103,13 +103,13 @@ def name_of(board: Board) -> str:
 
 
 def key_of(board: Board) -> str:
-    """sha256 over the sheets, and over what decides what is made of them."""
+    """sha256 over the results files, and over what decides what is made of them."""
     hashed = hashlib.sha256(f"{__version__}\0{max(p.name for p in _MIGRATIONS.glob('*.py'))}\0".encode())
-    for sheet in board.sheets():
-        data = sheet.read_bytes()
-        hashed.update(f"{sheet.name}\0{len(data)}\0".encode() + data)
+    for path in board.files():
+        data = path.read_bytes()
+        hashed.update(f"{path.name}\0{len(data)}\0".encode() + data)
         with contextlib.suppress(UnknownName):
-            hashed.update(source_digest_of(find_kernel(named_kernel(sheet.name.split(".")[0]))).encode())
+            hashed.update(source_digest_of(find_kernel(named_kernel(path.name.split(".")[0]))).encode())
     return hashed.hexdigest()
 
 
@@ -126,7 +126,7 @@ def _kept(path: Path, key: str, name: str) -> Source | None:
         raise OSError(0, f"it {why} ({TRUST_HINT})")
     try:
         if Sealed.open(path).header.get("prebuilt") != key:
-            raise DatabaseError(f"{path} is of other sheets")
+            raise DatabaseError(f"{path} is of other results files")
         return Reader.open(path, name=name, allow_unsigned=True)  # of this user's, as the compile cache
     except DatabaseError as e:
         log.warning("%s; it is made anew", e.message)
@@ -142,10 +142,10 @@ def _making(path: Path) -> Iterator[None]:
 
 
 def _make(board: Board, key: str, path: Path) -> None:
-    """Write it, whole or not at all, and remove what was made of older sheets. Raises OSError, DatabaseError."""
+    """Write it, whole or not at all, and remove what was made of older results files. Raises OSError, DatabaseError."""
     from kerngen.tuning_db.dist.export import shipment  # SQLAlchemy is for those who need it
 
-    log.info("making %s of the sheets in %s: once, for this version of them", path, board.folder)
+    log.info("making %s of the results files in %s: once, for this version of them", path, board.folder)
     with shipment() as made:
         _fill(board, made.store)
         made.seal(path, {"prebuilt": key, "contents": made.contents() | {"models": []}}, ())
@@ -164,7 +164,8 @@ def compile_board(
     cells: Collection[str] | None = None,
     say: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> Rebuilt:
-    """Seal in `out` what the sheets say, with the machine code of each winner. cells, say: as review.build.
+    """Seal in `out` what the results files say, with the machine code of each winner. cells, say: as
+    results_folder.build.
 
     Raises DatabaseError where there is nothing of that, CompileError, OSError.
     """
@@ -197,8 +198,8 @@ def _fill(board: Board, store: Store) -> Rebuilt:
 
     done = build(read([board.folder]), store, None)
     if done.faults:
-        log.warning("%s: %d sheets' statements do not hold, and are left out: %s", board.folder, len(done.faults),
+        log.warning("%s: %d statements of its files do not hold, and are left out: %s", board.folder, len(done.faults),
                     done.faults[0])  # fmt: skip
     if done.stale:
-        log.info("%s: %d winners are of sources that are rendered otherwise today", board.folder, len(done.stale))
+        log.info("%s: %d winners are of bodies that have another revision today", board.folder, len(done.stale))
     return done

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 def default_stores(targets: Sequence[Target] | None = None) -> list[Store]:
     """What a run looks in, places.searched and then what is shipped. All read-only.
 
-    targets: of which the shipped sheets are asked; None for those of every board, which takes seconds a board where
+    targets: whose shipped results are read; None for those of every board, which takes seconds a board where
     they are not made a database of yet. One that is not there is left out; one that cannot be opened, or is not to be
     trusted, with a warning.
     """

@@ -54,16 +54,16 @@ def kind_of(choice: Choice, target: Target) -> str:
     return EXACT if is_exact(choice.winner.device, target.device) else SAME_ARCH
 
 
-def preflight(load: Workload, bindings: Selector, cache: CompileCache) -> Preflight:
-    """Of `load` on the bindings' target, with the machine code of their stores and of `cache`."""
-    target = bindings.target
+def preflight(load: Workload, selector: Selector, cache: CompileCache) -> Preflight:
+    """Of `load` on the selector's target, with the machine code of their stores and of `cache`."""
+    target = selector.target
     kinds: dict[str, Counter[str]] = {}
     for item in load.items:
         kernel = find_kernel(item.kernel)
         if kernel.why_unsupported(item.problem, target) is None:
-            kinds.setdefault(kernel.name, Counter())[kind_of(bindings.choice(kernel, item.problem), target)] += 1
+            kinds.setdefault(kernel.name, Counter())[kind_of(selector.choice(kernel, item.problem), target)] += 1
     unsupported: list[str] = []
-    builds = workload_builds(load, bindings, unsupported)
+    builds = workload_builds(load, selector, unsupported)
     found = _finder(cache)
     missing = [b for b in builds if b.stored is None and not found(b)]
     stored = sum(b.stored is not None for b in builds)

@@ -52,7 +52,7 @@ class _Wanted:
     kernel: Kernel
     problem: Any
     config: Any
-    closure: str
+    source_digest: str
     source: str
     image: Future[Cubin] | None
 
@@ -91,7 +91,7 @@ def _asked(
     try:
         kernel = find_kernel(w.kernel)
         problem, config = kernel.problem_type(**w.problem.fields), kernel.config_type(**w.config)
-        closure = source_digest_of(kernel)
+        source_digest = source_digest_of(kernel)
         source = render(kernel, problem, config, Target(w.arch, w.device))
     except UnknownName:
         return Rebuilt(w, REFUSED, f"{w.kernel} is not installed here"), None
@@ -103,7 +103,7 @@ def _asked(
              if (b.config, b.options) == (fields, DEFAULT_OPTIONS) and is_filed_by(source, b.source_sha)]  # fmt: skip
     has_code = any(b.target == w.arch.nvrtc_target and store.image(b) is not None for b in there)
     image = None if has_code else compiler.submit(source, w.arch)
-    return Rebuilt(w, CURRENT if there else CHANGED), _Wanted(kernel, problem, config, closure, source, image)
+    return Rebuilt(w, CURRENT if there else CHANGED), _Wanted(kernel, problem, config, source_digest, source, image)
 
 
 def _add(store: Store, result: Rebuilt, want: _Wanted, builds: dict[str, Build]) -> None:
@@ -116,10 +116,10 @@ def _add(store: Store, result: Rebuilt, want: _Wanted, builds: dict[str, Build])
         result.outcome, result.reason = FAILED, e.message
         return
     same_code = (
-        source_digest_of(want.kernel) == want.closure
+        source_digest_of(want.kernel) == want.source_digest
     )  # else a file changed under us, and nobody knows which has it
     config = fields_of(want.config)
-    notes = notes_of(want.closure, want.kernel, config, cubin.arch) if same_code else ()
+    notes = notes_of(want.source_digest, want.kernel, config, cubin.arch) if same_code else ()
     id = store.add_build(cubin, want.kernel.name, want.source, config, static_fields(want.problem), notes=notes)
     was = builds.get(result.winner.build_id)
     if result.outcome == CHANGED and was is not None and store.build(id).image_sha == was.image_sha:

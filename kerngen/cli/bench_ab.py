@@ -270,18 +270,19 @@ class _Run:
         self._limits: Ceilings = limits
 
     def is_recorded(self, entry: Entry) -> bool:
-        """Whether its recording is whole, and of today's sources."""
+        """Whether its recording is whole, of such a board, and of today's sources."""
         from kerngen.templates.kernel import fields_of
-        from kerngen.tuning.recorded import read
+        from kerngen.tuning.recorded import read_head
 
         if self.folder is None or not self._resume:
             return False
         path = self.folder / f"{entry.kernel.name}-{entry.name}.csv"
         if not path.is_file():
             return False
-        head = read(path).head
-        now = fields_of(entry.problem), entry.gridded(self.target).parts, entry.kernel.folder_digest
-        return (dict(head.problem), head.grid, head.folder_digest) == now
+        now = {"problem": fields_of(entry.problem), "grid": entry.gridded(self.target).parts, "complete": True,
+               "device": asdict(self.target.device), "folder_digest": entry.kernel.folder_digest}  # fmt: skip
+        head = read_head(path)
+        return {name: head.get(name) for name in now} == json.loads(json.dumps(now))
 
     def alone(self, entries: Sequence[Entry], again: int, seed: int, late: Any) -> None:
         from kerngen.tuning.ab import Alone, Compared

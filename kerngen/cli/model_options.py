@@ -13,6 +13,15 @@ from kerngen.cli.draft_options import draft_weights_option
 from kerngen.errors import UsageError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+BACKEND_OPTIONS = (
+    click.option("--backend", type=click.Choice(["auto", "torch", "cuda"]), default="auto", show_default=True,
+                 help="cuda: kerngen's kernels; torch: eager, on any machine."),
+    click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default=None,
+                 help="Default: fp32 on a CPU, bf16 from sm80 on, fp16 before."),
+    click.option("--device", default=None, help="cpu, cuda or cuda:N. Default: the first GPU, else the CPU."),
+    click.option("--db", "db_url", default=None, help="Tuning database for the cuda backend. Default: the user's."),
+    click.option("--bundle", default=None, help="File that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE."),
+)  # fmt: skip
 _OPTIONS = (
     click.option("--draft", type=click.Path(path_type=Path), default=None,
                  help="The drafter, as MODEL. Default: MODEL/assistant or MODEL-assistant, if there is one."),
@@ -20,15 +29,9 @@ _OPTIONS = (
     draft_weights_option,
     click.option("--num-draft-tokens", type=click.IntRange(0, 7), default=None,
                  help="Tokens drafted a step. Default: as many as pay, as measured."),
-    click.option("--backend", type=click.Choice(["auto", "torch", "cuda"]), default="auto", show_default=True,
-                 help="cuda: kerngen's kernels; torch: eager, on any machine."),
-    click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default=None,
-                 help="Default: fp32 on a CPU, bf16 from sm80 on, fp16 before."),
-    click.option("--device", default=None, help="cpu, cuda or cuda:N. Default: the first GPU, else the CPU."),
+    *BACKEND_OPTIONS,
     click.option("--keep-repacked", is_flag=True,
                  help="Keep weights as the kernels want them beside MODEL; later starts read those."),
-    click.option("--db", "db_url", default=None, help="Tuning database for the cuda backend. Default: the user's."),
-    click.option("--bundle", default=None, help="File that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE."),
 )  # fmt: skip
 
 

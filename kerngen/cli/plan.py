@@ -56,22 +56,3 @@ def _print(title: str, plan: Plan) -> None:
             str(gb), *(f"{n:,}" if n else "-" for n in row.values()), f"{longest:,}" if longest else "-", head
         )
     Console(soft_wrap=True).print(table)
-
-
-def size_row(name: str, packed: Plan, dense: Plan) -> str:
-    """A model's row of the first table in docs/models.md."""
-    gb = (packed.weight_bytes, dense.weight_bytes, packed.drafter_bytes, max(packed.screen_bytes.values()))
-    cache = f"{packed.token_bytes / 1e3:.1f} | {packed.window_bytes / 1e6:.0f}"
-    return f"| {name} | {' | '.join(f'{size / 1e9:.1f}' for size in gb)} | {cache} |"
-
-
-def fits_rows(name: str, plan: Plan) -> list[str]:
-    """A model's rows of the second: one a GPU size, empty cells for contexts that the model does not take."""
-    from kerngen.runtime.footprint import CONTEXTS
-
-    rows = []
-    for gb, row in plan.sequences.items():
-        cells = ["" if c not in row else f"{row[c]:,}" if row[c] else "-" for c in CONTEXTS]
-        longest = plan.longest[gb]
-        rows.append(f"| {name} | {gb} | {' | '.join(cells)} | {f'{longest:,}' if longest else '-'} |")
-    return rows

@@ -13,6 +13,7 @@ from click.core import ParameterSource
 from kerngen.cli import soak_server
 from kerngen.cli.bench_serve import URL
 from kerngen.cli.draft_options import draft_weights_option
+from kerngen.cli.model_options import BACKEND_OPTIONS
 
 MAX_PROMPT = 32_768
 MAX_GROWTH = 256.0  # MB
@@ -52,12 +53,7 @@ _OF_A_MODEL: Sequence[_Decorator] = (
     click.option("--reproducible", is_flag=True,
                  help="Run steps of one shape, so that 16-bit answers must be equal, too."),
     click.option("--generated", is_flag=True, help="Random weights, though MODEL have its own."),
-    click.option("--backend", type=click.Choice(["torch", "cuda", "auto"]), default="auto", show_default=True),
-    click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default=None,
-                 help="Default: fp32 on a CPU, bf16 from sm80 on, fp16 before."),
-    click.option("--device", default=None, help="cpu, cuda or cuda:N. Default: the first GPU, else the CPU."),
-    click.option("--db", "db_url", default=None, help="Tuning database. Default: the user's."),
-    click.option("--bundle", default=None, help="File that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE."),
+    *BACKEND_OPTIONS,
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 PIPED_WIDTH = 200  # of tables, where there is no terminal to measure
+BAR_CELLS = 8
 GAP = 2  # columns between two columns of a table
 
 
@@ -126,22 +127,21 @@ class Table:
 
 
 def _cell_lines(cell: str, room: int) -> list[str]:
-    """The lines of a cell that is `room` wide."""
     if len(cell) <= room:
         return [cell]
     return textwrap.wrap(cell, max(room, 1), break_long_words=False, break_on_hyphens=False) or [""]
 
 
-def new_console(columns: int | None = None) -> Console:
-    """On stdout, as wide as its terminal or $COLUMNS; `columns` where neither says."""
+def new_console() -> Console:
+    """On stdout, as wide as its terminal or $COLUMNS; PIPED_WIDTH where neither says."""
     from rich.console import Console
 
-    return Console(highlight=False, markup=False, emoji=False, width=width(columns or PIPED_WIDTH))
+    return Console(highlight=False, markup=False, emoji=False, width=width(PIPED_WIDTH))
 
 
-def share_bar(share: float, cells: int = 8) -> str:
-    """A bar of `cells` characters at most, in eighths of one where stdout can say that."""
-    eighths = round(8 * cells * max(0.0, min(share, 1.0)))
+def share_bar(share: float) -> str:
+    """A bar of BAR_CELLS characters at most, in eighths of one where stdout can say that."""
+    eighths = round(8 * BAR_CELLS * max(0.0, min(share, 1.0)))
     try:
         "█▏".encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

@@ -57,17 +57,17 @@ class Built:
     made: str
 
 
-def choices(load: Workload, bindings: Selector, unsupported: Counter[str]) -> Iterator[tuple[Any, Choice]]:
+def choices(load: Workload, selector: Selector, unsupported: Counter[str]) -> Iterator[tuple[Any, Choice]]:
     """(problem, what runs it) of a workload, and of the lengths between its own; see `lengths_between`.
 
     unsupported: is given what no configuration of a kernel can run, in words, with how often.
     """
     for name, problem in lengths_between(load):
         kernel = find_kernel(name)
-        if (why := kernel.why_unsupported(problem, bindings.target)) is not None:
-            unsupported[f"{name} on {bindings.target.arch}: {why}"] += 1
+        if (why := kernel.why_unsupported(problem, selector.target)) is not None:
+            unsupported[f"{name} on {selector.target.arch}: {why}"] += 1
             continue
-        yield problem, bindings.choice(kernel, problem)
+        yield problem, selector.choice(kernel, problem)
 
 
 def lengths_between(load: Workload) -> Iterator[tuple[str, Any]]:
@@ -107,17 +107,17 @@ def _lengths_between(load: Workload) -> Iterator[tuple[str, Any]]:
 
 
 def workload_builds(
-    load: Workload, bindings: Selector, notes: list[str], chosen: list[Choice] | None = None
+    load: Workload, selector: Selector, notes: list[str], chosen: list[Choice] | None = None
 ) -> list[Build]:
-    """What `load` needs on the bindings' target. chosen: is given every choice, each once."""
+    """What `load` needs on the selector's target. chosen: is given every choice, each once."""
     builds: dict[str, Build] = {}
     texts: dict[int, tuple[Choice, str]] = {}
     rendered = Renderer()
     unsupported: Counter[str] = Counter()
-    for problem, choice in choices(load, bindings, unsupported):
+    for problem, choice in choices(load, selector, unsupported):
         if id(choice) not in texts:
             texts[id(choice)] = choice, rendered(choice.kernel, choice.problem, choice.config, choice.target)
-        build = _build(builds, choice.kernel, problem, choice.config, bindings.target, texts[id(choice)][1])
+        build = _build(builds, choice.kernel, problem, choice.config, selector.target, texts[id(choice)][1])
         build.origins[choice.source] += 1
         build.stored = build.stored or choice.cubin
         build.serves.append({k: v for k, v in fields_of(problem).items() if k in problem.RUNTIME})
@@ -144,13 +144,13 @@ def models_builds(
 
     builds: list[Build] = []
     for target in targets:
-        bindings = Selector(sources, target)
+        selector = Selector(sources, target)
         here: dict[str, Build] = {}
         for model in models:
             load = workload(model, target.arch)
             load = load.only(kernels) if kernels else load
             notes += [f"outside our kernels: {name} ({FALLBACKS[name]})" for name in load.missing]
-            for build in workload_builds(load, bindings, notes, chosen):
+            for build in workload_builds(load, selector, notes, chosen):
                 if (known := here.setdefault(build.source, build)) is not build:
                     known.origins.update(build.origins)
                     known.serves += build.serves

@@ -166,8 +166,6 @@ class _Marks(Extension):
 
 
 class _Loader(jinja2.BaseLoader):
-    """Templates by absolute path."""
-
     def get_source(self, environment: jinja2.Environment, template: str) -> tuple[str, str, Callable[[], bool]]:
         path = Path(template)
         try:

@@ -51,7 +51,7 @@ def likely(job: Job) -> dict[str, tuple[Any, Any]]:
 def compile_ahead(store: Store, compiler: CachedCompiler, job: Job, progress: Progress) -> int:
     """Compile what is likely to be tried, and leave the machine code in `store`. Returns how many builds are new."""
     kernel, arch = find_kernel(job.kernel), job.target().arch
-    closure = source_digest_of(kernel)
+    source_digest = source_digest_of(kernel)
     sources = likely(job)
     futures = {}
     for source, (problem, config) in sources.items():
@@ -64,7 +64,7 @@ def compile_ahead(store: Store, compiler: CachedCompiler, job: Job, progress: Pr
         fields, static = fields_of(config), static_fields(problem)
         try:
             store.add_build(future.result(), kernel.name, source, fields, static,
-                            notes=notes_of(closure, kernel, fields, arch.name))  # fmt: skip
+                            notes=notes_of(source_digest, kernel, fields, arch.name))  # fmt: skip
         except CompileError as e:
             store.add_build(None, kernel.name, source, fields, static, arch=arch, status="compile_failed",
                             log=f"{e.message}\n{e.log}".strip())  # fmt: skip

@@ -56,8 +56,6 @@ class Options:
 
 @dataclass(slots=True)
 class _Gpu:
-    """The one that this worker measures on."""
-
     worker: GpuWorker
     lock: GpuLock
     target: Target
@@ -109,8 +107,6 @@ def _about(gpu: _Gpu | None) -> str:
 
 
 class _Running:
-    """One worker while it runs."""
-
     def __init__(self, options: Options, queue: Queue, me: Worker, gpu: _Gpu | None) -> None:
         self.options, self.queue, self.me, self.gpu = options, queue, me, gpu
         self.compiler = CachedCompiler(options.jobs)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kerngen.arch import Target
-from kerngen.templates.common.rows.spec import VEC, require_dtypes, require_tokens, require_vectors, why_no_dtype
+from kerngen.templates.common.rows.spec import VEC, require_dtypes, require_tokens, require_vectors
 from kerngen.templates.kernel import Arg, Body, Cost, Launch
 
 
@@ -38,10 +38,6 @@ BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)  # another for each kind of har
 OUTPUTS = ("out",)
 
 
-def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_dtype(target.arch, problem.dtype)  # says that fp16 serves
-
-
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     if (held := -(-problem.hidden // (2 * config.threads))) > 64:  # four registers for eight weights
         return f"threads={config.threads} hold {held} registers of weights each; at most 64 of 128"
@@ -50,10 +46,6 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 
 def default_config(problem: Problem, target: Target) -> Config:
     return Config(next((t for t in SPACE["threads"] if 2 * VEC * t >= problem.hidden), 512))
-
-
-def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
-    return 0
 
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:

@@ -81,7 +81,6 @@ class Processes:
         raise ValueError("no tries")
 
     def _process(self) -> _Process:
-        """This thread's."""
         process: _Process | None = getattr(self._of_thread, "process", None)
         if process is None or not process.is_alive():  # one that was killed between two calls is no call's fault
             process = self._of_thread.process = self._start()
@@ -119,8 +118,6 @@ def _kill(processes: Sequence[_Process]) -> None:
 
 
 class _Process:
-    """One process and this end of its pipe."""
-
     def __init__(self) -> None:
         context = get_context("spawn")
         self._pipe, there = context.Pipe()

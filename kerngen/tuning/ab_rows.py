@@ -45,7 +45,7 @@ class Rows:
         self.environment, self.board = gpu.environment(), gpu.uuid()
         self._run = f"ab-{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid4().hex[:6]}"
         self._builds: dict[Trial, str] = {}
-        self._closures: dict[str, str] = {}
+        self._digests: dict[str, str] = {}
         self._pending: list[Measurement] = []
         self._flushed = time.monotonic()
 
@@ -101,12 +101,12 @@ class Rows:
         if trial not in self._builds:
             kernel, config = trial.entry.kernel, fields_of(trial.candidate.config)
             static = static_fields(trial.entry.problem)
-            if kernel.name not in self._closures:
-                self._closures[kernel.name] = source_digest_of(kernel)
+            if kernel.name not in self._digests:
+                self._digests[kernel.name] = source_digest_of(kernel)
             notes = (
                 ()
                 if trial.candidate.replace
-                else notes_of(self._closures[kernel.name], kernel, config, self._target.arch.name)
+                else notes_of(self._digests[kernel.name], kernel, config, self._target.arch.name)
             )
             if isinstance(trial.made, Cubin):
                 self._builds[trial] = self._store.add_build(trial.made, kernel.name, trial.source, config, static,

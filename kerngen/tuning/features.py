@@ -48,10 +48,10 @@ def _columns(
 ) -> tuple[ndarray, ndarray]:
     import numpy as np
 
-    outlook = Predictor(kernel, problem, target)
+    predictor = Predictor(kernel, problem, target)
 
     def derived(config: Any) -> tuple[float, ...]:
-        prediction = outlook.predict(config, registers=registers)
+        prediction = predictor.predict(config, registers=registers)
         return log(prediction.latency_us), *_derived(kernel, problem, target, config, prediction)
 
     of = Remembered(kernel.config_type, derived)  # much of a space differs in what neither sees

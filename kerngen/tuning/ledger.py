@@ -53,16 +53,16 @@ class Ledger:
         self._builds: dict[tuple[str, str], Build] = {}
         self._observed: dict[str, dict[str, list[Measurement]]] = {}
         self._closed: dict[str, dict[str, dict[str, Any]]] = {}  # fingerprint -> problem id -> summary
-        self._closures: dict[str, str] = {}  # of each kernel, before anything of it was rendered
-        self._rendered: dict[str, dict[str, None]] = {}  # closure -> builds that were there, found by their source
+        self._digests: dict[str, str] = {}  # of each kernel, before anything of it was rendered
+        self._rendered: dict[str, dict[str, None]] = {}  # digest -> builds that were there, found by source
         self._steps: list[tuple[StepKey, str]] = []
         self._closing: dict[tuple[str, str], tuple[ProblemKey, dict[str, Any]]] = {}
 
     def entry(self, kernel: Kernel, problem: Any) -> Entry:
         """What is known of `problem`; `closed` if a search with the same settings and sources was finished before."""
         key = problem_key(kernel, problem)
-        if kernel.name not in self._closures:
-            self._closures[kernel.name] = source_digest_of(kernel)
+        if kernel.name not in self._digests:
+            self._digests[kernel.name] = source_digest_of(kernel)
         entry = Entry(kernel, problem, key, self._fingerprint(kernel))
         for m in self._known(kernel).get(key.id, []):
             entry.known.setdefault(canonical(m.config), []).append(m)
@@ -111,7 +111,7 @@ class Ledger:
     def _notes(self, kernel: Kernel, config: dict[str, Any]) -> tuple[str, ...]:
         """What gives the sources of this run; nothing where the kernel's files changed under it."""
         now = source_digest_of(kernel)
-        return notes_of(now, kernel, config, self.target.arch.name) if self._closures.get(kernel.name) == now else ()
+        return notes_of(now, kernel, config, self.target.arch.name) if self._digests.get(kernel.name) == now else ()
 
     def add_build(self, kernel: Kernel, problem: Any, config: Any, source: str, made: Cubin | CompileError) -> Build:
         """Record what compiling `source` gave. Blobs are kept of winners only; the compile cache has the others."""
@@ -172,8 +172,8 @@ class Ledger:
         """Write what is pending, in one transaction."""
         if self._rows or self._rendered:
             with self.store.transaction():
-                for closure, build_ids in self._rendered.items():
-                    self.store.note_rendered(build_ids, closure)
+                for source_digest, build_ids in self._rendered.items():
+                    self.store.note_rendered(build_ids, source_digest)
                 self.store.add_measurements(self._rows)
                 for (search, _), (key, summary) in self._closing.items():
                     self.store.close_search(search, key, summary)

@@ -52,8 +52,8 @@ def lower_bound_us(kernel: Kernel, problem: Any, config: Any, target: Target) ->
 
 def _times(kernel: Kernel, problem: Any, target: Target, registers: int | None) -> Remembered[float]:
     """A problem's pre-predicted microseconds: configurations that differ in what the model does not see cost one."""
-    outlook = Predictor(kernel, problem, target)
-    return Remembered(kernel.config_type, lambda c: outlook.predict(c, registers=registers).latency_us)
+    predictor = Predictor(kernel, problem, target)
+    return Remembered(kernel.config_type, lambda c: predictor.predict(c, registers=registers).latency_us)
 
 
 def urgency(item: Item, us: float) -> tuple[int, int, float]:

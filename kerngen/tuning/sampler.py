@@ -48,8 +48,8 @@ class ResidualSampler(optuna.samplers.BaseSampler):
     everything is asked: there, as Optuna's random sampler of `seed`.
     """
 
-    def __init__(self, search: Search, known: Described, seed: int, confidence: float = CONFIDENCE) -> None:
-        self._search, self._known, self._confidence = search, known, confidence
+    def __init__(self, search: Search, known: Described, seed: int) -> None:
+        self._search, self._known = search, known
         self._random = optuna.samplers.RandomSampler(seed=seed)
         self._place = {c: i for i, c in enumerate(known.configs)}
         self._columns: dict[int, Apart] = {}  # place -> all configurations' distance from it
@@ -72,7 +72,7 @@ class ResidualSampler(optuna.samplers.BaseSampler):
         if (learned := self._learn()) is None:
             return self._known.configs[left[int(np.argmin(expected))]]
         expected, deviation = expected + learned.everywhere.mean[left], learned.everywhere.deviation[left]
-        hoped = expected - self._confidence * deviation
+        hoped = expected - CONFIDENCE * deviation
         if hoped.min() < learned.best:
             return self._known.configs[left[int(np.argmin(hoped))]]
         gain = log_expected_improvement(learned.best - expected, deviation)

@@ -238,7 +238,6 @@ class Search:
         return None
 
     def _sampled(self, asked: list[Any]) -> Any | None:
-        """What the sampler proposes."""
         if self.sampler.is_exhausted:
             return None
         trial = self.study.ask()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kerngen.arch import Arch, Device, arch_of_capability
 from kerngen.errors import KerngenError, UnknownName
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from kerngen.workload.steps import Ratio, Step
     from kerngen.workload.workload import Model
 
+T = TypeVar("T")
 TIMEOUT_S = 120.0  # for the inputs and reference of a large problem; a configuration takes well under a second
-FINAL_ROUNDS = 5
+FINAL_ROUNDS, FINAL_SAMPLES, FINAL_MS = 5, 10, 2.0
 LOOKS, PAUSE_S = 3, 2.0  # at most so many while the GPU is throttled, so far apart
 
 
@@ -76,74 +77,48 @@ class GpuWorker:
 
     def device(self) -> Device:
         """The GPU at hand. Raises DeviceError where there is none."""
-        found: Device = self._call(_probe)
-        return found
+        return self._call(_probe)
 
     def environment(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._call(_environment)
-        return found
+        return self._call(_environment)
 
     def uuid(self) -> str:
         """Its identity, as NVML writes it."""
-        found: str = self._call(_uuid)
-        return found
+        return self._call(_uuid)
 
     def ceilings(self) -> Ceilings:
         """What it reads, copies and multiplies at, measured now."""
-        found: Ceilings = self._call(_ceilings)
-        return found
+        return self._call(_ceilings)
 
     def clocks(self) -> Clocks | None:
         """How it runs right now; None where NVML does not say."""
         try:
-            found: Clocks | None = self._call(_clocks)
+            return self._call(_clocks)
         except (ProcessDied, TimeoutError) as e:
             self._lost(e)
             return None
-        return found
 
     def load(self, what: str, image: bytes, entries: Sequence[str]) -> str:
         """Whether the driver loads the machine code of `what` and finds `entries` in it: why not, "" where it does."""
         try:
-            found: str = self._call(_load, what, image, tuple(entries))
+            return self._call(_load, what, image, tuple(entries))
         except (ProcessDied, TimeoutError) as e:
             return f"{what}: {self._lost(e, 'loading it').reason}"
-        return found
 
     def check(self, kernel: Kernel, problem: Any, config: Any, image: bytes) -> Observed:
         """Compare `config` with the reference on the problem's own inputs; no time is taken."""
-        try:
-            seen: Observed = self._call(_checked, kernel.name, problem, config, image)
-        except (ProcessDied, TimeoutError) as e:
-            return self._lost(e)
-        return seen
+        return self._seen(_checked, kernel.name, problem, config, image)
 
     def measure(
         self, kernel: Kernel, problem: Any, config: Any, image: bytes, *, samples: int = 15, target_ms: float = 2.0
     ) -> Observed:
         """Check `config` against the reference on the problem's own inputs, then time it, as measure.time_function."""
-        try:
-            seen: Observed = self._call(_measure, kernel.name, problem, config, image, samples, target_ms)
-        except (ProcessDied, TimeoutError) as e:
-            return self._lost(e)
-        return seen
+        return self._seen(_measure, kernel.name, problem, config, image, samples, target_ms)
 
-    def finals(
-        self,
-        kernel: Kernel,
-        problem: Any,
-        configs: list[tuple[Any, bytes]],
-        *,
-        rounds: int = FINAL_ROUNDS,
-        samples: int = 10,
-        target_ms: float = 2.0,
-    ) -> list[Observed]:
+    def finals(self, kernel: Kernel, problem: Any, configs: list[tuple[Any, bytes]]) -> list[Observed]:
         """Check and time `configs` together, in rotated order, so that drifting clocks favour none."""
-        try:
-            seen: list[Observed] = self._call(_finals, kernel.name, problem, configs, rounds, samples, target_ms)
-        except (ProcessDied, TimeoutError) as e:
-            return [self._lost(e)] * len(configs)
-        return seen
+        seen = self._seen(_finals, kernel.name, problem, configs, FINAL_ROUNDS, FINAL_SAMPLES, FINAL_MS)
+        return [seen] * len(configs) if isinstance(seen, Observed) else seen
 
     def in_turn(
         self, kernel: Kernel, problem: Any, candidates: Sequence[tuple[Any, bytes, bool]], *, samples: int = 30
@@ -153,11 +128,8 @@ class GpuWorker:
         candidates: configuration, machine code, and whether its results are known to be wrong: such a one is timed all
         the same, and is `wrong_result` with a time.
         """
-        try:
-            seen: list[Observed] = self._call(_in_turn, kernel.name, problem, tuple(candidates), samples)
-        except (ProcessDied, TimeoutError) as e:
-            return [self._lost(e)] * len(candidates)
-        return seen
+        seen = self._seen(_in_turn, kernel.name, problem, tuple(candidates), samples)
+        return [seen] * len(candidates) if isinstance(seen, Observed) else seen
 
     def compare(
         self, model: Model, step: Step, base: Sequence[Exchanged], other: Sequence[Exchanged], *, pairs: int = 12
@@ -165,14 +137,18 @@ class GpuWorker:
         """How long `step` of `model` takes with `other`, over what it takes with `base`; what neither names runs its
         default. Or what came in the way.
         """
-        try:
-            seen: Ratio | str = self._call(_compare, model, step, tuple(base), tuple(other), pairs)
-        except (ProcessDied, TimeoutError) as e:
-            return self._lost(e)
+        seen = self._seen(_compare, model, step, tuple(base), tuple(other), pairs)
         return Observed("launch_failed", seen) if isinstance(seen, str) else seen
 
-    def _call(self, function: Any, *arguments: Any) -> Any:
+    def _call(self, function: Callable[..., T], *arguments: Any) -> T:
         return result_of(self._running().submit(function, *arguments), self._timeout_s)
+
+    def _seen(self, function: Callable[..., T], *arguments: Any) -> T | Observed:
+        """As `_call`; where the process dies or does not answer, that."""
+        try:
+            return self._call(function, *arguments)
+        except (ProcessDied, TimeoutError) as e:
+            return self._lost(e)
 
     def _running(self) -> Processes:
         if self._process is None:
@@ -388,7 +364,7 @@ def _time(function: Any, problem: Any, samples: int, target_ms: float) -> Any:
     return Observed("launch_failed", "two sets of its inputs do not fit in this GPU's memory")
 
 
-def _compare(model: Model, step: Step, base: Any, other: Any, pairs: int) -> Any:
+def _compare(model: Model, step: Step, base: Any, other: Any, pairs: int) -> Ratio | str:
     import torch
 
     from kerngen.tuning.step_worker import compare

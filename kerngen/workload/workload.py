@@ -264,7 +264,6 @@ def _recorded(model: Recorder) -> tuple[tuple[Item, ...], tuple[str, ...], tuple
 
 
 def _steps(config: ModelConfig, has_drafter: bool, max_decode_len: int) -> Iterator[Step]:
-    """The grid."""
     for batch in BATCHES:
         for q_len in range(1, max_decode_len + 1):  # single steps, and the verification of every number of drafts
             usual = q_len in (1, *VERIFY_LENS)

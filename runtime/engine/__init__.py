@@ -1,11 +1,10 @@
-"""Generates for many requests at once: they join and leave at any step,
-and drafts only decide how many tokens come of one.
+"""The engine: continuous batching with chunked prefill, prefix caching and speculative decoding.
 
-core.py puts it together: scheduler.py says who runs on which pages (pages.py), planning.py makes plans of that, which
-are data (plan.py); runner.py runs them, as CUDA graphs where that pays (graphs, prefill_graphs, mixed_batches).
-logit_processors.py holds what rows want changed in their logits, mask.py lets a guide say which tokens may come,
-draft_length.py says how many tokens to draft, prefill_budget.py how many to prefill beside those who decode, sizing.py
-how many pages there are, request.py what is asked and what came out.
+core.py ties it together. scheduler.py decides which requests run on which pages (pages.py), planning.py makes plans of
+that, which are data (plan.py), and runner.py runs them, as CUDA graphs where that pays (graphs, prefill_graphs,
+mixed_batches). logit_processors.py has the rows' logit processors, mask.py the masks of guided decoding,
+draft_length.py the number of drafts, prefill_budget.py the token budget of chunked prefill, sizing.py the number of
+pages, request.py requests and results.
 """
 
 from kerngen.runtime.engine.core import Engine, require_draft_tokens

@@ -63,9 +63,10 @@ class Engine:
     prefill_chunk: tokens prefilled a step, of all sequences together, the most; max_stall: how many decode steps' time
     that may take while others decode (prefill_budget.py), None for any. num_pages: of each kind of cache ("full",
     "sliding"), page 0 included; None for what max_batch sequences of max_len take. With fewer pages some requests wait
-    or are preempted. joint: sequences decode in the forward that prefills others, where nobody is drafted for and the
-    model allows it (mixed_batches.py). prefix_caching: prompts share the pages of what they begin with. buckets: sizes
-    that a decode step comes in, lag: how many steps behind the host reads; None for the backend's own.
+    or are preempted. mixed_batches: sequences decode in the forward that prefills others, if none of them is drafted
+    for and the model supports it (mixed_batches.py). prefix_caching: prompts share the pages of equal beginnings.
+    buckets: sizes that a decode step is padded to; async_depth: steps that the host reads behind; None for the
+    backend's own.
 
     reproducible: no request's arithmetic depends on who runs beside it. Every decode step is one of max_batch rows for
     max_len keys, each chunk of a prompt is a forward of its own, begins at a multiple of prefill_chunk and shares no
@@ -87,7 +88,7 @@ class Engine:
         max_stall: float | None = MOST_STALL,
         page_size: int = PAGE_SIZE,
         num_pages: Mapping[str, int] | None = None,
-        joint: bool = True,
+        mixed_batches: bool = True,
         prefix_caching: bool = True,
         reproducible: bool = False,
         buckets: Sequence[int] | None = None,
@@ -121,7 +122,7 @@ class Engine:
         self.runner = Runner(model, drafter, self.cache, max_batch=max_batch, max_kv_len=room,
                              reproducible=reproducible,
                              buckets=(max_batch,) if reproducible else buckets)  # fmt: skip
-        self._joins = joint and not self._fixed and max_batch > 1 and self.runner.mixes
+        self._mixes = mixed_batches and not self._fixed and max_batch > 1 and self.runner.mixes
         self.pools = {kind: PagePool(pages[kind]) for kind in KINDS}
         self.scheduler = Scheduler(
             self.pools, page_size=page_size, window=config.window, max_batch=max_batch, step=step,
@@ -138,12 +139,12 @@ class Engine:
         """
         fixed, most = self._fixed, self._lengths.longest
         lengths = range(most + 1) if fixed is None else sorted({0, fixed})
-        self.model.ops.build_ahead(lambda: warm_up(self.runner, lengths, self.prefill_chunk, joint=self._joins), say)
+        self.model.ops.build_ahead(lambda: warm_up(self.runner, lengths, self.prefill_chunk, mixed=self._mixes), say)
         usually = sorted({0, min(FIRST_LENGTH, most)}) if fixed is None else [fixed]
         modes = sorted({SamplingMode(), SamplingMode.for_sampling([usual or Sampling()])})
         self.runner.capture(usually, modes)
-        if self._joins:
-            self.runner.capture_joint(modes)
+        if self._mixes:
+            self.runner.capture_mixed(modes)
         self._budget.know(self.runner.time_short_prefills())
 
     # -- many requests
@@ -218,8 +219,8 @@ class Engine:
         for tokens, seconds in self.runner.timed_prefills():
             self._budget.prefilled(tokens, seconds)
         choice = self._choose() if self.scheduler.running else None
-        if choice is not None and (least := self._least_joint(choice)) is not None:
-            decodes = self._join(choice, least)
+        if choice is not None and (least := self._least_mixed(choice)) is not None:
+            decodes = self._start_mixed(choice, least)
         else:
             decodes = choice is not None and self._decode(choice)
             self._prefill()
@@ -331,21 +332,21 @@ class Engine:
         self._run(choice)
         return True
 
-    def _least_joint(self, choice: Choice) -> Shape | None:
-        """The shortest forward of a decode step and a prefill, None where they are to be two forwards."""
+    def _least_mixed(self, choice: Choice) -> Shape | None:
+        """The shortest mixed batch of a decode step and a prefill; None if they must be two forwards."""
         scheduler = self.scheduler
-        if not self._joins or not scheduler.prefilling or choice.length:
+        if not self._mixes or not scheduler.prefilling or choice.length:
             return None
-        # first what a step takes that only decodes, for what it may take is measured against that
+        # The budget of a mixed step is relative to the time of a step that only decodes: measure that first.
         if not self._budget.knows_decode or (self._fixed is None and not self._lengths.knows_plain(choice.bucket)):
             return None
         if any(h.request.prompt_logprobs is not None for h in scheduler.prefilling):
             return None
         return self.runner.mixed_shapes.least(len(scheduler.running), sampling_mode(scheduler.running))
 
-    def _join(self, choice: Choice, least: Shape) -> bool:
-        """Start a decode step of all that run and a prefill of others, as one forward where one serves; whether anybody
-        decodes.
+    def _start_mixed(self, choice: Choice, least: Shape) -> bool:
+        """Start a decode step of all running sequences and a prefill of others, as one forward if a shape fits. Returns
+        whether any sequence decodes.
         """
         scheduler, shapes = self.scheduler, self.runner.mixed_shapes
         scheduler.grow_running(1)

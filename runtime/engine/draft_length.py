@@ -1,16 +1,16 @@
-"""How many tokens to draft a step, so that drafting never costs: from what was accepted and what steps took.
+"""Chooses the number of draft tokens of a step, from acceptance rates and step times, so that drafting never costs.
 
-A step with k drafts emits 1 + a_1 + a_1 a_2 + ... + a_1 ... a_k tokens a sequence, a_i the share of drafts at position
-i that are accepted where all before them were. The length with the most tokens a second is taken, 0 included; a
-position that was not judged lately is thought as good as the one before it, a length that was never timed as dear as
-its neighbours say; longer ones are tried one doubling at a time.
+A step with k drafts emits 1 + a_1 + a_1 a_2 + ... + a_1 ... a_k tokens a sequence. a_i is the acceptance rate at
+position i, given that all drafts before it were accepted. The length with the most tokens a second is chosen; 0 is one
+of them. Without recent data a position is assumed as good as the one before it, and the time of a length is
+interpolated from its neighbours. Longer lengths are tried one doubling at a time.
 
-An account bounds what can be lost against not drafting. Each step with drafts pays what it took beyond a step without,
-and earns what the tokens that it emitted would have taken without; each step, drafts or not, earns EARNS of its time.
-The account begins with a gift of GIFT plain steps and holds MOST of them at most; a step that it could not pay if
-nothing were accepted is not made. So after n steps' time no more than GIFT + EARNS * n is lost, whatever the text does,
-and what the first timing of a length was wrong by: below 1 % from the 200th step on, and before below one plain step's
-time. Where drafts are accepted the account is full and decides nothing.
+A budget bounds the loss against not drafting. A step with drafts pays its time beyond that of a plain step, and earns
+the time that plain steps would have taken for the tokens that it emitted. Every step earns EARNS of its time. The
+budget starts at GIFT plain steps and holds at most MOST. A step that the budget could not pay if no draft were accepted
+does not draft. So after the time of n steps at most GIFT + EARNS * n is lost, whatever the text, plus the error of a
+length's first timing: below 1 % from the 200th step on, and less than one plain step's time before. If drafts are
+accepted the budget is full and decides nothing.
 """
 
 from __future__ import annotations

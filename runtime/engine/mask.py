@@ -1,7 +1,7 @@
-"""Tokens that somebody else allows, one step at a time: guided decoding.
+"""Token masks from outside the engine, one step at a time: guided decoding.
 
-What may follow a token is known once the token is. So a request with a mask takes no drafts, and while one runs the
-host reads each step before the next one begins; other rows draft as they do without it.
+A mask depends on the token before it. So a request with a mask takes no drafts, and while one runs the host reads each
+step before the next one begins. Other rows draft as usual.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Steps in which some sequences decode and others are prefilled, as one forward.
+"""Mixed batches: decode tokens ride in the forward that prefills other sequences (chunked prefill).
 
-Apart, a step's gap is the decode step and the chunk, one after the other, and both read the weights. Together it is
-little more than the chunk. A step is captured for a number of tokens in all and a decode batch among them; the chunk
-has what is left, and is filled up as short prefills are (prefill_graphs.py).
+With two forwards, the gap between two tokens is the decode step plus the chunk, and both read the weights. With one it
+is little more than the chunk. A graph is captured for a total number of tokens and a decode batch; the chunk has the
+rest and is padded as short prefills are (prefill_graphs.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_SHARE = 0.5  # of a step's tokens, that decode at most
 
 
 class Shape(NamedTuple):
-    """size: tokens in all; batch: rows that decode; way: how they choose."""
+    """size: tokens in all; batch: rows that decode; mode: how their tokens are chosen."""
 
     size: int
     batch: int
@@ -36,24 +36,24 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MixedBatchShapes:
-    """The joint steps that there are. captured: None where forwards are handed in as they are, of any shape."""
+    """Shapes that a mixed batch may have. captured: None if forwards run without graphs, in any shape."""
 
     captured: frozenset[Shape] | None = frozenset()
 
     @property
     def most_chunks(self) -> int | None:
-        """Chunks of a joint step at most; None for any."""
+        """The most chunks of a mixed batch; None for any number."""
         return None if self.captured is None else SEQUENCES - 1
 
     def least(self, rows: int, mode: SamplingMode) -> Shape | None:
-        """That so many rows decode in where next to nothing is prefilled, None where none serves."""
+        """The smallest shape in which so many rows decode; None if none fits."""
         if self.captured is None:
             return Shape(rows + 1, rows, mode)
         fitting = (shape for shape in self.captured if shape.batch >= rows and shape.mode == mode)
         return min(fitting, key=lambda shape: (shape.batch, shape.size), default=None)
 
     def find(self, tokens: int, chunks: int, rows: int, mode: SamplingMode) -> Shape | None:
-        """The least that serves so many tokens of so many chunks beside so many rows, None where nothing does."""
+        """The smallest shape for so many tokens of so many chunks beside so many rows; None if none fits."""
         if self.captured is None:
             return Shape(tokens + rows, rows, mode)
         if chunks >= SEQUENCES or (least := self.least(rows, mode)) is None:
@@ -66,7 +66,7 @@ ANY_SHAPE = MixedBatchShapes(None)
 
 
 class MixedBatchGraphs:
-    """Those of one engine that are captured; a replay leaves what Runner.joint_step gives."""
+    """The captured mixed batches of one engine. A replay returns what Runner.mixed_step does."""
 
     def __init__(self) -> None:
         self._captured: dict[Shape, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
@@ -74,7 +74,7 @@ class MixedBatchGraphs:
 
     @staticmethod
     def shapes(sizes: Sequence[int], batches: Sequence[int], modes: Sequence[SamplingMode]) -> list[Shape]:
-        """That are worth capturing, of these sizes: every third batch will do for those below it."""
+        """Shapes worth capturing, of these sizes: every third batch size, which also serves those below it."""
         some = batches[::-3][::-1]
         return [Shape(*s) for s in product(sizes, some, modes) if s[1] <= MOST_SHARE * s[0]]
 

@@ -1,8 +1,7 @@
 """The page allocator: reference counts, and shared prefixes by key. It has no tensors; cache.py has the pools.
 
-A page that is full of known tokens may be published under a key that stands for these tokens and all before them; a
-request whose prompt begins with the same tokens shares it. A page that nobody holds any more stays findable until it
-is taken for something else, the one that was let go longest ago first.
+A full page may be published under a key, a hash of its tokens and all before them; a request whose prompt starts with
+the same tokens shares it. A page without references stays cached until it is reused, the least recently used first.
 """
 
 from __future__ import annotations

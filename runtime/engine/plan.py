@@ -1,8 +1,8 @@
-"""One forward as a value: what the scheduler has decided, and all that the runner needs to know of it.
+"""One forward as a value: what the scheduler has decided, and all that the runner needs for it (vLLM: SchedulerOutput).
 
-A plan has no tensors and no handles of requests. It can be written down as JSON, and any runner of the same model and
-limits that is given the same plans in the same order makes the same tokens (vLLM's SchedulerOutput is the model). What
-the runner must know of a request is said once, when the request joins the decode batch; from then on it is a row.
+A plan has no tensors and no request handles. It can be written as JSON, and any runner of the same model and limits
+that runs the same plans in the same order makes the same tokens. The plan in which a request joins the decode batch has
+all that the runner must know of it; from then on the request is a row.
 """
 
 from __future__ import annotations

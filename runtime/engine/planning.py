@@ -1,4 +1,4 @@
-"""Makes plans (plan.py) of the requests under way."""
+"""Makes plans (plan.py) of the running requests."""
 
 from __future__ import annotations
 

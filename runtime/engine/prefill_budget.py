@@ -1,13 +1,13 @@
-"""How many tokens of prompts a step prefills beside those who decode, so that they do not wait long for their next one.
+"""The token budget of chunked prefill: how many prompt tokens a step prefills while other sequences decode.
 
-Tokens come evenly where no gap between two of them is three times as long as most are. Most are no shorter than a
-decode step, so a gap may take LONGEST of those who decode now: the step itself and a chunk, or one forward of both.
-Where more wait for their first token than for their next one, as when many come at once, a step prefills more by so
-many times: few gaps are long then. Where nobody decodes, chunks are as long as they may be.
+It bounds inter-token latency: a gap between two tokens may take LONGEST times a decode step of the sequences that
+decode now. A gap is the decode step plus a chunk, or one mixed batch of both. If more requests wait for their first
+token than sequences decode, the budget grows by that ratio: then few gaps are long. If none decodes, chunks have the
+maximum size.
 
-How many tokens take so long: reading the weights is most of what a short chunk takes, so eight times as many tokens may
-take twice as long. An engine that was made ready knows the time of a few sizes, and how much longer chunks take lately,
-for what they attend to; another goes by what the last chunk took for a token.
+The time of a chunk is not proportional to its tokens: a short chunk mostly reads the weights, so eight times as many
+tokens may take twice as long. An engine that was warmed up has timed a few sizes, and tracks how much longer chunks
+take lately, since they attend to longer contexts. Another engine uses the last chunk's time per token.
 """
 
 from __future__ import annotations

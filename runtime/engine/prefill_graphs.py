@@ -1,9 +1,8 @@
-"""Prefills of few tokens as CUDA graphs.
+"""Short prefills as CUDA graphs.
 
-Beside sequences that decode a step prefills little, and to hand in a forward kernel by kernel takes the host longer
-than the device takes to run it: the gaps between tokens would be the host's. So forwards of a few sizes are captured,
-and a prefill runs as the next larger one. What it has less is a sequence that stands for nobody: token 0, written to
-page 0.
+While other sequences decode, a step prefills few tokens, and launching its kernels takes the host longer than running
+them takes the device: the host would set the inter-token latency. So forwards of a few sizes are captured, and a
+prefill runs in the next larger one. The padding is a dummy sequence: token 0, written to page 0.
 """
 
 from __future__ import annotations

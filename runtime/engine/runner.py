@@ -1,8 +1,8 @@
-"""Runs plans on the device: what a row of the batch is there, the decode step and its graphs, prefill.
+"""Runs plans (plan.py) on the device: the state of the batch's rows, the decode step and its graphs, prefill.
 
-`run` is given plans (plan.py). A step reads and writes device tensors at fixed addresses only, so the next one can
-start before the host has seen this one's tokens, and a step is one CUDA graph where the backend can. Rows join, move
-and leave by copies in the same stream. The host waits for results alone.
+A step reads and writes device tensors at fixed addresses only. So the next step can start before the host has read this
+one's tokens, and a step is one CUDA graph if the backend supports graphs. Rows join, move and leave by copies in the
+same stream. The host waits for results only.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Runner:
     @property
     def mixes(self) -> bool:
         """Whether sequences may decode in the forward that prefills others."""
-        return self.model.joins and not (self.reproducible or self._ingests)
+        return self.model.supports_mixed and not (self.reproducible or self._ingests)
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Hand in what `plan` says, and wait for none of it but the log-probabilities of prompts."""
@@ -165,7 +165,7 @@ class Runner:
         if plan.decode is None:
             return self._prefill(plan) if plan.chunks else StepOutput()
         if plan.chunks:
-            return self._joint(plan, plan.decode)
+            return self._mixed(plan, plan.decode)
         return StepOutput(self._decode(plan.decode, plan.num_running))
 
     # -- rows
@@ -197,7 +197,6 @@ class Runner:
             tensor.zero_()
 
     def _add_pages(self, pages: Sequence[NewPage]) -> None:
-        """Write the entries of running rows' tables."""
         if not pages:
             return
         entries = [(KINDS.index(p.kind), p.row, p.index, p.page) for p in pages]
@@ -243,7 +242,6 @@ class Runner:
     # -- prefill
 
     def _prefill(self, plan: StepPlan) -> StepOutput:
-        """One forward of all chunks."""
         began = self._beginning()
         chunks = plan.chunks
         prompt_logprobs: tuple[NDArray[np.int64], ...] = ()
@@ -266,7 +264,7 @@ class Runner:
     def _first(self, plan: StepPlan, hidden: Tensor) -> Wait | None:
         """Have sequences join whose last chunks these are. hidden [n, H]: of the chunks' last tokens, which come first.
 
-        Returns what waits for their first tokens, None where nobody joins.
+        Returns what waits for their first tokens; None if no sequence starts to decode.
         """
         done = [i for i, c in enumerate(plan.chunks) if c.new_row is not None]
         if not done:
@@ -351,20 +349,20 @@ class Runner:
         for size in self.short_sizes:
             self.prefill_graphs.capture(size)
 
-    def joint_shapes(self, modes: Sequence[SamplingMode]) -> list[Shape]:
-        """Of the joint steps that are captured, of a model that joins."""
+    def mixed_shapes_to_capture(self, modes: Sequence[SamplingMode]) -> list[Shape]:
+        """Shapes of the mixed batches that are captured, where the model supports them."""
         return MixedBatchGraphs.shapes(self.short_sizes, self.batches, modes)
 
-    def capture_joint(self, modes: Sequence[SamplingMode]) -> None:
-        """Have joint steps captured. No row may stand for anybody."""
-        for shape in self.joint_shapes(modes):
+    def capture_mixed(self, modes: Sequence[SamplingMode]) -> None:
+        """Capture mixed steps as graphs. No row may belong to a request."""
+        for shape in self.mixed_shapes_to_capture(modes):
             if shape not in self.mixed_graphs:
                 self.prefill_graphs.clear(shape.chunk)
-                self.mixed_graphs.keep(shape, self._graphs.capture(partial(self.joint_of, shape), self.written))
+                self.mixed_graphs.keep(shape, self._graphs.capture(partial(self.mixed_step_of, shape), self.written))
 
-    def joint_of(self, shape: Shape) -> tuple[Tensor, Tensor]:
-        """A joint step of whatever chunks lie in the tables and lengths of short prefills."""
-        return self.joint_step(shape.batch, shape.mode, *self.prefill_graphs.batch(shape.chunk))
+    def mixed_step_of(self, shape: Shape) -> tuple[Tensor, Tensor]:
+        """A mixed step of the chunks that the tables and lengths of short prefills hold."""
+        return self.mixed_step(shape.batch, shape.mode, *self.prefill_graphs.batch(shape.chunk))
 
     def time_short_prefills(self) -> list[tuple[int, float]]:
         """(tokens, seconds) of those that were captured, where nothing is attended to yet. Waits for the device."""
@@ -397,10 +395,10 @@ class Runner:
 
     @property
     def mixed_shapes(self) -> MixedBatchShapes:
-        """The joint steps that plans may ask for."""
+        """The mixed steps that a plan may use."""
         return self.mixed_graphs.captured if self.model.ops.supports_graphs else ANY_SHAPE
 
-    def _joint(self, plan: StepPlan, rows: DecodeRows) -> StepOutput:
+    def _mixed(self, plan: StepPlan, rows: DecodeRows) -> StepOutput:
         """A decode step without drafts and a prefill as one forward."""
         ids, starts, sizes, tables = self._layout(plan.chunks)
         self.logit_processors.guide(rows.masks)
@@ -412,11 +410,11 @@ class Runner:
         else:
             began = self._beginning()
             batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32))
-            result, last = self.joint_step(rows.batch, rows.mode, batch, cache)
+            result, last = self.mixed_step(rows.batch, rows.mode, batch, cache)
         decoded = self._result(result[: plan.num_running], 1, began=began)
         return StepOutput(decoded, self._first(plan, last))
 
-    def joint_step(self, batch: int, mode: SamplingMode, chunks: Batch, cache: KVCache) -> tuple[Tensor, Tensor]:
+    def mixed_step(self, batch: int, mode: SamplingMode, chunks: Batch, cache: KVCache) -> tuple[Tensor, Tensor]:
         """One decode step of rows 0 to batch - 1 and a prefill, all on the device: what `step` returns, and the hidden
         states of the chunks' last tokens. cache: under the tables of `chunks`.
         """
@@ -424,7 +422,7 @@ class Runner:
         own, rows = self.cache.rows(batch), slice(0, batch)
         ids, lengths = self.ints[TOKEN, rows][:, None], self.ints[LENGTH, rows]
         fed = Batch.decode(ids, lengths, own, self.max_kv_len, self.model.ops)
-        last, states = self.model.forward_joint(chunks, cache, fed, own)
+        last, states = self.model.forward_mixed(chunks, cache, fed, own)
         return self._emit(states, fed.positions, None, rows, mode), last
 
     def step(self, batch: int, num_drafts: int, mode: SamplingMode, max_kv_len: int) -> Tensor:

@@ -1,15 +1,16 @@
 """The scheduler: admission, page growth, window eviction and preemption. It has no tensors.
 
-First come, first served. A request is admitted when the pages for its prompt are there; it gets pages as it grows. Who
-needs a page when there is none takes those of the latest comer, if that came later than itself, and otherwise waits
-(prefill) or gives up its own (decode). So the earliest request always gets on, and nobody waits for ever. A preempted
-request keeps its tokens and is prefilled with them again; until they are taken for something else its pages are found.
+First come, first served. A request is admitted when the pages for its prompt are free; it gets pages as it grows. If no
+page is free, the request that arrived last is preempted, if it arrived later than the one that needs the page;
+otherwise that one waits (prefill) or is preempted itself (decode). So the earliest request always progresses, and none
+starves. A preempted request keeps its tokens and is prefilled with them again; its pages stay cached until they are
+reused.
 
-How far back a sliding layer's page is needed: a sequence with n committed tokens is read from position n - window on,
-and a drafter, whose queries stand at n and whose sliding layers see window + 1 keys of the n, from n - 1 - window on.
-Earlier ones are never read again, not after rejected drafts either: what is committed stays. Hence a sequence holds
-`window_pages`, and a chunk of prefill besides only for as long as it takes to start its forward: work that is handed to
-one stream in order may write to a page as soon as whoever read it before has been handed in.
+Window eviction: a sequence with n committed tokens reads sliding layers from position n - window on. A drafter, whose
+queries are at n and whose sliding layers see window + 1 keys of the n, reads from n - 1 - window on. Earlier keys are
+never read again, not after rejected drafts either, since committed tokens stay. Hence a sequence holds `window_pages`.
+A prefill chunk holds more only until its forward has been launched: in one stream a later kernel may write to a page
+once its last reader has been launched.
 """
 
 from __future__ import annotations

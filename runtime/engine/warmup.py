@@ -1,8 +1,8 @@
 """Warm-up: runs steps of all batches and chunks of all lengths before the first request.
 
-A request that meets a kernel which no database keeps built would wait while it is compiled, and all others with it.
-Lengths between those here are served by the same kernels: they are chosen at powers of two and at eighths of them
-(runtime/selection.py). What sampling asks beside the greedy choice is asked too.
+Otherwise the first request that needs a kernel whose machine code is not stored would wait for its compilation, and all
+others with it. Kernels are selected at powers of two and at eighths of them (runtime/selection.py), so these lengths
+cover those between. Sampling's kernels are run too.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kerngen.runtime.engine.runner import Runner
 from kerngen.runtime.selection import between
 
 
-def warm_up(runner: Runner, draft_lengths: Sequence[int], longest_chunk: int, *, joint: bool = False) -> None:
-    """All steps, on rows that stand for nobody. draft_lengths: numbers of drafts of a step; unusual ones are rehearsed
-    for the longest sequences alone. longest_chunk: tokens that are prefilled together. joint: whether steps are.
+def warm_up(runner: Runner, draft_lengths: Sequence[int], longest_chunk: int, *, mixed: bool = False) -> None:
+    """Run every kind of step on rows that belong to no request. draft_lengths: numbers of drafts of a step; unusual
+    ones are run for the longest sequences alone. longest_chunk: tokens of a prefill at most. mixed: mixed batches too.
     """
     kv_lens, page_size = runner.kv_lens, runner.cache.page_size
     for batch in runner.batches:
@@ -33,8 +33,8 @@ def warm_up(runner: Runner, draft_lengths: Sequence[int], longest_chunk: int, *,
     for size in runner.short_sizes:
         for outputs in OUTPUTS:
             runner.prefill_graphs.forward(size, outputs)
-    for shape in runner.joint_shapes([SamplingMode()]) if joint else ():
-        runner.joint_of(shape)
+    for shape in runner.mixed_shapes_to_capture([SamplingMode()]) if mixed else ():
+        runner.mixed_step_of(shape)
     hidden = runner.hidden
     for size, keys, count in _chunks(longest_chunk, runner.max_kv_len, len(hidden)):
         tables = torch.zeros(len(KINDS), count, -(-keys // page_size), dtype=torch.int32, device=hidden.device)

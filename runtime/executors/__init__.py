@@ -58,3 +58,19 @@ def run_inline(work: Callable[[], R]) -> Callable[[], R]:
     """Executor.overlap where calls are executed one after the other."""
     result = work()
     return lambda: result
+
+
+class InOrder:
+    """What executors share that take calls one after the other and compile nothing."""
+
+    def overlap(self, work: Callable[[], R]) -> Callable[[], R]:
+        return run_inline(work)
+
+    def outside(self, name: str) -> None:
+        """Nothing to do: torch computes it here too."""
+
+    def sources(self) -> dict[str, int]:
+        return {}
+
+    def build(self, asked: Iterable[tuple[str, Any]], say: Say) -> None:
+        """Nothing is compiled."""

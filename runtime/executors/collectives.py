@@ -6,17 +6,14 @@ nothing. Every rank calls the same collectives in the same order, on tensors of 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kerngen.errors import KerngenError, UsageError
-
-PATIENCE_S = 60.0  # that a rank in this process waits for the others
+from kerngen.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,62 +91,6 @@ class Noted:
     def _given(self, kind: str, *tensors: Tensor) -> None:
         if self.world.size > 1:
             self._note(kind, sum(t.numel() * t.element_size() for t in tensors))
-
-
-class Threads:
-    """The ranks of one world as threads of this process: `of(rank)` is what the executor of each is given."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._barrier = threading.Barrier(size)
-        self._given: list[Any] = [None] * size
-        self._disagree = ""  # in what
-
-    def of(self, rank: int) -> Collectives:
-        return _Thread(self, World(rank, self.size))
-
-    def stop(self) -> None:
-        """No rank goes on, now or later: what one calls that fails, since the others would wait for it."""
-        self._barrier.abort()
-
-    def exchange(self, rank: int, kind: str, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-        """What all ranks give, in their order, once all have given it. Raises KerngenError where a rank has stopped or
-        stays away, or asks for something else.
-        """
-        form = kind, *((tuple(t.shape), t.dtype) for t in tensors)
-        self._given[rank] = form, tensors
-        try:
-            self._barrier.wait(PATIENCE_S)
-            given = list(self._given)
-            self._barrier.wait(PATIENCE_S)  # until all have looked nobody gives anything new
-        except threading.BrokenBarrierError:
-            raise KerngenError(self._disagree or f"rank {rank} waits in vain for the others in {kind}") from None
-        for other, (asked, _) in enumerate(given):
-            if asked != form:
-                self._disagree = f"rank {rank} asks for {form} where rank {other} asks for {asked}"
-                raise KerngenError(self._disagree)
-        return [tensors for _, tensors in given]
-
-
-class _Thread:
-    """Collectives of one rank of `Threads`."""
-
-    def __init__(self, threads: Threads, world: World) -> None:
-        self.world, self._threads = world, threads
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        parts = torch.stack([x for (x,) in self._threads.exchange(self.world.rank, "all_reduce", x)])
-        return (parts.float() if x.is_floating_point() else parts).sum(0).to(x.dtype)
-
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return torch.cat([x for (x,) in self._threads.exchange(self.world.rank, f"all_gather({dim})", x)], dim)
-
-    def best_of_ranks(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        given = self._threads.exchange(self.world.rank, "best_of_ranks", values, indices)
-        each = torch.stack([v for v, _ in given]), torch.stack([i for _, i in given])  # [ranks, n]
-        best = each[0].max(0).values  # NaN where any is
-        lowest = each[1].masked_fill(each[0] != best, torch.iinfo(torch.int64).max).min(0).values
-        return best, _or_none(best, lowest)
 
 
 def _or_none(values: Tensor, indices: Tensor) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
 
 from kerngen.arch import Target
-from kerngen.runtime.executors import Say, run_inline
+from kerngen.runtime.executors import InOrder
 from kerngen.runtime.executors.collectives import ONE_RANK, Collectives, Noted, World
 from kerngen.templates.call import Call
 
@@ -16,7 +16,7 @@ R = TypeVar("R")
 _Told = tuple[Callable[..., None], tuple[Any, ...]]
 
 
-class Record:
+class Record(InOrder):
     """See `kerngen.runtime.executors.Executor`. note: told the kernel, problem and place of each call, in order.
     target: what the kernels would run on; without it what every arch can run is asked for. world: whose rank it is;
     note_collective: told the kind of each collective and the bytes that this rank gives; nothing in a world of one.
@@ -76,14 +76,5 @@ class Record:
         """What `once` knows is of one step."""
         self._known.clear()
 
-    def overlap(self, work: Callable[[], R]) -> Callable[[], R]:
-        return run_inline(work)
-
     def outside(self, name: str) -> None:
         self._note_fallback(name)
-
-    def sources(self) -> dict[str, int]:
-        return {}
-
-    def build(self, asked: Iterable[tuple[str, Any]], say: Say) -> None:
-        """Nothing is compiled."""

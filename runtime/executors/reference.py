@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from kerngen.arch import Target
-from kerngen.runtime.executors import Say, run_inline
+from kerngen.runtime.executors import InOrder
 from kerngen.runtime.executors.collectives import Collectives, OneRank
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
@@ -17,7 +16,7 @@ from kerngen.templates.kernel import spread
 R = TypeVar("R")
 
 
-class Reference:
+class Reference(InOrder):
     """See `kerngen.runtime.executors.Executor`. Outputs are rounded to the dtypes of the call's own tensors.
 
     target: whose calls are answered; without it those that every arch can run. collectives: of this rank; None for a
@@ -45,15 +44,3 @@ class Reference:
             for _, shown, value in spread(kernel.reference.expected(call.problem, dict(call.arguments))):
                 given[shown].copy_(value.view(given[shown].shape))
         return call.result
-
-    def overlap(self, work: Callable[[], R]) -> Callable[[], R]:
-        return run_inline(work)
-
-    def outside(self, name: str) -> None:
-        """Nothing to do: torch computes it here too."""
-
-    def sources(self) -> dict[str, int]:
-        return {}
-
-    def build(self, asked: Iterable[tuple[str, Any]], say: Say) -> None:
-        """Nothing is compiled."""

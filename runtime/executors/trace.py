@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from kerngen.runtime.executors import Executor, Say, run_inline
+from kerngen.runtime.executors import Executor, InOrder
 from kerngen.runtime.executors.collectives import Collectives, Noted
 from kerngen.templates.call import Call
 
 R = TypeVar("R")
 
 
-class Trace:
+class Trace(InOrder):
     """Stands for `of`, another executor. Results are what their memory holds, numbers that stand for tokens or places
     zeros: torch reads at those.
 
@@ -31,18 +30,6 @@ class Trace:
             self.asked[call.kernel, call.problem] = None
         _clear(call.result)
         return call.result
-
-    def overlap(self, work: Callable[[], R]) -> Callable[[], R]:
-        return run_inline(work)
-
-    def outside(self, name: str) -> None:
-        """torch computes it: nothing to write down."""
-
-    def sources(self) -> dict[str, int]:
-        return {}
-
-    def build(self, asked: Iterable[tuple[str, Any]], say: Say) -> None:
-        """Nothing is compiled."""
 
 
 def _clear(result: Any) -> None:

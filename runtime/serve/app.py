@@ -1,4 +1,4 @@
-"""The app: who may ask, the routes by which a server is watched, and text to tokens; answers have files of their own.
+"""The FastAPI app: API keys, health and metrics, models, tokenization. Completions and chats have files of their own.
 
 Source: OpenAI's API reference; for the others vLLM 0.24, `entrypoints/openai/api_server.py`.
 """

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: the assistant's next turn."""
+"""/v1/chat/completions: generates the assistant's next message."""
 
 from __future__ import annotations
 

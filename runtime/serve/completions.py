@@ -1,4 +1,4 @@
-"""/v1/completions: what follows a text, or tokens."""
+"""/v1/completions: continues a prompt of text or tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine as the server sees it: requests go in, tokens come out, for whoever awaits them."""
+"""The engine's client in the HTTP process: requests in, tokens out, as async streams."""
 
 from __future__ import annotations
 

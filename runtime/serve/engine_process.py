@@ -1,7 +1,7 @@
-"""The engine's process: it loads the model, takes requests from a pipe, and tells what each step made.
+"""The engine's process: it loads the model, reads requests from a pipe, and sends the tokens of each step.
 
-It knows tokens alone. Text, HTTP and whoever waits are the other process's business (engine_client.py): none of it
-stands between two steps. It ends when it is told to, and when the other process is gone.
+It handles tokens only. Text, HTTP and clients belong to the other process (engine_client.py), so none of that delays a
+step. It exits when it is told to, and when the other process has exited.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Errors in the form that OpenAI's clients raise them from: a status, and {"error": {message, type, param, code}}."""
+"""Errors in OpenAI's format: a status, and {"error": {message, type, param, code}}."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Grammars that constrain an answer, by llguidance: a JSON schema, a regular expression, a choice of texts, tool calls.
 
-A Guide masks, step by step, the tokens with which the answer could no longer end as it should. Grammars are Lark text
-as llguidance has it (https://github.com/guidance-ai/llguidance, docs/syntax.md and docs/json_schema.md): that of JSON
-schemas is its own, that of calls, whose arguments are no JSON, is in tool_grammar.py.
+A Guide masks, at each step, the tokens after which no valid answer is possible. Grammars are llguidance's Lark text
+(https://github.com/guidance-ai/llguidance, docs/syntax.md and docs/json_schema.md). llguidance compiles JSON schemas
+itself; tool_grammar.py has the grammar of tool calls, whose arguments are not JSON.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Middleware of every request: API keys, and limits on a body's size and time.
 
-All routes take JSON: a body is read as that whatever its content type says, for curl's is another.
+All routes take JSON. A body is read as JSON whatever its content type, since curl sends another by default.
 """
 
 from __future__ import annotations

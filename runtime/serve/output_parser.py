@@ -338,7 +338,6 @@ class _Arguments:
         return c
 
     def _after(self, c: str) -> str:
-        """Behind a value."""
         if c in _SPACE:
             return ""
         if c == ",":

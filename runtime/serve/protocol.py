@@ -1,5 +1,5 @@
-"""What clients send: OpenAI's fields, and those that vLLM adds. Unknown ones are let pass, as both do; for those that
-are known and not there see unsupported_fields.py.
+"""Request schemas: OpenAI's fields, and those that vLLM adds. Unknown fields are ignored, as both do; known ones that
+are not supported are refused (unsupported_fields.py).
 
 Source: OpenAI's API reference (chat completions, completions); vLLM 0.24, `entrypoints/openai/protocol.py`, for names
 and meanings of the others.

@@ -1,4 +1,4 @@
-"""Answers as OpenAI's clients read them: whole ones and chunks, of chats and of completions."""
+"""Response bodies in OpenAI's format: whole responses and chunks, of chats and of completions."""
 
 from __future__ import annotations
 

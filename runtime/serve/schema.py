@@ -1,4 +1,4 @@
-"""JSON schemas of tools: what a reference names, and all of it in the words that the chat template reads."""
+"""JSON schemas of tools: resolves references, and rewrites schemas to the keywords that the chat template reads."""
 
 from __future__ import annotations
 

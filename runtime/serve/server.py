@@ -1,4 +1,4 @@
-"""The server's life: the engine is started, uvicorn listens, and both end in order."""
+"""Server lifecycle: starts the engine process and uvicorn, and shuts both down in order."""
 
 from __future__ import annotations
 

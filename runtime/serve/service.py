@@ -1,4 +1,4 @@
-"""The service behind the routes: the model's names and limits, its text, and requests under way in the engine."""
+"""The service behind the routes: model names and limits, tokenizer and template, and running requests."""
 
 from __future__ import annotations
 

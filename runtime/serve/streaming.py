@@ -1,4 +1,4 @@
-"""How answers go out: whole, or as server-sent events; and what happens where nobody waits for them any more."""
+"""Sends responses, whole or as server-sent events, and cancels requests whose clients have disconnected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the fields that constrain an answer, OpenAI's and both of vLLM's, into one constraint."""
+"""Structured outputs: reads OpenAI's field and both of vLLM's into one constraint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The grammar of Gemma-4's tool calls: a function's parameters, a JSON schema, as output_parser.py reads them."""
+"""The grammar of Gemma-4's tool calls: from a function's JSON schema to the format that output_parser.py reads."""
 
 from __future__ import annotations
 
@@ -124,7 +124,6 @@ class _Arguments:
         return name
 
     def _value(self, schema: Any, where: str) -> str:
-        """A rule of one value."""
         if schema is True:
             return "any"
         if not isinstance(schema, Mapping):

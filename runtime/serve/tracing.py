@@ -1,7 +1,7 @@
-"""Spans of OpenTelemetry: one a request, under the names that vLLM gives its own, in the trace that the client is in.
+"""OpenTelemetry spans: one a request, with vLLM's names, in the client's trace.
 
 Sources: vLLM 0.33, `vllm/tracing` (the span's name and the attributes of latencies); OpenTelemetry's semantic
-conventions for generative AI; W3C Trace Context. The SDK is loaded where spans are asked for, and nowhere else.
+conventions for generative AI; W3C Trace Context. The SDK is loaded only if tracing is enabled.
 """
 
 from __future__ import annotations

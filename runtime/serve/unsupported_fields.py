@@ -1,4 +1,4 @@
-"""Refuses fields that other servers support, that this one does not, and that would change the answer.
+"""Refuses fields that other servers support and this one does not, if they would change the answer.
 
 Sources: OpenAI's API reference for those that it has replaced; vLLM 0.33, `entrypoints/openai`, for the others.
 """

@@ -325,7 +325,6 @@ class CheckpointSource:
 
 
 def _index(flat: int, shape: tuple[int, ...]) -> list[int]:
-    """Where element `flat` of a tensor is."""
     found: list[int] = []
     for size in reversed(shape):
         found.insert(0, flat % size)

@@ -20,10 +20,9 @@ from kerngen.templates.common.rows.spec import (
     require_vectors,
     row_scratch_bytes,
     row_threads,
-    why_no_dtype,
     why_row_invalid,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic, args
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +59,13 @@ class Config:
 SPACE = {"vecs_per_thread": (1, 2, 3, 4, 6, 8), "rows_per_block": (1, 2, 4, 8)}
 ARGS = {
     "add_norm": (
-        Arg("residual_out", "ptr"),
-        Arg("out", "ptr"),
-        Arg("residual", "ptr"),
-        Arg("h", "ptr"),
-        Arg("post_weight", "ptr"),
-        Arg("layer_scalar", "ptr"),
-        Arg("next_weight", "ptr"),
+        *args("ptr", "residual_out", "out", "residual", "h", "post_weight", "layer_scalar", "next_weight"),
         Arg("eps", "f32"),
         Arg("num_tokens", "i32"),
     )
 }
 BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
 OUTPUTS = ("residual_out", "out")
-
-
-def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_dtype(target.arch, problem.dtype)
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:

@@ -44,9 +44,9 @@ BLOCK_US, COMBINE_US, TILE_US = 2.0, 2.5, 0.6
 # And where there is wgmma: of an SM, shares of the memory; keys that are read again; memory that idle SMs leave idle;
 # warpgroups, for what they read and for their end.
 MOST_SHARES, AGAIN, IDLE_COSTS, WARPGROUPS_TAKE, WARPGROUPS_US = 1.3, 0.6, 0.2, 1.06, 2.0
-# The rings of a block: 128 KB keep an H200's memory busy, more only delays the first tile.
-RING_BYTES = 128 * 1024
-# Bytes that must be under way on an SM to cover the memory's latency (~0.8 us times the SM's share of the rate).
+# Pipeline stages of a block: 128 KB keep an H200's memory busy, more only delays the first tile.
+PIPELINE_BYTES = 128 * 1024
+# Bytes in flight that an SM needs to cover the memory's latency (~0.8 us times the SM's share of the bandwidth).
 LATENCY_US = 0.8
 
 
@@ -248,8 +248,8 @@ def _cluster_of_8_config(p: Problem, target: Target) -> Config | None:
 
 
 def _many_row_candidates(p: Problem, rows: int, splits: int, cluster: int) -> list[Config]:
-    """The most places in a ring first; clusters push where that leaves room for enough of them, but where blocks stream
-    for long, which the places that it takes would help more.
+    """The most stages first. Clusters push partials if the receive buffer leaves enough stages, unless blocks stream
+    for long: then more stages gain more.
     """
     one = Config(rows, 16, 8, 8, num_splits=splits, body="wgmma_ws", cluster=cluster, k_column_parts=4)
     found = [replace(one, num_stages=stages) for stages in (10, 9, 8)]
@@ -260,7 +260,7 @@ def _many_row_candidates(p: Problem, rows: int, splits: int, cluster: int) -> li
 
 def _default_shape(p: Problem, target: Target) -> Config:
     """The largest block_m that the rows fill; few accumulators a lane where two warps a team suffice for that, so that
-    nothing spills; then the most warps, at most 8, with about RING_BYTES in their rings.
+    nothing spills; then the most warps, at most 8, with about PIPELINE_BYTES of stages.
     """
     arch = target.arch
     most_rows = 32 if arch.has_ldmatrix else 16
@@ -271,8 +271,8 @@ def _default_shape(p: Problem, target: Target) -> Config:
         if split_d > 2 and arch.has_ldmatrix:
             split_d = need // MAX_ACCUMULATORS
         for num_warps in (8, 6, 4, 3, 2, 1):
-            ring = num_warps * block_n * p.head_dim // split_d * 2
-            most_stages = min(4, max(2, RING_BYTES // ring))
+            stage = num_warps * block_n * p.head_dim // split_d * 2
+            most_stages = min(4, max(2, PIPELINE_BYTES // stage))
             for num_stages in range(most_stages, 0, -1):
                 c = Config(block_m, block_n, split_d, num_warps, num_stages)
                 if why_invalid(p, c, target) is None:

@@ -1,22 +1,27 @@
 """attn_decode: split-KV attention for 1 to 8 new tokens a sequence over a paged KV cache, head norms and RoPE too.
 
-One block takes the query heads of one kv head, times the tokens, as the rows of a matrix (so KV is read once a kv
-head), and one split of the sequence's visible tiles. With more than one split, attn_combine merges the partial results
-(fp32, in the workspace), or the blocks of the one launch do, which wait for each other's (Config.fused_combine,
-fused_combine.cuh.jinja). With Config.warpgroups one warp copies and warpgroups multiply (wgmma_ws.cu.jinja), and the
-splits of a cluster of blocks are merged through its shared memory (Config.cluster), where they are read or where they
-are pushed to (Config.partial_bits): attn_combine has fewer partial results to merge, or none; together there, whoever
-comes last merges them and nobody waits. Without a cluster results are stored for attn_combine as they lie in registers
-(fragment_partials.cuh.jinja). Method: Flash-Decoding (Dao et al., 2023) over the online softmax of arXiv 1805.02867.
+A block has one kv head and one split of the sequence's visible key tiles. Its rows are the query heads of that kv head
+times the new tokens (GQA packing), so KV is read once a kv head. Method: Flash-Decoding (Dao et al., 2023) over the
+online softmax of arXiv 1805.02867. Split-KV partials are combined in one of these ways:
 
-From the projection itself (Problem.source) each block norms and turns its own rows of q, and makes the K and V of the
-new tokens among its keys, for itself and for the cache: new_heads.cuh.jinja says why each is written by someone, and
-why a block reads no new key that only another one has written.
+- attn_combine, a second launch, reads them from the workspace (fp32).
+- Config.fused_combine: in the same launch, by LL exchange (fused_combine.cuh.jinja); all blocks are co-resident.
+- Config.cluster, with body=wgmma_ws: blocks of a cluster reduce their splits through DSMEM, after a cluster barrier
+  (pull) or with st.async (push: Config.partial_bits, dsmem_reduce.cuh.jinja). attn_combine combines the clusters'
+  results; with fused_combine the last block to arrive does, and none waits.
+- Config.partial_bits without a cluster: each block stores its accumulators in fragment layout for attn_combine and
+  exits (fragment_partials.cuh.jinja).
 
-With programmatic dependent launch a block reads kv_lens, positions, slot_mapping, the block table and keys older than
-the new tokens before its predecessor has ended. In a forward they were complete before `embed` let its successor start
-(docs/architecture.md): the kernel right before may write q, and with sources q and raw_q the new tokens' K and V,
-nothing else that is read here.
+body=wgmma_ws is warp-specialised: one TMA producer warp, consumer warpgroups (wgmma_ws.cu.jinja).
+
+If `q` is the projection itself (Problem.source), each block applies norm and RoPE to its own rows of q, and makes K and
+V of the new tokens among its keys, for itself and for the cache. new_heads.cuh.jinja says why every new token is
+written by some block, and why no block reads a new key that only another block has written.
+
+Programmatic dependent launch: a block reads kv_lens, positions, slot_mapping, the block table and keys older than the
+new tokens before its predecessor has completed. In a forward all of these are complete before `embed` triggers its
+successor (docs/kernels.md). The kernel right before may write q and, with sources q and raw_q, the new tokens' K and V;
+it may write nothing else that is read here.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from typing import ClassVar
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
-from kerngen.templates.common.rows.spec import DTYPES, why_no_dtype
+from kerngen.templates.common.rows.spec import DTYPES
 from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, TensorMap
 
 SOURCES = ("q", "raw_q", "qkv", "qk")
@@ -36,13 +41,15 @@ MAX_Q_LEN = 8  # new tokens a sequence: more are a prefill's
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Softmax(q k^T * sm_scale) v over what each query sees. window: keys seen, the query's own included; 0 is all.
+    """Softmax(q k^T * sm_scale) v over the keys that each query sees. window: keys seen, the query's own included; 0:
+    all.
 
-    source: what `q` holds of a token. "q": its heads, ready, with K and V in the cache; "raw_q": its heads before norm
-    and RoPE; "qkv": q | k | v before both, "qk": q | k where V is the raw K: then k = rope(norm(k; k_weight)) and
-    norm(v) go to row slot_mapping[t] = page * page_size + row of the caches, which is where the block table has the
-    token's position, or nowhere where it is negative. As qkv_norm_rope, but that a token at a negative position (kv_len
-    < q_len) is not written. Of each head the pairs (j, j + head_dim / 2) for j < num_rotated_pairs turn.
+    source: what `q` holds of a token. "q": final heads, with K and V in the cache. "raw_q": heads before norm and RoPE.
+    "qkv": q | k | v before both. "qk": q | k, where V is the raw K. With the last two, rope(norm(k; k_weight)) and
+    norm(v) are written to row slot_mapping[t] = page * page_size + row of the caches, where the block table has the
+    token's position; a negative slot is not written. As qkv_norm_rope, except that a token at a negative position
+    (kv_len < q_len) is not written either. RoPE rotates the pairs (j, j + head_dim / 2) of a head for j <
+    num_rotated_pairs.
     """
 
     RUNTIME: ClassVar[tuple[str, ...]] = ("batch", "kv_len")
@@ -117,23 +124,23 @@ class Config:
     num_warps: int = 4
     num_stages: int = 2  # tiles of K or V on their way to each warp (always 1 where the body has no cp.async)
     num_splits: int = 1  # parts of the visible keys
-    # The splits of a row are merged in this launch, by the blocks that made them, which wait for each other: all must
-    # be resident. With wgmma_ws the last of those blocks does it, and none waits.
+    # Splits are combined in this launch, by the blocks that made them. mma: they wait for each other, so all must be
+    # co-resident. wgmma_ws: the last block to arrive combines, and none waits.
     fused_combine: bool = field(default=False, metadata={"filed": "together"})
-    # mma: warps copy their own tiles and multiply them by mma.sync.
-    # wgmma_ws: one more warp copies, in boxes of block_n keys, and the others multiply by warpgroups: split_d warps,
-    #   one or two warpgroups, share a tile of 64 keys; a tile comes in stages_per_tile of the num_stages stages.
+    # mma: each warp loads its own tiles by cp.async and multiplies them by mma.sync.
+    # wgmma_ws: a producer warp loads TMA boxes of block_n keys; consumer warpgroups multiply. split_d warps, one or two
+    #   warpgroups, share a tile of 64 keys, which takes stages_per_tile of the num_stages stages.
     body: str = field(default="mma", metadata={"filed": {"wgmma_ws": {"warpgroups": True}}})
-    cluster: int = 1  # with wgmma_ws: consecutive splits of the same rows, merged through the cluster's shared memory
-    # With wgmma_ws: parts of head_dim that K of a tile is copied in, a stage each, and multiplied as each arrives. 1: K
-    # is copied by whole rows, as V is, and multiplied when all have arrived.
+    cluster: int = 1  # with wgmma_ws: consecutive splits of the same rows, reduced through DSMEM
+    # With wgmma_ws: parts of head_dim in which K of a tile is loaded, one stage each; each is multiplied as it arrives.
+    # 1: K is loaded in whole rows, as V is, and multiplied once all have arrived.
     k_column_parts: int = field(default=2, metadata={"filed": "key_parts"})
-    # With wgmma_ws: bits, 16 or 32, of each partial result that a block hands over from its registers: in clusters it
-    # is written to the shared memory of the block that merges it (dsmem_reduce.cuh.jinja), else to the workspace for
-    # attn_combine (fragment_partials.cuh.jinja). 0: fp32 in the block's own stages, where the cluster reads them.
+    # With wgmma_ws: bits, 16 or 32, of partials that a block writes straight from registers: in a cluster to the block
+    # that combines them, by DSMEM (dsmem_reduce.cuh.jinja), else to the workspace (fragment_partials.cuh.jinja). 0:
+    # fp32 partials stay in the block's own stages, and the cluster reads them there.
     partial_bits: int = field(default=0, metadata={"filed": "push_bits"})
-    # Stages, of num_stages, that are in flight at most until each has been filled once: these copies compete with what
-    # a predecessor still loads and stores, and with the queries. 0: all.
+    # The most stages in flight until the pipeline has been filled once: these loads compete with the predecessor's
+    # traffic and with the queries. 0: all.
     prefetch_stages: int = field(default=0, metadata={"filed": "in_flight"})
     # With wgmma_ws: stages after the first num_stages that are prefetched into L2 when those have been issued.
     l2_prefetch_stages: int = field(default=0, metadata={"filed": "prefetch"})
@@ -233,21 +240,19 @@ MAX_ACCUMULATORS = 128
 MAX_SPILL_BYTES = 8
 # Of a thread, beside the accumulators and statistics of its warpgroup.
 WARPGROUP_SPARE_REGS = 24
-PRODUCER_REGS = 32  # where they are dealt: of a thread of the warpgroup that copies
-UNIFORM_SPARE_REGS = 30  # where all warps have as many: with 24 one of 300 builds spilled
+PRODUCER_REGS = 32  # with setmaxnreg: of a thread of the producer warpgroup
+UNIFORM_SPARE_REGS = 30  # without setmaxnreg: with 24 one of 300 builds spilled
 
 
 MAX_SLICES = 8  # of the splits, in a block of the combine
-LINE_QUADS = 8  # of 4 fp32, a line: what a block merges is in multiples of it
+LINE_QUADS = 8  # of 4 fp32, a line: a block combines a multiple of it
 
 
 TILE = 64  # keys that a warpgroup multiplies at once
-L2_PREFETCH_TILES = 8  # the pages of whose 32 chunks are at hand when a ring has been filled
-FRAGMENT_BYTES_IN_FLIGHT = (
-    80 * 1024
-)  # bytes on their way to a block whose results are stored, once its ring has been full
-# Where results are stored from registers: warps of a block of attn_combine, and the share of an SM's registers that is
-# left to it beside a block of attn_decode, for two of its blocks, or one of more splits, whose weights take more.
+L2_PREFETCH_TILES = 8  # their 32 chunks' pages are known once the pipeline has been filled
+FRAGMENT_BYTES_IN_FLIGHT = 80 * 1024  # of a block with fragment partials, once its pipeline has been filled
+# With fragment partials: warps of a block of attn_combine; its share of an SM's registers beside a block of attn_decode
+# (1 / COMBINE_SHARE), for two of its blocks; above so many splits for one, whose weights take more.
 COMBINE_WARPS, COMBINE_SHARE, FEW_FRAGMENT_SPLITS = 4, 4, 36
 
 
@@ -272,7 +277,7 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
 
 
 def bound_threads(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
-    """Of entries whose __launch_bounds__ are above their blocks: with fewer registers, which attn_combine's have."""
+    """Entries whose __launch_bounds__ exceed their blocks, to leave registers to attn_combine's blocks."""
     return {"attn_decode": _bound_threads(problem, config, arch)} if has_fragment_partials(config) else {}
 
 
@@ -284,8 +289,8 @@ def _bound_threads(problem: Problem, config: Config, arch: Arch) -> int:
 
 
 def _regs_left_by_combine(p: Problem, c: Config, arch: Arch) -> int:
-    """That a thread of a block whose results are stored begins with, beside attn_combine's; 0 where those are too few,
-    dealt out or not.
+    """Registers that a thread starts with if attn_combine's blocks must fit beside; 0 if those would be too few, with
+    or without setmaxnreg.
     """
     if not has_fragment_partials(c) or _two_blocks_fit(p, c, arch):
         return 0
@@ -294,12 +299,12 @@ def _regs_left_by_combine(p: Problem, c: Config, arch: Arch) -> int:
 
 
 def _consumer_regs(registers: int, c: Config) -> int:
-    """Of a thread that multiplies, where each of a block had so many and the warpgroup that copies gives its own."""
+    """Registers of a consumer thread after setmaxnreg, if every thread of the block starts with so many."""
     return min(232, (registers * (c.num_warps + 4) - 4 * PRODUCER_REGS) // c.num_warps // 8 * 8)
 
 
 def combine_tiles(problem: Problem, config: Config) -> tuple[int, int, int]:
-    """How what a block's rows give is dealt to the num_splits blocks that have the same rows, to be merged together.
+    """Pieces of a block's output that the num_splits blocks with the same rows combine in the same launch.
 
     (4-element quads of a piece, whole lines of their fp32; pieces, one a block; rows that a piece touches at most)
     """
@@ -313,7 +318,7 @@ def combine_tiles(problem: Problem, config: Config) -> tuple[int, int, int]:
 
 
 def cell_quads(piece: int, piece_rows: int) -> int:
-    """What a split posts to a piece's owner, in quads of fp32: the piece, then lines with the lse of its rows."""
+    """What a split sends to a piece's owner, in quads of fp32: the piece, then lines with the lse of its rows."""
     return piece + ceil(piece_rows / 4 / LINE_QUADS) * LINE_QUADS
 
 
@@ -327,22 +332,22 @@ def stage_bytes(problem: Problem, config: Config) -> int:
 
 
 def partials(config: Config) -> int:
-    """Partial results that a row has, where the blocks do not merge together: one where there is nothing to merge."""
+    """Partial results of a row that are left to combine: num_splits, after the clusters' reduction."""
     return config.num_splits // config.cluster
 
 
 def has_fragment_partials(config: Config) -> bool:
-    """Whether blocks leave attn_combine partial results as fragments (fragment_partials.cuh.jinja)."""
+    """Whether blocks store partials in fragment layout for attn_combine (fragment_partials.cuh.jinja)."""
     return config.warpgroups and config.partial_bits > 0 and config.cluster == 1
 
 
 def combine_blocks(config: Config) -> tuple[int, int]:
-    """(blocks of attn_combine that an SM holds, loads that a lane has under way), where results are stored."""
+    """(blocks of attn_combine an SM, loads of a lane in flight), with fragment partials."""
     return (8, 9) if config.num_splits <= FEW_FRAGMENT_SPLITS else (6, 8)
 
 
 def max_inflight_stages(problem: Problem, config: Config) -> int:
-    """Stages in flight at most once all have been filled."""
+    """The most stages in flight once all have been filled."""
     return min(
         config.num_stages,
         max(2, FRAGMENT_BYTES_IN_FLIGHT // stage_bytes(problem, config)) if has_fragment_partials(config) else 64,
@@ -350,19 +355,19 @@ def max_inflight_stages(problem: Problem, config: Config) -> int:
 
 
 def chunk_lanes(config: Config) -> int:
-    """Lanes of attn_combine that merge a chunk: eight for every nine splits, up to a warp."""
+    """Lanes of attn_combine that combine a chunk: eight for every nine splits, up to a warp."""
     return min(32, 8 << (ceil(config.num_splits / 9) - 1).bit_length())
 
 
 def span(problem: Problem, config: Config) -> int:
-    """Chunks of a pair that a warp of attn_combine merges at once: of few splits twice as many or four times."""
+    """Chunks of a pair that a warp of attn_combine combines at once: with few splits twice or four times as many."""
     lanes, (_, ahead) = chunk_lanes(config), combine_blocks(config)
     more = next(n for n in (4, 2, 1) if n == 1 or n * ceil(config.num_splits * 8 / lanes) <= ahead)
     return min(32 // lanes * more, chunks(problem, config)[1])
 
 
 def loads_per_lane(problem: Problem, config: Config) -> int:
-    """Loads of 16 bytes by which a lane of attn_combine merges its part of a span."""
+    """Loads of 16 bytes of a lane of attn_combine for its part of a span."""
     lanes = chunk_lanes(config)
     return ceil(config.num_splits * 8 / lanes) * (span(problem, config) * lanes // 32)
 
@@ -373,23 +378,23 @@ def chunks(problem: Problem, config: Config) -> tuple[int, int]:
 
 
 def item_words(config: Config) -> int:
-    """Of the workspace, where the last of warpgroups' blocks merges 128 columns of a row.
+    """Words of the workspace for 128 columns of a row that the last block combines (wgmma_ws with fused_combine).
 
-    What each cluster found of them; then on lines of their own how many have come, and the lse of each.
+    Each cluster's partial; then, on lines of their own, the arrival counter and the clusters' lse.
     """
     return partials(config) * 128 + ceil((1 + partials(config)) / 32) * 32
 
 
 def unit_columns(problem: Problem, config: Config) -> int:
-    """Columns of a pair of rows that one block of a cluster merges, where results are pushed: of each pair its share.
+    """Columns of a pair of rows that one block of a cluster combines, if partials are pushed (st.async).
 
-    Those of an item (item_words) at most, and no fewer where the last block merges clusters.
+    At most an item's (item_words); exactly those if the last block combines the clusters.
     """
     return 128 if config.fused_combine else min(128, problem.head_dim // config.cluster)
 
 
 def dsmem_bytes(problem: Problem, config: Config) -> int:
-    """Shared memory for what is pushed to a block: by each of its cluster units and their log-sum-exps; a barrier."""
+    """The receive buffer for pushed partials: of each block of the cluster units and log-sum-exps; and an mbarrier."""
     p, c = problem, config
     if not c.partial_bits or has_fragment_partials(c):
         return 0
@@ -401,8 +406,8 @@ def dsmem_bytes(problem: Problem, config: Config) -> int:
 def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]) -> TensorMap | None:
     """Of the caches as 64 columns, 8 rows, blocks of columns, blocks of rows, and the heads of all pages.
 
-    So a box of block_n rows, which no page's end divides, lies as wgmma reads it. One of all columns, as values come
-    in, is contiguous in the cache.
+    So a box of block_n rows, which no page boundary divides, has the layout that wgmma reads. One of all columns, as
+    for values, is contiguous in the cache.
     """
     if not config.warpgroups or 0 in shape:
         return None
@@ -417,10 +422,6 @@ def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]
 def outputs(problem: Problem) -> tuple[str, ...]:
     """The caches only where the problem owns K and V; else they are read."""
     return OUTPUTS if problem.owns_kv else ("out",)
-
-
-def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_dtype(target.arch, problem.dtype)
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
@@ -569,10 +570,10 @@ def _why_no_partial_bits(p: Problem, c: Config, arch: Arch) -> str | None:
 
 
 def why_not_fused_combine(problem: Problem, config: Config, target: Target) -> str | None:
-    """Why the blocks cannot merge the splits of their rows among themselves, if they are asked to.
+    """Why fused_combine, if set, cannot work.
 
-    A block that waits keeps its SM's registers and shared memory, so all of the grid must be resident at once. Certain
-    is one block an SM.
+    A waiting block keeps its SM's registers and shared memory, so the whole grid must be co-resident. One block an SM
+    always is.
     """
     p, c, sms = problem, config, target.device.num_sms
     if not c.fused_combine:
@@ -591,8 +592,8 @@ def grid_of(p: Problem, c: Config) -> tuple[int, int, int]:
 
 
 def _wgmma_ws_smem_bytes(p: Problem, c: Config) -> int:
-    """Queries, the ring, each warpgroup's probabilities or turns before, new keys and values, what is pushed here,
-    statistics, barriers."""
+    """Queries; the stages; each warpgroup's probabilities, or rotations before; new keys and values; the receive
+    buffer; statistics; barriers."""
     row, warpgroups = p.head_dim * 2, c.num_warps // 4
     new = 2 * p.q_len * row if p.owns_kv else 0
     turns = 0 if p.source == "q" else p.q_len * row
@@ -654,18 +655,18 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
 
 
 def combine_shape(head_dim: int, num_partials: int) -> tuple[int, int]:
-    """(slices that the partial results are dealt to, columns of 4 elements) of a combine block."""
+    """(slices that share the partials, columns of 4 elements) of a combine block."""
     slices = min(num_partials, MAX_SLICES)
     return slices, min(head_dim // 4, 32 if slices > 4 else 64 if slices > 2 else 128)
 
 
 def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
-    """Partial results, fp32: o [rows, partials, head_dim], then lse [rows, partials].
+    """Partials for attn_combine, fp32: o [rows, partials, head_dim], then lse [rows, partials].
 
-    Merged together, of each group of blocks with the same rows [owners, num_splits] cells (cell_quads), zero between
-    launches. By the last block, of each group [rows, head_dim / 128] items (item_words), counts zero between launches.
-    Stored from registers, of each group [pairs of rows, chunks, num_splits] chunks of 128 bytes, then of all groups the
-    lse [rows, num_splits].
+    A group is the blocks with the same rows. fused_combine, body=mma: for each group [owners, num_splits] cells
+    (cell_quads), zero between launches. fused_combine, body=wgmma_ws: for each group [rows, head_dim / 128] items
+    (item_words), counters zero between launches. Fragment partials: for each group [pairs of rows, chunks, num_splits]
+    chunks of 128 bytes; then, for all groups, the lse [rows, num_splits].
     """
     p, c = problem, config
     if partials(c) == 1:
@@ -693,9 +694,9 @@ def cost(problem: Problem) -> Cost:
 
 
 def bytes_in_flight(p: Problem, c: Config, target: Target) -> float:
-    """Bytes of KV that a block has on their way, on average: a warp waits for one of its tiles and uses another."""
+    """Bytes of KV of a block in flight, on average: a warp waits for one of its tiles and uses another."""
     dim = p.head_dim // c.split_d
-    if c.warpgroups:  # two pieces are in use, or a tile's whole keys
+    if c.warpgroups:  # two stages are in use, or those of a tile's whole keys
         stages_in_flight = max(c.num_stages - (stages_per_tile(c) if c.k_column_parts == 1 else 2), 1)
         return min(stages_in_flight, max_inflight_stages(p, c)) * stage_bytes(p, c)
     if not target.arch.has_ldmatrix:

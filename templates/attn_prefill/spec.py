@@ -1,12 +1,12 @@
 """Prefill attention: softmax(q kᵀ · sm_scale) v for many query tokens a sequence, over a dense or a paged KV.
 
-A block serves BLOCK_M packed rows (row = query token · group + head in the group) of one sequence and kv head, and
-walks that sequence's keys backwards in tiles of BLOCK_N. Tiles that no row sees are never read; tiles that every row
-sees run without a mask. The block table is read where it lies, so its length costs no shared memory.
+A block has BLOCK_M packed rows (row = query token · group + head in the group) of one sequence and kv head. It
+processes that sequence's keys in tiles of BLOCK_N, from the last one down. Tiles that no row sees are not read; tiles
+that every row sees need no mask. The block table is read from global memory, so its length costs no shared memory.
 
-Few query tokens behind many keys are too few blocks for a GPU. Then several blocks may have the same rows, each with a
-part of the keys (Config.split_kv), and a second launch, attn_combine, merges what they found, as in attn_decode. In how
-many parts is said at each launch (num_splits), so that what is compiled serves any number of tokens.
+Few query tokens behind many keys make too few blocks for a GPU. With Config.split_kv several blocks have the same rows,
+each with a part of the keys, and a second launch, attn_combine, combines their partials, as in attn_decode. The number
+of parts follows from each launch (num_splits), so one cubin serves any number of tokens.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import ClassVar
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
-from kerngen.templates.common.rows.spec import DTYPES, why_no_dtype
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, TensorMap
+from kerngen.templates.common.rows.spec import DTYPES
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, TensorMap, args
 
 HEAD_DIMS = (128, 256, 512)
 # Of the 255 registers of a thread, what addresses, row statistics and operands in flight take beside the accumulators.
@@ -67,13 +67,13 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """block_m: packed query rows a block. block_n: keys a tile. warps_d: warps that share their query rows, each
-    accumulating head_dim / warps_d columns of the output. num_stages: K and V tiles in shared memory, each; chunks of
-    8 KB, for each of two warpgroups, where body=wgmma_ws and warps_d=2.
-    q_in_regs: queries stay in registers instead of being read from shared memory for each tile. body: mma, by mma.sync;
-    wgmma_ws, num_warps warps multiply by warpgroups of 64 rows, and four more copy. ping_pong: two warpgroups have the
-    tensor cores by turns. use_tma: keys and values come in boxes of a tensor map where a tile is whole. cluster: blocks
-    that share their copies. split_kv: the keys that a tile of rows sees go to several blocks, where there are few.
+    """block_m: packed query rows a block. block_n: keys a tile. num_warps: consumer warps. warps_d: warps that share
+    their query rows, each accumulating head_dim / warps_d columns of the output. num_stages: stages of K and of V, a
+    tile each; with body=wgmma_ws and warps_d=2 chunks of 8 KB, for each of two warpgroups. q_in_regs: queries stay in
+    registers instead of being read from shared memory for each tile. body: mma is mma.sync; wgmma_ws is
+    warp-specialised, consumer warpgroups of 64 rows and a producer warpgroup. ping_pong: two warpgroups alternate on
+    the tensor cores. use_tma: whole tiles of keys and values are loaded by TMA. cluster: blocks that share tiles by
+    multicast. split_kv: several blocks share the keys of a tile of rows (split-KV) if there are few tiles.
     """
 
     block_m: int = 128
@@ -124,19 +124,10 @@ SPLIT_D_SPACE = {
 # cu_seqlens_q instead and do not read it.
 ARGS = {
     "attn_prefill": (
-        Arg("out", "ptr"),
-        Arg("q", "ptr"),
-        Arg("k", "ptr"),
-        Arg("v", "ptr"),
-        Arg("cu_seqlens_q", "ptr", align=4),
-        Arg("cu_seqlens_k", "ptr", align=4),
-        Arg("kv_lens", "ptr", align=4),
-        Arg("block_table", "ptr", align=4),
-        Arg("sm_scale", "f32"),
-        Arg("logit_cap", "f32"),
-        Arg("batch", "i32"),
-        Arg("max_pages", "i32"),
-        Arg("max_seqlen_q", "i32"),
+        *args("ptr", "out", "q", "k", "v"),
+        *args("ptr", "cu_seqlens_q", "cu_seqlens_k", "kv_lens", "block_table", align=4),
+        *args("f32", "sm_scale", "logit_cap"),
+        *args("i32", "batch", "max_pages", "max_seqlen_q"),
     )
 }
 _MAPS = (Arg("k_map", "map", of="k"), Arg("v_map", "map", of="v"))
@@ -170,15 +161,15 @@ BODIES = (
     ),
 )  # fmt: skip
 OUTPUTS = ("out",)
-# What writing, merging and another launch take, in tiles of keys' time (of a block 1.6 us, on an H200).
+# What the partials and the combine launch take, in the time of a block's key tile (1.6 us on an H200).
 COMBINE_TILES = 6
 # What ptxas may keep in local memory, a thread: the accumulators fill the register file. 96 at most in the test cases.
 MAX_SPILL_BYTES = 128
 
 
 def box_rows(problem: Problem, config: Config, of: str = "k") -> int:
-    """Rows of k or v that a bulk copy brings: of a page, or of what comes together where that is less (a tile; by
-    wgmma_ws_split_d.cu.jinja a chunk, or a block's part of one). 0: none come so."""
+    """Rows of k or v of a TMA box: a page's, or fewer if a stage (a tile; in wgmma_ws_split_d.cu.jinja a chunk, or a
+    block's part of one) has fewer. 0: no TMA."""
     together = config.block_n
     if config.warps_d == 2:
         together = CHUNK_BYTES // problem.head_dim if of == "v" else config.block_n // config.cluster
@@ -202,10 +193,6 @@ def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]
     total, heads, dim = shape
     strides = (heads * dim * 2, dim * 2, total * heads * dim * 2)
     return TensorMap((dim, total, heads, 1), strides, (64, rows, 1, 1), l2_bytes=256)
-
-
-def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_dtype(target.arch, problem.dtype)
 
 
 def accumulator_regs(problem: Problem, config: Config) -> int:
@@ -366,10 +353,10 @@ def _wgmma_config(problem: Problem, target: Target) -> Config:
 
 
 def num_splits(problem: Problem, config: Config, target: Target) -> int:
-    """Parts of a tile of rows' keys: as many as there are SMs for that would be idle, if merging them costs less.
+    """Splits of a row tile's keys: as many as fill SMs that would be idle, if the combine costs less than they gain.
 
-    More rounds of shorter blocks may win where contexts are as long as kv_len allows (H200: 384 tokens of 32 heads 340
-    us in place of 389 behind 8192 keys) and lose as much where they are not (101 and 67 behind 1024).
+    More waves of shorter blocks may win if contexts are as long as kv_len allows (H200: 384 tokens of 32 heads 340 us
+    in place of 389 behind 8192 keys) and lose as much if they are not (101 and 67 behind 1024).
     """
     p, sms = problem, target.device.num_sms
     blocks = _blocks(p, config)
@@ -433,7 +420,7 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
 
 
 def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
-    """What each part of the keys leaves, with the logarithm of its sum; none where they are whole."""
+    """The splits' partial outputs and log-sum-exps; none without splits."""
     splits = num_splits(problem, config, target)
     return _partial_bytes(problem, splits) if splits > 1 else 0
 

@@ -21,9 +21,8 @@ from kerngen.templates.common.rows.spec import (
     require_dtypes,
     require_tokens,
     require_vectors,
-    why_no_dtype,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic, args
 
 MAX_CENTROIDS = 8192
 MAX_TOP_K = 256
@@ -90,26 +89,18 @@ SPACE = {
 }
 ARGS = {
     "centroid_scores": (
-        Arg("y", "ptr"),
-        Arg("centroids", "ptr"),
-        Arg("workspace", "ptr"),
+        *args("ptr", "y", "centroids", "workspace"),
         Arg("num_tokens", "i32"),
     ),
     "centroid_tokens": (
         Arg("ids", "ptr", align=8),
-        Arg("logits", "ptr"),
-        Arg("y", "ptr"),
+        *args("ptr", "logits", "y"),
         Arg("token_ids", "ptr", align=8),
-        Arg("embed", "ptr"),
-        Arg("workspace", "ptr"),
+        *args("ptr", "embed", "workspace"),
     ),
 }
 BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
 OUTPUTS = ("ids", "logits")
-
-
-def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_dtype(target.arch, problem.dtype)
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:

@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 
-from kerngen.templates.call import Op
 from kerngen.templates.common.rows.torch_rows import Draw, poisoned
-from kerngen.templates.decode_advance.op import decode_advance
 from kerngen.templates.decode_advance.spec import Problem
 from kerngen.templates.kernel import Case
 
@@ -76,8 +74,3 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         "limits": limits,
         "q_len": q_len,
     }
-
-
-def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
-    """The op that asks for this case, and its arguments."""
-    return decode_advance, {n: v for n, v in inputs.items() if n not in ("result", "q_len")}

@@ -16,9 +16,8 @@ from kerngen.templates.common.rows.spec import (
     require,
     require_dtypes,
     require_vectors,
-    why_no_dtype,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, args
 
 MAX_VECS = 16  # that a thread holds, four registers each
 
@@ -54,12 +53,9 @@ class Config:
 SPACE = {"threads": (64, 128, 256, 512)}
 ARGS = {
     "decode_advance": (
-        Arg("result", "ptr", align=8),
-        Arg("token", "ptr", align=8),
-        Arg("lengths", "ptr", align=8),
+        *args("ptr", "result", "token", "lengths", align=8),
         Arg("hidden", "ptr"),
-        Arg("tokens", "ptr", align=8),
-        Arg("drafts", "ptr", align=8),
+        *args("ptr", "tokens", "drafts", align=8),
         Arg("states", "ptr"),
         Arg("limits", "ptr", align=8),
         Arg("q_len", "i32"),
@@ -67,10 +63,6 @@ ARGS = {
 }
 BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
 OUTPUTS = ("result", "token", "lengths", "hidden")
-
-
-def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_dtype(target.arch, problem.dtype)
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
@@ -82,10 +74,6 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 def default_config(problem: Problem, target: Target) -> Config:
     """A vector a thread, as far as that goes: all of a row is then on its way at once."""
     return Config(next((t for t in SPACE["threads"] if VEC * t >= problem.hidden), SPACE["threads"][-1]))
-
-
-def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
-    return 0
 
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:

@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 
-from kerngen.templates.call import Op
 from kerngen.templates.common.rows.torch_rows import Draw
-from kerngen.templates.decode_inputs.op import decode_inputs
 from kerngen.templates.decode_inputs.spec import Problem
 from kerngen.templates.kernel import Case
 
@@ -71,8 +69,3 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         "q_len": q_len,
         "num_tokens": p.num_tokens,
     }
-
-
-def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
-    """The op that asks for this case, and its arguments."""
-    return decode_inputs, {n: inputs[n] for n in ("lengths", "tables", "q_len")} | {"page_size": case.problem.page_size}

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from kerngen.arch import Target
 from kerngen.templates.common.rows.spec import require, require_tokens
-from kerngen.templates.kernel import Arg, Body, Cost, Launch
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, args
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,10 @@ ARGS = {
     "decode_inputs": (
         Arg("positions", "ptr", align=8),
         Arg("kv_lens", "ptr", align=4),
-        Arg("slots", "ptr", align=8),
-        Arg("lengths", "ptr", align=8),
+        *args("ptr", "slots", "lengths", align=8),
         Arg("tables", "ptr", align=4, contiguous=False),
-        Arg("table_stride", "i64"),
-        Arg("row_stride", "i64"),
-        Arg("q_len", "i32"),
-        Arg("num_tokens", "i32"),
+        *args("i64", "table_stride", "row_stride"),
+        *args("i32", "q_len", "num_tokens"),
     )
 }
 BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
@@ -62,10 +59,6 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 
 def default_config(problem: Problem, target: Target) -> Config:
     return Config(32 if problem.num_tokens <= 32 else 128)
-
-
-def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
-    return 0
 
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:

@@ -1,19 +1,19 @@
 """decode_layers: a megakernel: all layers of a W4A16 model for one token, in one launch.
 
-Every block of the grid stays for all of it. One warp of a block fetches what the block needs in its order, as far ahead
-as its ring in shared memory reaches: its shares of the weights, and its keys and values. The others multiply (as
-integers, common/w4/int8_unpack.cuh), attend, and hand rows to each other through L2, word by word, with no barrier
-(common/pipeline/ll_exchange.cuh). Rows are short, so every block makes norms and residual anew for itself.
+The kernel is persistent: every block runs through all layers. A block's producer warp loads its shares of the weights,
+and its keys and values, in order of use, as far ahead as the smem pipeline allows. The consumer warps multiply (as
+integers, common/w4/int8_unpack.cuh), attend, and exchange rows with other blocks by LL through L2, without a barrier
+(common/pipeline/ll_exchange.cuh). Rows are short, so every block recomputes norms and residual for itself.
 
-Blocks wait for each other here, so all of them must be on the GPU together: the grid has a block an SM at most, and is
-launched as a cooperative one, which starts whole. Such a launch waits for the end of its predecessor; in forwards that
-are known to be the only ones on their GPU it is an ordinary launch (runtime/executors/launch.py).
+Blocks wait for each other, so all must be co-resident: the grid has at most one block an SM, and the launch is
+cooperative. Such a launch starts only when its predecessor has completed; forwards that are known to be alone on their
+GPU use an ordinary launch instead (runtime/executors/launch.py).
 
-Of layers with experts every block makes the router's choice for itself, from logits that blocks post. Between the row
-that the router reads and the experts' weights, which cannot be asked for before the choice, goes all of the dense MLP.
+In layers with experts every block selects the experts for itself, from router logits that arrive by LL. The experts'
+weights cannot be loaded before that, so the dense MLP runs between the row that the router reads and the experts.
 
-Method: persistent kernels that run many dependent operations, "Look Ma, No Bubbles!" (Hazy Research, 2025), and words
-that carry their own flag, NCCL's LL protocol. Attention is split over keys and merged as in Flash-Decoding (2023).
+Method: persistent kernels that run many dependent operations, "Look Ma, No Bubbles!" (Hazy Research, 2025); NCCL's LL
+protocol; split-KV attention as in Flash-Decoding (2023).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kerngen.templates.common.rows.spec import (
     why_no_dtype,
 )
 from kerngen.templates.common.w4.tiling import STRIP, matrix_bytes, require_matrix
-from kerngen.templates.kernel import Arg, Body, Cost, Launch
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, args
 
 MATRICES = ("qkv", "out", "gate_up", "down")  # int4, of a layer; "NAME_packed" and "NAME_scales" are its tensors
 EXPERT_MATRICES = ("expert_gate_up", "expert_down")  # the same of a layer with experts, all of its experts' in one
@@ -194,11 +194,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    num_warps: int = 8  # that multiply
-    stage_tiles: int = 24  # tiles of 32 x 32 weights in a slot of the ring
+    num_warps: int = 8  # consumers
+    stage_tiles: int = 24  # tiles of 32 x 32 weights a stage
     num_stages: int = 8
     max_inflight_stages: int = field(default=4, metadata={"filed": "in_flight"})
-    # Tiles that a warp reads ahead of multiplying them, two by two.
+    # Tiles that a warp reads to registers ahead of the MMAs, in pairs.
     prefetch_tiles: int = field(default=3, metadata={"filed": "tiles_together"})
     # Stream-K: the parts of K that an n-tile (32 rows) of the output projection is cut into, and an n-tile of down. A
     # block's share begins and ends between two parts.
@@ -209,7 +209,7 @@ class Config:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Of each of MATRICES, and of EXPERT_MATRICES: into how many parts its strips are cut."""
+        """Of each of MATRICES, and of EXPERT_MATRICES: the parts of K that an n-tile is cut into."""
         return 1, self.out_split_k, 1, self.down_split_k, 1, self.down_split_k
 
 
@@ -240,19 +240,14 @@ ARGS = {
         Arg("out", "ptr"),
         Arg("k_caches", "ptrs"),  # a layer each, as `layers`
         Arg("v_caches", "ptrs"),
-        Arg("residual", "ptr"),
-        Arg("ple", "ptr"),
+        *args("ptr", "residual", "ple"),
         Arg("layers", "ptrs"),  # layer_tensors(), layer after layer
         Arg("final_norm", "ptr"),
         Arg("positions", "ptr", align=8),
         Arg("kv_lens", "ptr", align=4),
-        Arg("slots", "ptr", align=8),
-        Arg("full_slots", "ptr", align=8),
-        Arg("block_table", "ptr", align=4),
-        Arg("full_block_table", "ptr", align=4),
-        Arg("inv_freq", "ptr"),
-        Arg("full_inv_freq", "ptr"),
-        Arg("workspace", "ptr"),
+        *args("ptr", "slots", "full_slots", align=8),
+        *args("ptr", "block_table", "full_block_table", align=4),
+        *args("ptr", "inv_freq", "full_inv_freq", "workspace"),
         Arg("eps", "f32"),
     )
 }
@@ -316,7 +311,6 @@ def _work_shapes(p: Problem, c: Config, kind: str) -> list[tuple[int, int, int]]
 
 
 def _kinds(p: Problem) -> str:
-    """The letters that there are."""
     return "".join(dict.fromkeys(p.layers))
 
 
@@ -350,7 +344,7 @@ def _unit_elements(p: Problem) -> int:
 
 
 def slot_bytes(problem: Problem, config: Config) -> int:
-    """Of the ring, a slot: `stage_tiles` of a strip, with their scales."""
+    """Of a stage: `stage_tiles` k-tiles of an n-tile, with their scales."""
     return matrix_bytes(STRIP, STRIP * config.stage_tiles, problem.group_size)
 
 
@@ -360,7 +354,7 @@ def _tile_bytes(p: Problem) -> int:
 
 
 def _least_slot_bytes(p: Problem) -> int:
-    """A tile of keys, and a row of the per-layer gate or of the router, are fetched into a slot whole."""
+    """A stage must hold a whole tile of keys, and a whole row of the per-layer gate or of the router."""
     return max(_tile_bytes(p), 2 * p.hidden if p.ple_width or p.num_experts else 0)
 
 
@@ -369,9 +363,9 @@ def _work_bytes(p: Problem) -> int:
 
 
 def _shared_bytes(p: Problem, c: Config) -> int:
-    """Of a block without the sums: the ring and its barriers, x by tiles or what attention works with, the token's own
-    keys and turns, what x's tiles count for, the gated row, sums of a row, addresses, shares and sights, and the
-    router's choice.
+    """Of a block, without the sums: the pipeline and its barriers; x by tiles, or attention's workspace; the token's
+    own keys and rotations; scales of x's tiles; the gated row; sums of a row; addresses; the block's shares; the
+    experts.
     """
     ring = ceil((c.num_stages * (slot_bytes(p, c) + 16)) / 128) * 128 + ceil(_work_bytes(p) / 128) * 128
     keys = 2 * 2048 + 2 * 32 * 32 + 512
@@ -388,7 +382,7 @@ def _num_products(p: Problem) -> int:
 
 
 def _units(p: Problem, c: Config, matrix: int) -> int:
-    """What is dealt to the blocks of a product, at least: parts of strips."""
+    """The fewest work units of a product, which blocks share: parts of n-tiles."""
     return min(p.matrices(kind)[matrix][0] for kind in _kinds(p)) // STRIP * c.parts[matrix]
 
 
@@ -399,8 +393,8 @@ def _max_peers(strips: int, parts: int, blocks: int) -> int:
 
 
 def num_blocks(problem: Problem, config: Config, target: Target) -> int:
-    """A block an SM, but no more than have a share of each gate_up and down: who has all of the last down's sums knows
-    that all blocks have read what was posted before.
+    """A block an SM, but no more than have a share of each gate_up and down: a block that has all sums of the last down
+    then knows that all blocks have read what was written before.
     """
     p, c = problem, config
     return min(target.device.num_sms, *(_units(p, c, i) for i in range(GATE_UP, _num_products(p))))
@@ -423,9 +417,8 @@ def _padded_share(rows: int, blocks: int) -> int:
 
 
 def pays(problem: Problem, target: Target) -> bool:
-    """Whether launches of other kernels would take longer: in long contexts attn_decode reads keys faster than this
-    kernel does, all the more where a small drafter has shares for few blocks. kv_len is what contexts reach at most:
-    three quarters of it are counted.
+    """Whether separate kernels would take longer. In long contexts attn_decode reads keys faster than this kernel does,
+    all the more if a small drafter has work for few blocks. kv_len is the longest context: three quarters of it count.
     """
     p = problem
     sms_of_block = target.device.num_sms / num_blocks(p, default_config(p, target), target)
@@ -483,8 +476,8 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 
 
 def default_config(problem: Problem, target: Target) -> Config:
-    """Whole rows of the hidden size in as few slots as hold them, shares of equal size, and as deep a ring as fits. By
-    measurement on an H200. Where none fits, the smallest: see why_unsupported.
+    """As few stages as hold a whole row of the hidden size, shares of equal size, and as deep a pipeline as fits. By
+    measurement on an H200. If none fits, the smallest: see why_unsupported.
     """
     p, blocks = problem, target.device.num_sms
 
@@ -510,7 +503,7 @@ def default_config(problem: Problem, target: Target) -> Config:
 
 
 def _max_inflight_stages(p: Problem, tiles: int, target: Target) -> int:
-    """Two slots, or three where an SM's share of the memory's rate brings two before the first is done with."""
+    """Two stages, or three if an SM's share of the bandwidth loads two before the first has been used."""
     bytes_per_us = 1e3 * target.device.mem_gbps / target.device.num_sms
     return 3 if bytes_per_us * TRIP_US > 2 * matrix_bytes(STRIP, STRIP * tiles, p.group_size) else 2
 
@@ -521,10 +514,11 @@ def _row_vecs(p: Problem, num_warps: int) -> int:
 
 
 def _parts(rows: int, columns: Sequence[int], group_size: int, blocks: int, most: int, *, everywhere: bool) -> int:
-    """Into how many parts a strip of a matrix is cut, or of several that are cut alike, of so many columns each.
-    everywhere: nearly all blocks must have a share, if there is enough. most: blocks that may meet in a strip.
+    """Parts of K of an n-tile of a matrix, or of several that are cut alike, of so many columns each. everywhere:
+    nearly all blocks must have a share, if there is enough work. most: blocks that may share an n-tile.
 
-    What the busiest block multiplies, in tiles, and what waiting for the sums of one more block costs, as many tiles.
+    The cost of a choice, in tiles: what the busiest block multiplies, plus SUM_TILES for each block whose sums it
+    awaits.
     """
     strips, groups = rows // STRIP, min(columns) // group_size
 
@@ -547,7 +541,7 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
 
 
 def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
-    """Two counts; of three layers what blocks post in one (kernel.cu.jinja). All zero between launches."""
+    """Two counters, and three layers' LL mailboxes (kernel.cu.jinja). All zero between launches."""
     p, c, blocks = problem, config, num_blocks(problem, config, target)
     sums = 2 * c.max_peers * p.hidden // 8
     rows = (_most(p, 0, 0) + _most(p, 1, 1) + _most(p, 3, 1)) // 8 + 2 * sums

@@ -25,7 +25,7 @@ from kerngen.templates.common.rows.spec import (
     why_block_too_large,
     why_no_dtype,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, args
 
 MAX_TOKENS = 16
 ROWS, COLUMNS, TOKENS = 16, 32, 8  # of a fragment: DenseLane of common/rows/dense_rows.cuh
@@ -77,10 +77,7 @@ SPACE = {
 }
 ARGS = {
     "dense_gemv": (
-        Arg("out", "ptr"),
-        Arg("x", "ptr"),
-        Arg("w", "ptr"),
-        Arg("workspace", "ptr"),
+        *args("ptr", "out", "x", "w", "workspace"),
         Arg("num_tokens", "i32"),
     )
 }

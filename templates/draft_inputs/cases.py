@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 
-from kerngen.templates.call import Op
 from kerngen.templates.common.rows.torch_rows import Draw, poisoned
-from kerngen.templates.draft_inputs.op import draft_inputs
 from kerngen.templates.draft_inputs.spec import Problem
 from kerngen.templates.kernel import Case
 
@@ -49,8 +47,3 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         "scale": p.embed_size**0.5,
         "num_tokens": p.num_tokens,
     }
-
-
-def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
-    """The op that asks for this case, and its arguments."""
-    return draft_inputs, {n: inputs[n] for n in ("ids", "hidden", "table", "scale")}

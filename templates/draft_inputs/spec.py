@@ -14,10 +14,9 @@ from kerngen.templates.common.rows.spec import (
     require_tokens,
     require_vectors,
     why_flat_too_long,
-    why_no_dtype,
 )
 from kerngen.templates.embed import spec as embed
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic, args
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +66,7 @@ ARGS = {
     "draft_inputs": (
         Arg("out", "ptr"),
         Arg("ids", "ptr", align=8),
-        Arg("table", "ptr"),
-        Arg("hidden", "ptr"),
+        *args("ptr", "table", "hidden"),
         Arg("scale", "f32"),
         Arg("num_tokens", "i32"),
     )
@@ -77,20 +75,12 @@ BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
 OUTPUTS = ("out",)
 
 
-def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_dtype(target.arch, problem.dtype)
-
-
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     return None  # every point of SPACE fits every arch: at most 512 threads with a vector each
 
 
 def default_config(problem: Problem, target: Target) -> Config:
     return Config(128 if problem.num_tokens * problem.width < 2**22 else 256)
-
-
-def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
-    return 0
 
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:

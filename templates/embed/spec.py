@@ -14,7 +14,6 @@ from kerngen.templates.common.rows.spec import (
     require_tokens,
     require_vectors,
     why_flat_too_long,
-    why_no_dtype,
 )
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
 
@@ -64,20 +63,12 @@ BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
 OUTPUTS = ("out",)
 
 
-def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_dtype(target.arch, problem.dtype)
-
-
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     return None  # every point of SPACE fits every arch: at most 512 threads with 24 registers of data
 
 
 def default_config(problem: Problem, target: Target) -> Config:
     return Config(128 if problem.num_tokens * problem.hidden < 2**22 else 256, 1)
-
-
-def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
-    return 0
 
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:

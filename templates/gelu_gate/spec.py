@@ -14,9 +14,8 @@ from kerngen.templates.common.rows.spec import (
     require_tokens,
     require_vectors,
     why_flat_too_long,
-    why_no_dtype,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic, args
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +51,13 @@ class Config:
 SPACE = {"threads": (64, 128, 256, 512), "vecs_per_thread": (1, 2, 4)}
 ARGS = {
     "gelu_gate": (
-        Arg("out", "ptr"),
-        Arg("gate", "ptr"),
+        *args("ptr", "out", "gate"),
         Arg("up", "ptr", contiguous=False),
-        Arg("num_tokens", "i32"),
-        Arg("up_stride", "i32"),
+        *args("i32", "num_tokens", "up_stride"),
     )
 }
 BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
 OUTPUTS = ("out",)
-
-
-def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_dtype(target.arch, problem.dtype)
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
@@ -73,10 +66,6 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 
 def default_config(problem: Problem, target: Target) -> Config:
     return Config(128 if problem.num_tokens * problem.width < 2**22 else 256, 1)
-
-
-def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
-    return 0
 
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerngen.templates.call import Op
 from kerngen.templates.common.rows.torch_rows import Draw
 from kerngen.templates.common.screen.screen import head_screen
-from kerngen.templates.greedy_head.op import greedy_head
 from kerngen.templates.greedy_head.spec import Problem
 from kerngen.templates.kernel import Case
 
@@ -133,8 +131,3 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         "bounds": bounds,
         "num_tokens": p.num_tokens,
     }
-
-
-def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
-    """The op that asks for this case, and its arguments."""
-    return greedy_head, {name: inputs[name] for name in ("x", "weight", "codes", "bounds")}

@@ -1,17 +1,17 @@
 """greedy_head: the exact greedy token of an output head, from half of its bytes or less, in two launches.
 
-greedy_screen multiplies the table in four to eight bits (screen/screen.py) and leaves in the workspace how high each
-row's logit may be, and the highest that one is at least. greedy_choose multiplies the few rows of the table itself that
-may be the greatest, each rounded as a dense product is; the last block to finish writes the id. However many rows those
-are, the answer is the same: a bound decides what is left out, never a guess. (Bounds that are likely and not sure are a
-guess, for who asks for them.)
+Bound-pruned argmax. greedy_screen multiplies the table in four to eight bits (screen/screen.py) and writes to the
+workspace an upper bound of each row's logit and the highest lower bound. greedy_choose multiplies the few rows of the
+table itself whose upper bound reaches that, each rounded as a dense product is; the last block to finish writes the id.
+The result is exact however many rows remain: bounds rule rows out, never a guess. (With likely bounds, which a drafter
+may use, it is a guess.)
 
 In six and seven bits a row's interval is wide, about a standard deviation of the logits to each side, and thousands of
-rows reach the highest lower end. The row that has it is multiplied first: its logit is near the middle of its interval,
-and what does not reach that is left out too.
+rows reach the highest lower bound. The row of that bound is multiplied first: its logit is near the middle of its
+interval, and rows that do not reach it are ruled out too.
 
-Of seven bits few tokens read the first six: the last one halves the interval, and is looked at for the few thousand
-rows of 262,144 that those leave.
+With seven bits, few tokens read only the first six of all rows. The last bit halves the interval; it is read for the
+few thousand rows of 262,144 that remain.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from kerngen.templates.common.screen.screen_spec import (
     require_bits,
     screen_bytes,
 )
-from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, Traffic
+from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, Traffic, args
 
 MAX_TOKENS = 32
 MAX_HIDDEN = 7680  # of which the digits of four tokens fit in every architecture's shared memory
 TILE_CODES = ROWS * COLUMNS
 PROGRESS_BYTES = 32  # of a token in the workspace
-LOOKS_FIRST = (6, 7)  # bits whose rows are compared with a logit, see above
+LOOKS_FIRST = (6, 7)  # bits for which one row's logit is the threshold, see above
 FEW_ELEMENTS = 32_000  # of all tokens, up to which the first bits alone are multiplied, where the last lies apart
 FEW_OF_LONG_ROWS = 16_000  # and of long rows where memory is fast: those that are left take longer than the bit
 LONG_ROW = 4096  # columns from which on wide blocks choose
@@ -95,15 +95,15 @@ class Problem:
 @dataclass(frozen=True, slots=True)
 class Config:
     block_tokens: int = 4  # that share a read of the codes
-    column_parts: int = 1  # whose digits are in shared memory one after the other
+    column_parts: int = 1  # of K: shared memory holds the limbs of one part at a time
     num_warps: int = 16  # of a block of greedy_screen, each with `row_tiles` at a time
     # Tiles of `bits` / 8 KiB of each row tile that a warp keeps in flight: whole groups of tiles.
     unroll: int = field(default=4, metadata={"filed": "steps"})
     blocks_per_sm: int = 1  # of greedy_screen; they loop over all row tiles
-    choose_warps: int = 8  # of a block of greedy_choose, which looks at up to 1024 rows a warp at a time
+    choose_warps: int = 8  # of a block of greedy_choose, each of which checks up to 1024 rows at a time
     row_tiles: int = field(default=1, metadata={"filed": "strips"})  # of 16 rows, that a warp multiplies at a time
-    # Of each code's seven bits those that greedy_screen multiplies, six; greedy_choose looks at the last one, of the
-    # rows that may be chosen by these. 0: all bits that there are.
+    # Of a code's seven bits, those that greedy_screen multiplies: six. greedy_choose reads the last bit of the rows
+    # that remain. 0: greedy_screen multiplies all bits.
     first_bits: int = 0
 
 
@@ -139,19 +139,12 @@ NIBBLE_CUTS = {
 ROUNDED, EACH_COLUMN = {4: 0.43, 6: 0.0310, 7: 0.0162, 8: 0.0080}, 1 / 65_000
 ARGS = {
     "greedy_screen": (
-        Arg("x", "ptr"),
-        Arg("codes", "ptr"),
-        Arg("bounds", "ptr"),
-        Arg("workspace", "ptr"),
+        *args("ptr", "x", "codes", "bounds", "workspace"),
         Arg("num_tokens", "i32"),
     ),
     "greedy_choose": (
         Arg("ids", "ptr", align=8),
-        Arg("x", "ptr"),
-        Arg("weight", "ptr"),
-        Arg("codes", "ptr"),
-        Arg("bounds", "ptr"),
-        Arg("workspace", "ptr"),
+        *args("ptr", "x", "weight", "codes", "bounds", "workspace"),
     ),
 }
 BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
@@ -159,10 +152,10 @@ OUTPUTS = ("ids",)
 
 
 def most_tokens(target: Target | None) -> int:
-    """Up to how many tokens this is the way to choose on `target`; None for any architecture without bulk copies.
+    """The most tokens for which greedy_head is used on `target`; None: any architecture without bulk copies.
 
-    Those are recorded as one (workload.py), sm70 and sm75 among them, where more than eight tokens read the codes again
-    and again, as long as the dense product takes.
+    Those share one recorded workload (workload.py). On sm70 and sm75 more than eight tokens read the codes several
+    times, and take as long as the dense product.
     """
     return MAX_TOKENS if target is not None and target.arch.has_tma else MOST_BY_DOT
 
@@ -179,7 +172,7 @@ def bits_for(hidden: int, *, likely: bool = False) -> int:
 
 
 def rows_left(problem: Problem, bits: int) -> float:
-    """How many rows reach what one of them is at least, in `bits` of their codes, of normal numbers."""
+    """Rows whose upper bound reaches the highest lower bound, in `bits` of their codes, if elements are normal."""
     normal, k = NormalDist(), problem.hidden
     half = ROUNDED[bits] * (1.0 if bits == 4 else sqrt(k)) + k * EACH_COLUMN
     highest = normal.inv_cdf(1 - 1 / (problem.vocab_size + 1))
@@ -242,7 +235,7 @@ def _first_bits(problem: Problem, config: Config) -> int:
 
 
 def default_config(problem: Problem, target: Target) -> Config:
-    """Tiles under way of 48 KiB an SM or more, less where sums take the registers. By sweeps on an H200."""
+    """At least 48 KiB of tiles in flight an SM, less if sums take the registers. By sweeps on an H200."""
     tiles = _tiles(problem)
     widest = next(n for n in SPACE_TOKENS if n >= problem.num_tokens)
     widths = [n for n in reversed(SPACE_TOKENS) if n <= widest]
@@ -296,13 +289,13 @@ def _screen_smem_bytes(p: Problem, c: Config) -> int:
 
 
 def _choose_smem_bytes(p: Problem, c: Config) -> int:
-    """What looks have found, a token's digits for the last bits, and what warps exchange."""
+    """The lists of rows found, a token's limbs for the last bits, and what warps exchange."""
     exchanged = 4 * c.choose_warps * ((p.bits in LOOKS_FIRST) + (c.first_bits > 0))
     return _choose_looks(c) * 256 * c.choose_warps + exchanged + 16 + _last_digit_bytes(p, c)
 
 
 def _choose_looks(c: Config) -> int:
-    """How many times four rows a thread of greedy_choose reads at once: of few tokens each has more blocks."""
+    """Loads of four rows each that a thread of greedy_choose has in flight: with few tokens each has more blocks."""
     return 4 if c.block_tokens == 4 else 8
 
 
@@ -331,7 +324,7 @@ def _rows(p: Problem) -> int:
 
 
 def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
-    """Of each token what blocks leave for each other, zero between launches, and for each row how high it may be."""
+    """For each token the state that blocks share, zero between launches, and an upper bound of each row."""
     return PROGRESS_BYTES * MAX_TOKENS + 4 * problem.num_tokens * _rows(problem)
 
 

@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-from kerngen.templates.call import Op
 from kerngen.templates.common.rows.torch_rows import Draw, poisoned
 from kerngen.templates.kernel import Case
-from kerngen.templates.moe_combine.op import moe_combine
 from kerngen.templates.moe_combine.spec import Problem
 
 
@@ -63,8 +61,3 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         "eps": 1e-6,
         "num_tokens": p.num_tokens,
     }  # fmt: skip
-
-
-def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
-    """The op that asks for this case, and its arguments."""
-    return moe_combine, {n: v for n, v in inputs.items() if n not in ("residual_out", "out", "num_tokens")}

@@ -21,10 +21,9 @@ from kerngen.templates.common.rows.spec import (
     require_vectors,
     row_scratch_bytes,
     row_threads,
-    why_no_dtype,
     why_row_invalid,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic, args
 
 MAX_TOP_K = 8
 
@@ -62,15 +61,9 @@ class Config:
 SPACE = {"vecs_per_thread": (1, 2, 3, 4), "rows_per_block": (1, 2, 4)}
 ARGS = {
     "moe_combine": (
-        Arg("residual_out", "ptr"),
-        Arg("out", "ptr"),
-        Arg("residual", "ptr"),
-        Arg("dense", "ptr"),
-        Arg("routed", "ptr"),
+        *args("ptr", "residual_out", "out", "residual", "dense", "routed"),
         Arg("topk_weights", "ptr", align=4),
-        Arg("dense_norm", "ptr"),
-        Arg("routed_norm", "ptr"),
-        Arg("post_norm", "ptr"),
+        *args("ptr", "dense_norm", "routed_norm", "post_norm"),
         Arg("layer_scalar", "ptr", align=2),
         Arg("next_norm", "ptr"),
         Arg("eps", "f32"),
@@ -80,10 +73,6 @@ ARGS = {
 BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
 OUTPUTS = ("residual_out", "out")
 MAX_SPILL_BYTES = 8  # ptxas stops at 56 registers for a row of 264 with top_k=3 on sm80, and keeps 8 bytes in memory
-
-
-def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_dtype(target.arch, problem.dtype)
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:

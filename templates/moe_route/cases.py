@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-from kerngen.templates.call import Op
 from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE, Draw
 from kerngen.templates.kernel import Case
-from kerngen.templates.moe_route.op import moe_route
 from kerngen.templates.moe_route.spec import Problem
 
 
@@ -72,9 +70,3 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         "per_expert_scale": draw.normal(p.num_experts, dtype=p.dtype, mean=1.0, std=0.2),
         "num_tokens": p.num_tokens,
     }
-
-
-def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
-    """The op that asks for this case, and its arguments."""
-    names = ("logits", "per_expert_scale")
-    return moe_route, {n: inputs[n] for n in names} | {"top_k": case.problem.top_k}

@@ -14,9 +14,8 @@ from kerngen.templates.common.rows.spec import (
     require,
     require_dtypes,
     require_tokens,
-    why_no_dtype,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic, args
 
 MAX_EXPERTS = 256
 MAX_TOP_K = 8
@@ -59,19 +58,12 @@ class Config:
 SPACE = {"num_warps": (1, 2, 4, 8)}
 ARGS = {
     "moe_route": (
-        Arg("topk_ids", "ptr"),
-        Arg("topk_weights", "ptr"),
-        Arg("logits", "ptr"),
-        Arg("per_expert_scale", "ptr"),
+        *args("ptr", "topk_ids", "topk_weights", "logits", "per_expert_scale"),
         Arg("num_tokens", "i32"),
     )
 }
 BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
 OUTPUTS = ("topk_ids", "topk_weights")
-
-
-def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_dtype(target.arch, problem.dtype)
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerngen.templates.call import Op
 from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE, Draw, poisoned
 from kerngen.templates.kernel import Case
-from kerngen.templates.moe_router.op import moe_router
 from kerngen.templates.moe_router.spec import Problem
 
 
@@ -92,9 +90,3 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         "eps": 1e-6,
         "num_tokens": p.num_tokens,
     }
-
-
-def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
-    """The op that asks for this case, and its arguments."""
-    names = ("residual", "router_scale", "router", "per_expert_scale", "pre_norm", "eps")
-    return moe_router, {n: inputs[n] for n in names} | {"top_k": case.problem.top_k}

@@ -24,9 +24,8 @@ from kerngen.templates.common.rows.spec import (
     require_tokens,
     require_vectors,
     why_block_too_large,
-    why_no_dtype,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic, args
 
 MAX_EXPERTS = 256
 MAX_TOP_K = 8
@@ -85,15 +84,8 @@ SPACE = {
 }
 ARGS = {
     "moe_router": (
-        Arg("topk_ids", "ptr"),
-        Arg("topk_weights", "ptr"),
-        Arg("x", "ptr"),
-        Arg("residual", "ptr"),
-        Arg("router_scale", "ptr"),
-        Arg("router", "ptr"),
-        Arg("per_expert_scale", "ptr"),
-        Arg("pre_norm", "ptr"),
-        Arg("workspace", "ptr"),
+        *args("ptr", "topk_ids", "topk_weights", "x", "residual", "router_scale", "router"),
+        *args("ptr", "per_expert_scale", "pre_norm", "workspace"),
         Arg("eps", "f32"),
         Arg("num_tokens", "i32"),
     )
@@ -132,10 +124,6 @@ def registers(problem: Problem, config: Config, arch: Arch) -> int:
     row = _row_vecs(problem, c) * (2 * ELEMENT_BYTES[problem.residual_dtype] + 14)
     products = token_tiles * c.row_tiles * accumulators + 4 * x_loads * min(token_tiles, 2)
     return 8 * c.unroll * c.row_tiles + max(row, products) + OTHER_REGISTERS
-
-
-def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_dtype(target.arch, problem.dtype)
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:

@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerngen.templates.call import Op
 from kerngen.templates.common.rows.torch_rows import Draw, poisoned
 from kerngen.templates.common.w4.pack import drawn, interleave, pack
 from kerngen.templates.kernel import Case
-from kerngen.templates.moe_w4a16.op import moe_w4a16
 from kerngen.templates.moe_w4a16.spec import Problem
 
 
@@ -69,9 +67,3 @@ def _matrix(draw: Draw, n: int, k: int, p: Problem, *, gated: bool) -> tuple[Ten
 def case_for(problem: Problem) -> Case:
     p = problem
     return _case(p.num_experts, p.top_k, p.hidden, p.inner, p.group_size, p.dtype, p.num_tokens)
-
-
-def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
-    """The op that asks for this case, and its arguments."""
-    names = ("x", "topk_ids", "gate_up", "gate_up_scales", "down", "down_scales")
-    return moe_w4a16, {n: inputs[n] for n in names}

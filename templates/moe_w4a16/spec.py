@@ -1,16 +1,16 @@
 """moe_w4a16: each token through its chosen experts' int4 MLPs, from one token to thousands, without a host wait.
 
 y[t, i] = down[e] (gelu_tanh(gate) * up), gate | up = gate_up[e] x[t], for the i-th expert e of token t. The sum with
-the router's weights is left to whoever reads y. Launches:
+the router's weights is the next kernel's. Launches:
 
 1. plan (not for up to 4 tokens): the routes, token * top_k + i, sorted by expert, and a table of tiles. One block.
 2. gate_up: tiles of the routes of one expert; x's rows are gathered, h = gelu(gate) * up is stored in sorted order.
 3. down: h's rows are contiguous, y's are scattered to the routes.
 
-Unplanned, every route is a tile of one row: what two tokens share is read twice, the second time from L2. For one token
-nothing but the chosen experts' weights is read. gate_up lets `down` start only after it has waited for its own
-predecessors: so `down` may read the table, and fetch weights by it, before gate_up has finished. Tiles and their
-cutting: common/w4/tiling.py, common/w4/gemm.cuh, common/w4/gemv.cuh.
+Without a plan every route is a tile of one row: weights that two tokens share are read twice, the second time from L2.
+One token reads only the chosen experts' weights. gate_up triggers `down` only after its own PDL wait, so `down` may
+read the table, and load weights by it, before gate_up has completed. Tilings: common/w4/tiling.py, common/w4/gemm.cuh,
+common/w4/gemv.cuh.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import ClassVar
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
-from kerngen.templates.common.rows.spec import require, require_tokens, why_no_dtype
+from kerngen.templates.common.rows.spec import require, require_tokens
 from kerngen.templates.common.w4 import tiling as w4_tiling
 from kerngen.templates.common.w4.tiling import BODIES_AS_FILED, Tiling, matrix_bytes, require_matrix
-from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch
+from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, args
 
 MAX_EXPERTS = 256
 PLAN_THREADS = 1024
@@ -125,12 +125,7 @@ GEMV_SPACE = SPACE | {
 }  # fmt: skip
 
 _ARGS = (
-    Arg("y", "ptr"),
-    Arg("x", "ptr"),
-    Arg("gate_up", "ptr"),
-    Arg("gate_up_scales", "ptr"),
-    Arg("down", "ptr"),
-    Arg("down_scales", "ptr"),
+    *args("ptr", "y", "x", "gate_up", "gate_up_scales", "down", "down_scales"),
     Arg("topk_ids", "ptr", align=4),
     Arg("workspace", "ptr"),
     Arg("num_tokens", "i32"),
@@ -153,10 +148,6 @@ MAX_SPILL_BYTES = 16  # as w4a16_gemm
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
     return {"PLAN_THREADS": PLAN_THREADS, "ALONE_TOKENS": ALONE_TOKENS}
-
-
-def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_dtype(target.arch, problem.dtype)
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:

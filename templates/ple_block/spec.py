@@ -32,7 +32,7 @@ from kerngen.templates.common.rows.spec import (
     row_scratch_bytes,
     why_no_dtype,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic, args
 
 MAX_TOKENS = 64
 MAX_HIDDEN = 4096
@@ -84,24 +84,16 @@ SPACE = {"block_m": (1, 2, 4, 8), "gate_warps": (4, 8), "num_warps": (4, 8), "ro
 FEW_TOKENS = ((1, Config()), (8, Config(1, 8, 8, 4)), (16, Config(2, 4, 8, 4)))
 ARGS = {
     "ple_gate": (
-        Arg("residual", "ptr"),
-        Arg("h", "ptr"),
-        Arg("ffn_weight", "ptr"),
-        Arg("gate", "ptr"),
+        *args("ptr", "residual", "h", "ffn_weight", "gate"),
         Arg("ple", "ptr", align=2, contiguous=False),
         Arg("workspace", "ptr"),
         Arg("eps", "f32"),
-        Arg("num_tokens", "i32"),
-        Arg("ple_stride", "i32"),
+        *args("i32", "num_tokens", "ple_stride"),
     ),
     "ple_project": (
-        Arg("residual_out", "ptr"),
-        Arg("out", "ptr"),
-        Arg("projection", "ptr"),
-        Arg("post_weight", "ptr"),
+        *args("ptr", "residual_out", "out", "projection", "post_weight"),
         Arg("layer_scalar", "ptr", align=2),
-        Arg("next_weight", "ptr"),
-        Arg("workspace", "ptr"),
+        *args("ptr", "next_weight", "workspace"),
         Arg("eps", "f32"),
         Arg("num_tokens", "i32"),
     ),

@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-from kerngen.templates.call import Op
 from kerngen.templates.common.rows.torch_rows import Draw, poisoned
 from kerngen.templates.kernel import Case
-from kerngen.templates.ple_inputs.op import ple_inputs
 from kerngen.templates.ple_inputs.spec import Problem
 
 
@@ -59,9 +57,3 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         "eps": 1e-6,
         "num_tokens": p.num_tokens,
     }
-
-
-def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
-    """The op that asks for this case, and its arguments."""
-    names = ("ids", "table", "table_scale", "context", "context_scale", "norm_weight", "eps")
-    return ple_inputs, {n: inputs[n] for n in names}

@@ -19,9 +19,8 @@ from kerngen.templates.common.rows.spec import (
     require_tokens,
     require_vectors,
     why_flat_too_long,
-    why_no_dtype,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic, args
 
 MAX_WIDTH = 2048  # eight vectors a lane
 MAX_DATA_REGISTERS = 128  # of 255: what is left suffices for the arithmetic
@@ -73,21 +72,13 @@ ARGS = {
     "ple_inputs": (
         Arg("out", "ptr"),
         Arg("ids", "ptr", align=8),
-        Arg("table", "ptr"),
-        Arg("context", "ptr"),
-        Arg("norm_weight", "ptr"),
-        Arg("table_scale", "f32"),
-        Arg("context_scale", "f32"),
-        Arg("eps", "f32"),
+        *args("ptr", "table", "context", "norm_weight"),
+        *args("f32", "table_scale", "context_scale", "eps"),
         Arg("num_tokens", "i32"),
     )
 }
 BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
 OUTPUTS = ("out",)
-
-
-def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_dtype(target.arch, problem.dtype)
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
@@ -103,10 +94,6 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 def default_config(problem: Problem, target: Target) -> Config:
     """Few tokens: a warp on an SM of its own for each slice. Many: fewer blocks to start."""
     return Config(1 if problem.num_slices <= 8 * target.device.num_sms else 4)
-
-
-def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
-    return 0
 
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:

@@ -12,9 +12,8 @@ from kerngen.templates.common.rows.spec import (
     require,
     require_dtypes,
     require_tokens,
-    why_no_dtype,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic, args
 
 HEAD_DIMS = (64, 128, 256, 512)
 
@@ -75,25 +74,14 @@ class Config:
 SPACE = {"num_warps": (1, 2, 4, 8), "heads_per_group": (1, 2, 4, 8)}
 ARGS = {
     "qkv_norm_rope": (
-        Arg("q", "ptr"),
-        Arg("k_cache", "ptr"),
-        Arg("v_cache", "ptr"),
-        Arg("qkv", "ptr"),
-        Arg("q_weight", "ptr"),
-        Arg("k_weight", "ptr"),
-        Arg("inv_freq", "ptr"),
-        Arg("positions", "ptr", align=8),
-        Arg("slot_mapping", "ptr", align=8),
+        *args("ptr", "q", "k_cache", "v_cache", "qkv", "q_weight", "k_weight", "inv_freq"),
+        *args("ptr", "positions", "slot_mapping", align=8),
         Arg("eps", "f32"),
         Arg("num_tokens", "i32"),
     )
 }
 BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
 OUTPUTS = ("q", "k_cache", "v_cache")
-
-
-def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_dtype(target.arch, problem.dtype)
 
 
 def _heads_per_block(problem: Problem, config: Config) -> int:
@@ -114,10 +102,6 @@ def default_config(problem: Problem, target: Target) -> Config:
     few = problem.num_tokens <= 64
     wanted = (Config(4, 1), Config(2, 1)) if few else (Config(2, 4), Config(2, 2), Config(2, 1))
     return next((c for c in wanted if why_invalid(problem, c, target) is None), Config(1, 1))
-
-
-def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
-    return 0
 
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:

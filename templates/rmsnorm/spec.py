@@ -16,10 +16,9 @@ from kerngen.templates.common.rows.spec import (
     require_vectors,
     row_scratch_bytes,
     row_threads,
-    why_no_dtype,
     why_row_invalid,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic, args
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +49,13 @@ class Config:
 SPACE = {"vecs_per_thread": (1, 2, 3, 4, 6, 8), "rows_per_block": (1, 2, 4, 8)}
 ARGS = {
     "rmsnorm": (
-        Arg("out", "ptr"),
-        Arg("x", "ptr"),
-        Arg("weight", "ptr"),
+        *args("ptr", "out", "x", "weight"),
         Arg("eps", "f32"),
         Arg("num_tokens", "i32"),
     )
 }
 BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
 OUTPUTS = ("out",)
-
-
-def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_dtype(target.arch, problem.dtype)
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:

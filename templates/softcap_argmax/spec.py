@@ -20,7 +20,7 @@ from kerngen.templates.common.rows.spec import (
     require_vectors,
     why_no_dtype,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic, args
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,7 @@ SPACE = {"threads": (128, 256, 512), "vecs_per_thread": (1, 2, 4, 8)}
 ARGS = {
     "softcap_argmax": (
         Arg("ids", "ptr", align=8),
-        Arg("capped", "ptr"),
-        Arg("logits", "ptr"),
-        Arg("workspace", "ptr"),
+        *args("ptr", "capped", "logits", "workspace"),
         Arg("cap", "f32"),
         Arg("num_tokens", "i32"),
     )

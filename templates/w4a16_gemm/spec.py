@@ -1,13 +1,14 @@
 """w4a16_gemm: out[M, N] = x[M, K] dequant(W)[N, K]^T with symmetric int4 weights, for one token or for thousands.
 
-With gated, W's rows are gate and up, interleaved by common/w4/pack.py, and out[M, N / 2] = gelu_tanh(gate) * up. One
-source serves every M and every arch from sm70: tiles, warps and the way the work is cut differ (common/w4/tiling.py).
-Bodies: mma.sync and, on sm90, wgmma, both from a ring of stages; sm90's default from nine tokens on, of warpgroups that
-copy or multiply (wgmma_ws.cu.jinja; K in stages of 64); and two for few tokens, whose time is that of
-reading W: without stages, W straight to registers (common/w4/gemv.cuh, best for a small W), and for up to four tokens
-with bulk copies, W multiplied as integers (common/w4/warp_pipeline.cuh, best for a large W of one token, most of more;
-an infinity or a NaN among a token's x makes all of its outputs NaN there), by a ring for each warp or, of two to four
-tokens, for all warps of a block (common/w4/cta_pipeline.cuh).
+With gated, W's rows are gate and up, interleaved by common/w4/pack.py, and out[M, N / 2] = gelu_tanh(gate) * up. Every
+M and every arch from sm70 is served; Config.body and the tiling (common/w4/tiling.py) differ. Bodies:
+
+- mma, and on sm90 wgmma: a cp.async pipeline and stream-K (common/w4/gemm.cuh).
+- wgmma_ws: warp-specialised, sm90's default from nine tokens on (wgmma_ws.cu.jinja; stages of 64 columns).
+- gemv: few tokens, W straight to registers, best for a small W (common/w4/gemv.cuh).
+- tma_warp, tma_block: up to four tokens, bulk copies into one pipeline a warp (common/w4/warp_pipeline.cuh), or with
+  two to four tokens into one for all warps of a block (common/w4/cta_pipeline.cuh). They are best for a large W. W is
+  multiplied as integers; an infinity or a NaN in a token's x makes all outputs of that token NaN.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import ClassVar, NamedTuple
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
-from kerngen.templates.common.rows.spec import why_no_dtype
 from kerngen.templates.common.w4 import tiling
 from kerngen.templates.common.w4.tiling import (
     BLOCK_STREAM_SPACE,
@@ -35,7 +35,7 @@ from kerngen.templates.common.w4.tiling import (
     matrix_bytes,
     require_matrix,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, TensorMap
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, TensorMap, args
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,8 @@ class Config(Tiling):
 class Problem:
     """n, k: rows of W and their length. group_size: weights along K that share a scale. dtype: of x, scales and out.
 
-    gated: W is gate and up, and out has n / 2 columns. row_invariant: a token's output has the same bits in whichever
-    of the num_tokens rows it stands. Tiles that blocks share do not give that where tokens fill several: each tile is
-    cut at columns of its own.
+    gated: W is gate and up, and out has n / 2 columns. row_invariant: a token's output has the same bits in every row
+    of x. Shared tiles break that if tokens fill several tiles, since stream-K cuts each tile at other columns.
     """
 
     n: int
@@ -71,11 +70,7 @@ class Problem:
 
 ARGS = {
     "w4a16_gemm": (
-        Arg("out", "ptr"),
-        Arg("x", "ptr"),
-        Arg("w_packed", "ptr"),
-        Arg("scales", "ptr"),
-        Arg("workspace", "ptr"),
+        *args("ptr", "out", "x", "w_packed", "scales", "workspace"),
         Arg("num_tokens", "i32"),
     )
 }
@@ -179,10 +174,6 @@ def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]
     return TensorMap((STRIP, groups, strips, 1), (64, groups * 64, strips * groups * 64), box, swizzled=False)
 
 
-def why_unsupported(problem: Problem, target: Target) -> str | None:
-    return why_no_dtype(target.arch, problem.dtype)
-
-
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     if config.stream:  # and the sums of all units of a block: of all warps, or of those that others wait for
         units = ceil(problem.n // STRIP * config.split_k / num_blocks(problem, config, target))
@@ -237,22 +228,23 @@ def _num_tiles(problem: Problem, config: Config) -> int:
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
     grid = num_blocks(problem, config, target), 1, 1
-    beside = 4 if config.warpgroups else tiling.EXTRA_WARPS if config.cta_pipeline else 0  # who copies, and adds up
+    # Producer and reduction warps.
+    beside = 4 if config.warpgroups else tiling.EXTRA_WARPS if config.cta_pipeline else 0
     block = 32 * (config.num_warps + beside), 1, 1
     smem, cluster = smem_bytes(problem, config, target), (config.cluster, 1, 1)
-    # blocks that share a tile wait for each other's sums; gemv's are under way, whatever the grid (gemv.cuh)
-    together = config.shares_tiles and not config.gemv
-    return (Launch("w4a16_gemm", grid, block, smem, pdl=target.arch.has_pdl, cluster=cluster, cooperative=together),)
+    # Blocks that share a tile wait for each other's sums, so they must be co-resident; gemv's need not (gemv.cuh).
+    cooperative = config.shares_tiles and not config.gemv
+    return (Launch("w4a16_gemm", grid, block, smem, pdl=target.arch.has_pdl, cluster=cluster, cooperative=cooperative),)
 
 
 def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
-    """The sums that blocks post to each other, zero between launches; 0 where no tile is shared.
+    """The LL mailbox of split-K sums, zero between launches; 0 bytes if no tile is shared.
 
-    With gemv a counter before them, a tile of rows, of which there is one for all tokens; with a shared ring and whole
-    strips a counter of these.
+    With gemv, a counter for each tile of rows comes before it. With cta_pipeline and split_k=1 there is only the
+    counter of claimed n-tiles.
     """
     if config.cta_pipeline and config.split_k == 1:
-        return 16  # how many strips are claimed
+        return 16  # the counter of claimed n-tiles
     if config.gemv or config.stream:
         tiles = ceil(problem.n / config.block_n)
         counters = 16 * ceil(tiles / 4) if config.gemv else 0
@@ -279,7 +271,7 @@ def default_config(problem: Problem, target: Target) -> Config:
 
 
 def _gemv_configs(problem: Problem, target: Target) -> tuple[Config, ...]:
-    """Without stages, best first. Sweeps on an H200: about eight warps an SM, two strips each where there are many."""
+    """body=gemv, best first. Sweeps on an H200: about eight warps an SM, two n-tiles each if there are many."""
     strips, columns, num_sms = problem.n // STRIP, problem.k // STRIP, target.device.num_sms
     split = 1
     if strips > 2 * num_sms:
@@ -302,10 +294,10 @@ def _gemv_configs(problem: Problem, target: Target) -> tuple[Config, ...]:
 
 
 def _stream_configs(problem: Problem, target: Target) -> Config | None:
-    """One token by bulk copies: whole strips where there are enough for all blocks, else in a few parts of K.
+    """body=tma_warp for one token: whole n-tiles if there are enough for all blocks, else split-K.
 
-    Sweeps on an H200 (docs/performance.md). Many long strips want twelve warps and all of shared memory, others eight
-    warps and room for the next launch's ring, but for the longest. Other boards with bulk copies get it unmeasured.
+    Sweeps on an H200 (docs/performance.md). Many long n-tiles want twelve warps and all of shared memory; others want
+    eight warps and room for the next kernel's pipeline, except the longest. Unmeasured on other boards.
     """
     strips, blocks = problem.n // STRIP, target.device.num_sms
     is_long = problem.k >= LONG_ROW
@@ -329,8 +321,8 @@ def _stream_configs(problem: Problem, target: Target) -> Config | None:
 
 
 class _StreamTiling(NamedTuple):
-    """How stream cuts a W: parts of K, warps of a block, tiles of a warp in a slot and slots, at most, how many of
-    these are on their way while x is waited for, 0: all, and whether all warps share them: then it is bytes.
+    """Tiling of a bulk-copy body: parts of K, warps of a block, a warp's k-tiles a stage and stages, at most; how many
+    of these are in flight while it waits for x, 0: all; and whether all warps share a pipeline: then that is in bytes.
     """
 
     parts: int

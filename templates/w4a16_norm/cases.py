@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 
-from kerngen.templates.call import Op
 from kerngen.templates.common.rows.torch_rows import Draw, poisoned
 from kerngen.templates.common.w4.pack import drawn, pack
 from kerngen.templates.kernel import Case
-from kerngen.templates.w4a16_norm.op import w4a16_norm
 from kerngen.templates.w4a16_norm.spec import Problem
 
 
@@ -59,9 +57,3 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         "eps": 1e-6,
         "num_tokens": p.num_tokens,
     }
-
-
-def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
-    """The op that asks for this case, and its arguments."""
-    names = ("residual", "x", "w_packed", "scales", "post_weight", "layer_scalar", "next_weight", "eps")
-    return w4a16_norm, {n: inputs[n] for n in names}

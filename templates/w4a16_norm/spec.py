@@ -1,10 +1,10 @@
 """w4a16_norm: an int4 projection and add_norm behind it, for two to eight tokens.
 
 y = x dequant(W)^T; residual_out = (residual + norm(y; post_weight)) * layer_scalar; out = norm(residual_out;
-next_weight). Two launches: the blocks of the first post what they have of y's rows, a strip of W at a time, to the
-second, whose blocks, one a token, are there by then and take it as it comes. So the norm waits neither for the last
-block's end nor for what is written until then to be read. W goes as it does in w4a16_gemm: of up to four tokens by bulk
-copies (common/w4/warp_pipeline.cuh, common/w4/cta_pipeline.cuh), of more by the ring of stages (common/w4/gemm.cuh).
+next_weight). Two launches. The first one's blocks write y n-tile by n-tile with flags in the data (LL); the second
+one's blocks, one a token, are resident by then and poll for it. So the norm waits neither for the last block's end nor
+for a round trip to L2 after that. W is read as in w4a16_gemm: for up to four tokens by bulk copies
+(common/w4/warp_pipeline.cuh, common/w4/cta_pipeline.cuh), for more by the cp.async pipeline (common/w4/gemm.cuh).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from kerngen.templates.common.rows.spec import (
 from kerngen.templates.common.w4 import tiling
 from kerngen.templates.common.w4.tiling import BLOCK_STREAM_SPACE, STREAM_BLOCK_M, STREAM_SPACE, STRIP, require_matrix
 from kerngen.templates.common.w4.tiling import SPACE as RING_SPACE
-from kerngen.templates.kernel import Arg, Body, Cost, Launch
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, args
 from kerngen.templates.w4a16_gemm import spec as gemm
 
-FEW_TOKENS, MOST_TOKENS = STREAM_BLOCK_M[-1], gemm.MAX_MMA_TOKENS  # by bulk copies, and by the ring
+FEW_TOKENS, MOST_TOKENS = STREAM_BLOCK_M[-1], gemm.MAX_MMA_TOKENS  # by bulk copies, and by cp.async
 MOST_TILES = 12  # of a warp, where no step chose: their digits fill its registers
 MOST_THREADS = 1024
 VECS = (1, 2, 3, 4)
-RING_VECS = VECS[1:]  # of norms behind a ring that warps share, by steps
+RING_VECS = VECS[1:]  # of norms after a pipeline that warps share, by steps
 MIN_MMA_TOKENS_K = (
     gemm.MIN_SPLIT_6_K
 )  # columns of W: shorter rows gain less by the ring, and behind two verifications lose
@@ -81,8 +81,8 @@ def _product(p: Problem, num_tokens: int) -> gemm.Problem:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """All but vecs_per_thread cut W as w4a16_gemm does: see Tiling. A tile of four tokens streams, one of eight goes by
-    the ring.
+    """All fields but vecs_per_thread tile W as in w4a16_gemm: see Tiling. A tile of four tokens uses bulk copies, one
+    of eight cp.async.
     """
 
     block_k: int = 2816
@@ -106,7 +106,6 @@ class Config:
 
     @property
     def _body(self) -> str:
-        """Of the product."""
         return "mma" if self.block_m != FEW_TOKENS else "tma_block" if self.cta_pipeline else "tma_warp"
 
     @classmethod
@@ -132,20 +131,11 @@ MMA_SPACE = {name: RING_SPACE[name] for name in _TILING_FIELDS} | {
 }
 ARGS = {
     "w4a16_posts": (
-        Arg("x", "ptr"),
-        Arg("w_packed", "ptr"),
-        Arg("scales", "ptr"),
-        Arg("workspace", "ptr"),
+        *args("ptr", "x", "w_packed", "scales", "workspace"),
         Arg("num_tokens", "i32"),
     ),
     "norm_of_posts": (
-        Arg("residual_out", "ptr"),
-        Arg("out", "ptr"),
-        Arg("residual", "ptr"),
-        Arg("post_weight", "ptr"),
-        Arg("layer_scalar", "ptr"),
-        Arg("next_weight", "ptr"),
-        Arg("workspace", "ptr"),
+        *args("ptr", "residual_out", "out", "residual", "post_weight", "layer_scalar", "next_weight", "workspace"),
         Arg("eps", "f32"),
     ),
 }

@@ -128,22 +128,11 @@ def _windows(problem: Problem) -> list[Config]:
     ]  # fmt: skip
     configs = [
         Config(
-            rows,
-            16,
-            split_d,
-            split_d,
-            places,
-            splits,
-            fused_combine,
-            "wgmma_ws",
-            cluster,
-            2,
-            bits,
-            prefetch_stages,
+            rows, 16, split_d, split_d, places, splits, fused_combine, "wgmma_ws", cluster, 2, bits, prefetch_stages,
             l2_prefetch_stages,
         )
         for split_d, places, splits, cluster, fused_combine, bits, prefetch_stages, l2_prefetch_stages in ways
-    ]
+    ]  # fmt: skip
     return valid_here(KERNEL, KERNEL.cases.case_for(problem), configs)
 
 

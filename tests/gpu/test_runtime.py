@@ -208,14 +208,14 @@ def test_short_prefills_as_graphs_are_the_forwards_that_they_stand_for(sizes: tu
 
 
 @pytest.mark.parametrize(("sizes", "rows"), [((100,), 3), ((1, 40, 23), 8), ((300, 7), 5)], ids=str)
-def test_a_joint_step_is_the_forwards_that_it_stands_for(sizes: tuple[int, ...], rows: int) -> None:
+def test_a_mixed_step_is_the_forwards_that_it_stands_for(sizes: tuple[int, ...], rows: int) -> None:
     """Of the chunks' last tokens and of the rows that decode, from the same caches."""
     from kerngen.runtime.batch import Batch
     from kerngen.runtime.engine import Engine
 
     config = _config(quant=True)
     model = _model("cuda", config)
-    assert model.joins
+    assert model.supports_mixed
     engine = Engine(model, max_len=1100, max_batch=8, num_pages={"full": 256, "sliding": 256})
     runner, pages = engine.runner, 17
     draw = torch.Generator().manual_seed(sum(sizes))
@@ -229,11 +229,11 @@ def test_a_joint_step_is_the_forwards_that_it_stands_for(sizes: tuple[int, ...],
         lengths, last = torch.tensor(starts).cuda(), torch.tensor(ids[-rows:]).cuda()
         new = ids[sum(starts) : -rows]
         found = []
-        for is_joint in (False, True):
+        for is_mixed in (False, True):
             fed = Batch.decode(last[:, None], lengths, own, 512, model.ops)
             batch, cache = runner.chunks(new, [0] * len(sizes), sizes, of_chunks.cuda())
-            if is_joint:
-                found.append(torch.cat(model.forward_joint(batch, cache, fed, own)))
+            if is_mixed:
+                found.append(torch.cat(model.forward_mixed(batch, cache, fed, own)))
             else:
                 states = model.forward(fed, own)
                 found.append(torch.cat((model.forward(batch, cache, outputs="last"), states)))

@@ -41,7 +41,6 @@ def test_what_was_measured_here_is_as_it_says(tmp_path: Path) -> None:
 
             build = store.kept_builds()[0]
             image = store.image(build)
-            assert image is not None
             assert worker.load("whole", image.image, tuple(build.entries)) == ""
             # not half of one: the driver is told no length, and reads on
             assert "cannot load it on this GPU" in worker.load("none", b"no cubin", ())
@@ -50,7 +49,6 @@ def test_what_was_measured_here_is_as_it_says(tmp_path: Path) -> None:
             (winner, *_) = store.winners("rmsnorm")
             config, problem = kernel.config_type(**winner.config), kernel.problem_type(**winner.problem.fields)
             own = store.image(store.build(winner.build_id))
-            assert own is not None
             right = worker.check(kernel, problem, config, own.image)
             assert (right.outcome, right.p50_us) == ("ok", None)
             broken = worker.check(kernel, problem, config, b"no cubin")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from posts import require_clean
+from exchanges import require_clean
 
 from kerngen.runtime.launcher import Function, shares_sms
 from kerngen.templates import find_kernel

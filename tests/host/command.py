@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,21 @@ def _make_once(board: Board, key: str, path: Path) -> None:
     made = once(path.name, lambda part: _make(board, key, part))
     path.unlink(missing_ok=True)  # that was damaged
     path.hardlink_to(made)
+
+
+@contextmanager
+def lent_boards(cache: Path) -> Iterator[None]:
+    """Within it processes with this cache find what earlier ones made of a board's sheets (10 s of work); what they
+    make is there for later ones.
+    """
+    boards = cache / "prebuilt"
+    for path in kept(_BOARDS):
+        boards.mkdir(parents=True, exist_ok=True)
+        if not (boards / path.name).exists():
+            (boards / path.name).hardlink_to(path)
+    yield
+    for path in boards.glob(f"*{_BOARDS}"):
+        keep(path)
 
 
 class Kerngen:
@@ -56,22 +73,22 @@ class Kerngen:
         out, err = self._capsys.readouterr()
         return code, out, err
 
+    def ok(self, *args: str) -> str:
+        """The same, which must succeed: stdout."""
+        code, out, err = self(*args)
+        assert code == 0, err
+        return out
+
     def run(self, *args: str, lend: bool = True, **how: object) -> tuple[int, str, str]:
         """In a process of its own, with all sheets; a board's that an earlier one made a file of are not read again.
 
         lend: put these files into its cache.
         """
-        boards = self.folder / "cache" / "prebuilt"
-        if lend and (made := kept(_BOARDS)) and os.environ.get("KERNGEN_CACHE_DIR") == str(boards.parent):
-            boards.mkdir(parents=True, exist_ok=True)
-            for path in made:
-                if not (boards / path.name).exists():
-                    (boards / path.name).hardlink_to(path)
-        done = subprocess.run([sys.executable, "-m", "kerngen", *args], stdin=subprocess.DEVNULL, text=True,
-                              stderr=subprocess.PIPE, timeout=120, check=False,
-                              **{"stdout": subprocess.PIPE, **how})  # type: ignore[call-overload]  # fmt: skip
-        for path in boards.glob(f"*{_BOARDS}"):
-            keep(path)
+        cache = self.folder / "cache"
+        with lent_boards(cache) if lend and os.environ.get("KERNGEN_CACHE_DIR") == str(cache) else nullcontext():
+            done = subprocess.run([sys.executable, "-m", "kerngen", *args], stdin=subprocess.DEVNULL, text=True,
+                                  stderr=subprocess.PIPE, timeout=120, check=False,
+                                  **{"stdout": subprocess.PIPE, **how})  # type: ignore[call-overload]  # fmt: skip
         return done.returncode, done.stdout or "", done.stderr
 
     def files(self) -> list[str]:

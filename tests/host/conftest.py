@@ -73,24 +73,39 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 # What takes longest begins first, with all of its file, so that no worker waits long for another at the end; the rest
-# follows as it is. Seconds are of a processor's time, on two busy cores.
+# follows as it is. Seconds are of a processor's time.
 FIRST = (
-    "test_kernel_folders.py",  # 180 s: NVRTC, some 470 distinct sources
-    "test_warpgroup_bodies.py",  # 20 s: NVRTC, 16 large ones
-    "test_cli_process.py",  # 50 s: processes, each of which imports torch
-    "test_tune_cli.py",  # 35 s: 12 for every problem of the 31B on a V100
-    "test_examples.py",  # 26 s
+    "test_kernel_folders.py",  # 180 s: NVRTC, some 460 distinct sources
+    "test_engine_batches.py",  # 35 s
+    "test_prebuilt.py",  # 32 s
+    "test_tune_cli.py",  # 29 s: 12 for every problem of the 31B on a V100
     "test_soak.py",  # 27 s
-    "test_engine_batches.py",  # 30 s
-    "test_choosing.py",  # 24 s
+    "test_choosing.py",  # 23 s
+    "test_examples.py",  # 22 s
+    "test_cluster.py",  # 21 s, and waits: processes for each other
+    "test_cli_process.py",  # 20 s: processes, each of which imports torch
+    "test_replay.py",  # 20 s
+    "test_library.py",  # 20 s: mypy over the wheel and torch
     "test_serve_page.py",  # 28 s, where there is a browser
-    "test_library.py",  # 24 s: mypy over the wheel and torch
-    "test_serve_process.py",  # 9 s, and waits: servers of the tiny checkpoint
-    "test_cluster.py",  # 19 s, and waits: processes for each other
-    "test_docs.py",  # 21 s
-    "test_tune.py",  # 19 s
-    "test_executors.py",  # 19 s
-    "test_draft_weights.py",  # 18 s
+    "test_draft_weights.py",  # 16 s
+    "test_tune.py",  # 16 s
+    "test_executors.py",  # 15 s
+    "test_greedy_head.py",  # 15 s
+    "test_attn_warpgroups.py",  # 15 s
+    "test_tuning_db_migration.py",  # 14 s: a server
+    "test_serve_process.py",  # 14 s, and waits: servers of the tiny checkpoint
+    "test_warpgroup_bodies.py",  # 13 s: NVRTC, 12 large ones
+    "test_doctor.py",  # 12 s
+    "test_step.py",  # 12 s
+    "test_shipping.py",  # 11 s
+    "test_step_plan.py",  # 11 s: a second process
+    "test_decode_layers.py",  # 11 s
+    "test_cli_exit_codes.py",  # 10 s: processes
+    "test_merge.py",  # 10 s, and waits for a server's disk
+    "test_docs.py",  # 10 s
+    "test_bundle.py",  # 10 s
+    "test_tuning_db_processes.py",  # 10 s: 64 writers
+    "test_library_ops.py",  # 10 s
 )
 
 

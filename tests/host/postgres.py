@@ -92,7 +92,6 @@ def running_server(binaries: Path) -> Iterator[str]:
                 _wait_for(url, guard, log)
                 yield url
             finally:
-                assert guard.stdin is not None
                 guard.stdin.close()
                 guard.wait(START_S)
     finally:

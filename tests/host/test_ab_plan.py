@@ -70,16 +70,13 @@ ENTRY = "[[entry]]\nkernel = 'add_norm'\nproblem = 'hidden=5376'\n"
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "has no 'entry'"),
-        ("entry = []", "has no entries"),
-        ("entry = 1", "entry is 1, no list"),
+        ("", "has no 'entry'"), ("entry = []", "has no entries"), ("entry = 1", "entry is 1, no list"),
         ("x = 1\n" + ENTRY, "'x' is not one of: about"),
         ("[[entry]]\nkernel = 'add_norm'", r"entry 1 has no 'problem'"),
         (ENTRY, r"entry 1 \(add_norm\) has nothing to compare"),
         (ENTRY.replace("add_norm", "add_nom") + "random = 1", r"entry 1 \(add_nom\): unknown kernel 'add_nom'"),
         (ENTRY.replace("hidden", "hide") + "random = 1", "unknown problem field 'hide'"),
-        (ENTRY + "random = true", "random is True, no int"),
-        (ENTRY + "config = []", "'config' is not one of: kernel"),
+        (ENTRY + "random = true", "random is True, no int"), (ENTRY + "config = []", "'config' is not one of: kernel"),
         (ENTRY + "configs = [3]", "configs: 3 is no table"),
         (ENTRY + "configs = [{note = 'a'}]", "configs has no 'config'"),
         (ENTRY + "configs = [{config = 'a=1', us = 3}]", "'us' is not one of: config, note"),
@@ -92,7 +89,7 @@ ENTRY = "[[entry]]\nkernel = 'add_norm'\nproblem = 'hidden=5376'\n"
         ("step = {phase = 'decode'}\n" + ENTRY + "random = 1", "step has no 'model'"),
         ("[[entry]", "ab.toml is no TOML"),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_says_anything_else_is_refused(tmp_path: Path, text: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         read_plan(_file(tmp_path, text))

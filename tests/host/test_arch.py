@@ -21,17 +21,11 @@ def test_arch_order_and_print() -> None:
     assert [str(a) for a in ARCHES.values()] == ["sm70", "sm75", "sm80", "sm86", "sm89", "sm90", "sm100", "sm120"]
 
 
-@pytest.mark.parametrize(
-    ("name", "smem", "target", "ptx"),
-    [
-        ("sm70", 98304, "sm_70", "compute_70"),
-        ("sm75", 65536, "sm_75", "compute_75"),
-        ("sm80", 166912, "sm_80", "compute_80"),
-        ("sm86", 101376, "sm_86", "compute_86"),
-        ("sm90", 232448, "sm_90a", "compute_90"),
-        ("sm120", 101376, "sm_120a", "compute_120"),
-    ],
-)
+@pytest.mark.parametrize(("name", "smem", "target", "ptx"), [
+    ("sm70", 98304, "sm_70", "compute_70"), ("sm75", 65536, "sm_75", "compute_75"),
+    ("sm80", 166912, "sm_80", "compute_80"), ("sm86", 101376, "sm_86", "compute_86"),
+    ("sm90", 232448, "sm_90a", "compute_90"), ("sm120", 101376, "sm_120a", "compute_120"),
+])  # fmt: skip
 def test_arch_figures(name: str, smem: int, target: str, ptx: str) -> None:
     arch = find_arch(name)
     assert (arch.max_smem_bytes, arch.nvrtc_target, arch.ptx_target) == (smem, target, ptx)
@@ -75,21 +69,18 @@ def test_devices_have_sources_and_known_arches() -> None:
         find_device("K80")
 
 
-@pytest.mark.parametrize(
-    ("module", "heavy"),
-    [
-        ("kerngen", ("torch", "cupy", "jinja2", "click", "sqlalchemy", "optuna")),
-        ("kerngen.templates", ("torch", "cupy", "sqlalchemy", "optuna")),
-        ("kerngen.compiler.render", ("torch", "cupy", "sqlalchemy", "optuna")),
-        ("kerngen.cli", ("torch", "cupy", "jinja2", "sqlalchemy", "optuna", "rich")),
-        ("kerngen.tuning_db", ("torch", "cupy", "sqlalchemy", "optuna")),
-        ("kerngen.tuning_db.read.values", ("kerngen.templates", "kerngen.compiler.compile", "jinja2", "zstandard")),
-        ("kerngen.tuning_db.read.ids", ("kerngen.compiler.compile", "jinja2", "zstandard", "multiprocessing")),
-        ("kerngen.tuning_db.read.winner_table", ("multiprocessing", "jinja2", "sqlalchemy", "torch", "cupy")),
-        ("kerngen.runtime.serve.output_parser", ("torch", "cupy", "llguidance", "jinja2")),
-        ("kerngen.runtime.serve.grammars", ("torch", "cupy", "llguidance", "jinja2")),
-    ],
-)
+@pytest.mark.parametrize(("module", "heavy"), [
+    ("kerngen", ("torch", "cupy", "jinja2", "click", "sqlalchemy", "optuna")),
+    ("kerngen.templates", ("torch", "cupy", "sqlalchemy", "optuna")),
+    ("kerngen.compiler.render", ("torch", "cupy", "sqlalchemy", "optuna")),
+    ("kerngen.cli", ("torch", "cupy", "jinja2", "sqlalchemy", "optuna", "rich")),
+    ("kerngen.tuning_db", ("torch", "cupy", "sqlalchemy", "optuna")),
+    ("kerngen.tuning_db.read.values", ("kerngen.templates", "kerngen.compiler.compile", "jinja2", "zstandard")),
+    ("kerngen.tuning_db.read.ids", ("kerngen.compiler.compile", "jinja2", "zstandard", "multiprocessing")),
+    ("kerngen.tuning_db.read.winner_table", ("multiprocessing", "jinja2", "sqlalchemy", "torch", "cupy")),
+    ("kerngen.runtime.serve.output_parser", ("torch", "cupy", "llguidance", "jinja2")),
+    ("kerngen.runtime.serve.grammars", ("torch", "cupy", "llguidance", "jinja2")),
+])  # fmt: skip
 def test_layers_stay_light(module: str, heavy: tuple[str, ...]) -> None:
     code = f"import sys, {module}; print(' '.join(m for m in {heavy!r} if m in sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -122,27 +113,16 @@ def _imports(folder: Path) -> Iterator[tuple[str, str]]:
             yield from ((f"{path.relative_to(folder)}:{node.lineno}", name) for name in names)
 
 
-_TUNES = (
-    "kerngen.tuning",
-    "kerngen.cost.predict",
-    "kerngen.timing",
-    "kerngen.cli",
-)
+_TUNES = ("kerngen.tuning", "kerngen.cost.predict", "kerngen.timing", "kerngen.cli")
 
 
-@pytest.mark.parametrize(
-    ("layer", "above"),
-    [
-        ("runtime", _TUNES),
-        ("tuning_db", (*_TUNES, "kerngen.runtime", "kerngen.workload")),
-        ("tuning_db/store", ("kerngen.tuning_db.dist", "optuna")),
-        ("tuning_db/read", ("kerngen.tuning_db.store", "kerngen.tuning_db.dist", "sqlalchemy", "alembic", "optuna")),
-        (
-            "templates",
-            (*_TUNES, "kerngen.runtime", "kerngen.workload", "kerngen.tuning_db", "kerngen.compiler.compile"),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("layer", "above"), [
+    ("runtime", _TUNES),
+    ("tuning_db", (*_TUNES, "kerngen.runtime", "kerngen.workload")),
+    ("tuning_db/store", ("kerngen.tuning_db.dist", "optuna")),
+    ("tuning_db/read", ("kerngen.tuning_db.store", "kerngen.tuning_db.dist", "sqlalchemy", "alembic", "optuna")),
+    ("templates", (*_TUNES, "kerngen.runtime", "kerngen.workload", "kerngen.tuning_db", "kerngen.compiler.compile")),
+])  # fmt: skip
 def test_no_layer_imports_what_lies_above_it(layer: str, above: tuple[str, ...]) -> None:
     found = list(_imports(PACKAGE / layer))
     assert any(name.startswith("kerngen.") for _, name in found), "nothing was read"
@@ -181,13 +161,3 @@ def test_what_a_run_reads_loads_where_there_is_no_sqlalchemy() -> None:
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert out.returncode == 0, out.stderr
     assert {"winner_table", "lookup"} <= set(out.stdout.split())
-
-
-def test_specs_load_without_torch_or_cupy() -> None:
-    code = (
-        "import sys; from kerngen.templates import find_kernel, kernel_names;"
-        "[find_kernel(n) for n in kernel_names()];"
-        "print(' '.join(m for m in ('torch', 'cupy', 'cupy_backends') if m in sys.modules))"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == ""

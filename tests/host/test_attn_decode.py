@@ -38,7 +38,7 @@ def test_traffic_covers_the_cost(arch: Arch) -> None:
 def test_from_the_projection_is_head_norms_rope_and_attention(case: Case) -> None:
     """What one call gives is what its two halves give, one after the other; and so is what they leave in the caches."""
     reference, inputs = Reference(), KERNEL.cases.inputs(case, torch.device("cpu"))
-    op, arguments = KERNEL.cases.op_call(case, inputs)
+    op, arguments = KERNEL.op_call(case, inputs)
     caches = {name: inputs[name].clone() for name in ("k_cache", "v_cache")}
     at_once = reference.run(op.of_flat(arguments), "")
     new = {n: v for n, v in arguments.items() if n in ("q_weight", "inv_freq", "positions", "num_rotated_pairs", "eps")}

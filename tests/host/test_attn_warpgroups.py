@@ -45,69 +45,52 @@ FULL = Problem(512, 32, 4, q_len=4, source="qk", num_rotated_pairs=64)
 CONFIG = Config(32, 16, 8, 8, 10, num_splits=33, body="wgmma_ws", k_column_parts=4)
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"fused_combine": True}, "the last block merges 2 to 32 results of a row; num_splits / cluster is 33"),
-        ({"fused_combine": True, "num_splits": 8, "cluster": 8}, "num_splits / cluster is 1"),
-        ({"split_d": 2}, "split_d=2: one warpgroup or two, 4 or 8 warps"),
-        ({"num_warps": 16}, "num_warps=16: one to three warpgroups"),
-        ({"num_warps": 4}, "num_warps=4 is no multiple of split_d=8"),
-        ({"block_n": 32}, "block_n=32: a page of page_size=64 is sure to hold boxes of 16 keys"),
-        ({"block_m": 12}, "block_m=12 is no multiple of 8 up to 64"),
-        ({"block_m": 72}, "block_m=72 is no multiple of 8 up to 64"),
-        ({"block_m": 40}, "block_m=40: 32 rows fill 32"),
-        ({"num_stages": 1}, "num_stages=1: a stage is in use while the next one is awaited; at least 2"),
-        ({"num_stages": 33}, "num_stages=33: a thread has a bit for the phase of each stage; at most 32"),
-        ({"num_stages": 3}, "65,536 B of results of 1 teams meet in a ring of 49,152 B"),
-        ({"cluster": 3}, "cluster=3: a cluster has 1, 2, 4 or 8 blocks"),
-        ({"cluster": 2}, "num_splits=33: whole clusters have them; a multiple of cluster=2"),
-        ({"cluster": 3, "body": "mma", "num_stages": 2}, "cluster=3, k_column_parts=4 are body=wgmma_ws"),
-        (
-            {"body": "mma", "num_stages": 2},
-            "cluster=1, k_column_parts=4 are body=wgmma_ws's; cluster=1, k_column_parts=2",
-        ),
-        ({"k_column_parts": 3}, "k_column_parts=3: 1, 2 or 4 parts"),
-        ({"num_splits": 0}, "num_splits=0: whole clusters have them"),
-        ({"k_column_parts": 1}, "num_stages=10: whole keys take four stages; a multiple of 4"),
-        ({"num_stages": 13}, "B of shared memory"),
-        ({"partial_bits": 8, "cluster": 8, "num_splits": 8}, "partial_bits=8: values are pushed in 16 or 32 bits"),
-        (
-            {"partial_bits": 16, "num_splits": 1},
-            "of cluster=1 they go to attn_combine; fused_combine=False and several",
-        ),
-        (
-            {"partial_bits": 32, "fused_combine": True, "num_splits": 32},
-            "of cluster=1 they go to attn_combine",
-        ),
-        ({"partial_bits": 16, "cluster": 8, "num_splits": 8}, "B of shared memory"),
-        (
-            {"partial_bits": 16, "body": "mma", "k_column_parts": 2, "num_stages": 2},
-            "partial_bits=16 is body=wgmma_ws's; partial_bits=0",
-        ),
-        ({"num_warps": 12, "split_d": 4}, "output, scores and statistics take 168 registers a thread; with 24"),
-        ({"l2_prefetch_stages": -1}, "l2_prefetch_stages=-1: after num_stages=10 at most 54"),
-        ({"l2_prefetch_stages": 55}, "l2_prefetch_stages=55: after num_stages=10 at most 54"),
-        (
-            {"l2_prefetch_stages": 1, "body": "mma", "k_column_parts": 2, "num_stages": 2},
-            "l2_prefetch_stages=1 is body=wgmma_ws's; l2_prefetch_stages=0",
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("changes", "why"), [
+    ({"fused_combine": True}, "the last block merges 2 to 32 results of a row; num_splits / cluster is 33"),
+    ({"fused_combine": True, "num_splits": 8, "cluster": 8}, "num_splits / cluster is 1"),
+    ({"split_d": 2}, "split_d=2: one warpgroup or two, 4 or 8 warps"),
+    ({"num_warps": 16}, "num_warps=16: one to three warpgroups"),
+    ({"num_warps": 4}, "num_warps=4 is no multiple of split_d=8"),
+    ({"block_n": 32}, "block_n=32: a page of page_size=64 is sure to hold boxes of 16 keys"),
+    ({"block_m": 12}, "block_m=12 is no multiple of 8 up to 64"),
+    ({"block_m": 72}, "block_m=72 is no multiple of 8 up to 64"),
+    ({"block_m": 40}, "block_m=40: 32 rows fill 32"),
+    ({"num_stages": 1}, "num_stages=1: a stage is in use while the next one is awaited; at least 2"),
+    ({"num_stages": 33}, "num_stages=33: a thread has a bit for the phase of each stage; at most 32"),
+    ({"num_stages": 3}, "65,536 B of results of 1 teams meet in a ring of 49,152 B"),
+    ({"cluster": 3}, "cluster=3: a cluster has 1, 2, 4 or 8 blocks"),
+    ({"cluster": 2}, "num_splits=33: whole clusters have them; a multiple of cluster=2"),
+    ({"cluster": 3, "body": "mma", "num_stages": 2}, "cluster=3, k_column_parts=4 are body=wgmma_ws"),
+    ({"body": "mma", "num_stages": 2}, "cluster=1, k_column_parts=4 are body=wgmma_ws's; cluster=1, k_column_parts=2"),
+    ({"k_column_parts": 3}, "k_column_parts=3: 1, 2 or 4 parts"),
+    ({"num_splits": 0}, "num_splits=0: whole clusters have them"),
+    ({"k_column_parts": 1}, "num_stages=10: whole keys take four stages; a multiple of 4"),
+    ({"num_stages": 13}, "B of shared memory"),
+    ({"partial_bits": 8, "cluster": 8, "num_splits": 8}, "partial_bits=8: values are pushed in 16 or 32 bits"),
+    ({"partial_bits": 16, "num_splits": 1}, "of cluster=1 they go to attn_combine; fused_combine=False and several"),
+    ({"partial_bits": 32, "fused_combine": True, "num_splits": 32}, "of cluster=1 they go to attn_combine"),
+    ({"partial_bits": 16, "cluster": 8, "num_splits": 8}, "B of shared memory"),
+    (
+        {"partial_bits": 16, "body": "mma", "k_column_parts": 2, "num_stages": 2},
+        "partial_bits=16 is body=wgmma_ws's; partial_bits=0",
+    ),
+    ({"num_warps": 12, "split_d": 4}, "output, scores and statistics take 168 registers a thread; with 24"),
+    ({"l2_prefetch_stages": -1}, "l2_prefetch_stages=-1: after num_stages=10 at most 54"),
+    ({"l2_prefetch_stages": 55}, "l2_prefetch_stages=55: after num_stages=10 at most 54"),
+    (
+        {"l2_prefetch_stages": 1, "body": "mma", "k_column_parts": 2, "num_stages": 2},
+        "l2_prefetch_stages=1 is body=wgmma_ws's; l2_prefetch_stages=0",
+    ),
+], ids=str)  # fmt: skip
 def test_refusals_say_what_decided(changes: dict[str, int], why: str) -> None:
     assert KERNEL.why_invalid(FULL, CONFIG, H200) is None
     assert why in (KERNEL.why_invalid(FULL, replace(CONFIG, **changes), H200) or "")
 
 
-@pytest.mark.parametrize(
-    "problem",
-    [
-        Problem(256, 32, 16, window=1024), Problem(256, 32, 16, 4, window=1024), Problem(512, 32, 4, 4),
-        Problem(512, 16, 2, 5, kv_len=5003, batch=7), Problem(256, 16, 8, batch=8),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("problem", [
+    Problem(256, 32, 16, window=1024), Problem(256, 32, 16, 4, window=1024), Problem(512, 32, 4, 4),
+    Problem(512, 16, 2, 5, kv_len=5003, batch=7), Problem(256, 16, 8, batch=8),
+], ids=str)  # fmt: skip
 def test_no_product_is_waited_for_one_by_one(problem: Problem) -> None:
     """ptxas says so of a default (C7510 and those beside it) where accumulators are made by something else."""
     config = KERNEL.default_config(problem, H200)
@@ -218,14 +201,11 @@ def test_a_board_of_few_sms_gets_clusters_that_it_holds() -> None:
     assert KERNEL.why_invalid(problem, KERNEL.default_config(problem, few), few) is None
 
 
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        (replace(CONFIG, prefetch_stages=CONFIG.num_stages), "fewer, or 0 for all"),
-        (Config(8, 16, 4, 8, 4, 32, prefetch_stages=4), "prefetch_stages=4 of num_stages=4: fewer, or 0 for all"),
-        (Config(8, 16, 4, 8, 4, 32, prefetch_stages=3), None),
-    ],
-)
+@pytest.mark.parametrize(("config", "says"), [
+    (replace(CONFIG, prefetch_stages=CONFIG.num_stages), "fewer, or 0 for all"),
+    (Config(8, 16, 4, 8, 4, 32, prefetch_stages=4), "prefetch_stages=4 of num_stages=4: fewer, or 0 for all"),
+    (Config(8, 16, 4, 8, 4, 32, prefetch_stages=3), None),
+])  # fmt: skip
 def test_fewer_tiles_are_on_their_way_than_there_is_room_for(config: Config, says: str | None) -> None:
     why = KERNEL.why_invalid(FULL, config, H200)
     assert why is None if says is None else says in str(why)
@@ -388,20 +368,14 @@ def test_a_cluster_has_consecutive_splits_of_the_same_rows(m_blocks: int, num_sp
         assert taken == Counter(range(items))
 
 
-@pytest.mark.parametrize(
-    ("problem", "config", "why"),
-    [
-        (
-            Problem(128, 16, 2), Config(8, 16, 8, 8, 8, 2, False, "wgmma_ws", 2, 2, 16),
-            "leaves a warpgroup one block of 64",
-        ),
-        (Problem(128, 16, 2), Config(8, 16, 4, 4, 8, 8, False, "wgmma_ws", 8, 2, 16), "a block merges 16 columns; 32"),
-        (
-            Problem(512, 32, 4), Config(8, 16, 4, 4, 6, 8, False, "wgmma_ws", 8, 4, 16),
-            "partial_bits=16: its 8,464 B cost an SM its second block; fewer num_stages, or 0",
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("problem", "config", "why"), [
+    (Problem(128, 16, 2), Config(8, 16, 8, 8, 8, 2, False, "wgmma_ws", 2, 2, 16), "leaves a warpgroup one block of 64"),
+    (Problem(128, 16, 2), Config(8, 16, 4, 4, 8, 8, False, "wgmma_ws", 8, 2, 16), "a block merges 16 columns; 32"),
+    (
+        Problem(512, 32, 4), Config(8, 16, 4, 4, 6, 8, False, "wgmma_ws", 8, 4, 16),
+        "partial_bits=16: its 8,464 B cost an SM its second block; fewer num_stages, or 0",
+    ),
+])  # fmt: skip
 def test_what_cannot_be_pushed_says_why(problem: Problem, config: Config, why: str) -> None:
     assert why in (KERNEL.why_invalid(problem, config, H200) or "")
     assert KERNEL.why_invalid(problem, replace(config, partial_bits=0), H200) is None

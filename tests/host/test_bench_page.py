@@ -135,20 +135,17 @@ BROKEN = profile_run()
 BROKEN["rows"][0]["moved_us"] = "fast"
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ("Dear diary", "neither a run's JSON nor its page"),
-        ('{"read_gbps": NaN}', "neither a run's JSON nor its page"),
-        ("[" * 100_000, "neither a run's JSON nor its page"),
-        ("[1]", "no run of kerngen bench"),
-        (json.dumps(model_run()), "is of kerngen bench model, not of kerngen bench profile"),
-        (json.dumps(profile_run() | {"model": "gemma-4-12b"}), "of another model: gemma-4-12b, and not gemma-4-31b"),
-        (json.dumps(profile_run(step=Step.decode(1, 512))), "of another step: phase decode, batch 1"),
-        (json.dumps(BROKEN), "not what kerngen bench profile wrote"),
-        (json.dumps({"bench": "profile"}), "not what kerngen bench profile wrote"),
-    ],
-)
+@pytest.mark.parametrize(("content", "says"), [
+    ("Dear diary", "neither a run's JSON nor its page"),
+    ('{"read_gbps": NaN}', "neither a run's JSON nor its page"),
+    ("[" * 100_000, "neither a run's JSON nor its page"),
+    ("[1]", "no run of kerngen bench"),
+    (json.dumps(model_run()), "is of kerngen bench model, not of kerngen bench profile"),
+    (json.dumps(profile_run() | {"model": "gemma-4-12b"}), "of another model: gemma-4-12b, and not gemma-4-31b"),
+    (json.dumps(profile_run(step=Step.decode(1, 512))), "of another step: phase decode, batch 1"),
+    (json.dumps(BROKEN), "not what kerngen bench profile wrote"),
+    (json.dumps({"bench": "profile"}), "not what kerngen bench profile wrote"),
+])  # fmt: skip
 def test_what_is_no_run_of_the_same_is_refused_first(content: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "last.json").write_text(content)
     alike = {name: profile_run()[name] for name in ("model", "step")}

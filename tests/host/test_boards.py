@@ -179,20 +179,16 @@ def test_the_commands_say_what_drivers_call_a_board(kerngen: Kerngen) -> None:
     assert (code, "unknown arch or board 'sm71'" in err) == (2, True)
 
 
-@pytest.mark.parametrize(
-    ("device", "says"),
-    [
-        (DEVICES["H200"], ""),
-        (A_MIG_SLICE, ", a slice, tuned for by itself"),
-        (replace(DEVICES["H100"], name="GH200 480GB", mem_gbps=4022), ", a board without a profile, near to H200"),
-        (
-            replace(DEVICES["L4"], name="RTX 2000 Ada", num_sms=22, mem_gbps=256, l2_bytes=12 * MIB),
-            ", a board without a profile, far from L4",
-        ),
-        (replace(DEVICES["L4"], name="?", mem_gbps=0), ", a board without a profile"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("device", "says"), [
+    (DEVICES["H200"], ""),
+    (A_MIG_SLICE, ", a slice, tuned for by itself"),
+    (replace(DEVICES["H100"], name="GH200 480GB", mem_gbps=4022), ", a board without a profile, near to H200"),
+    (
+        replace(DEVICES["L4"], name="RTX 2000 Ada", num_sms=22, mem_gbps=256, l2_bytes=12 * MIB),
+        ", a board without a profile, far from L4",
+    ),
+    (replace(DEVICES["L4"], name="?", mem_gbps=0), ", a board without a profile"),
+], ids=str)  # fmt: skip
 def test_doctor_says_what_a_strange_board_is_near_to(device: Device, says: str) -> None:
     assert _kin(device) == says
     assert is_slice(device.name) == (device is A_MIG_SLICE)

@@ -51,15 +51,11 @@ def _chosen(load: Workload, stores: list[Store], target: Target) -> Iterator[tup
     return choices(load, Selector(stores, target), Counter())
 
 
-@pytest.mark.parametrize(
-    ("model", "draft", "kernels", "target", "tuned"),
-    [
-        (str(TINY / "gemma-4-tiny-w4a16"), str(TINY / "gemma-4-tiny-assistant"),
-         "embed,rmsnorm,add_norm,attn_prefill", Target.of(find_arch("sm80")), "embed"),
-        ("gemma-4-31b", None, "rmsnorm,gelu_gate", Target.of(find_device("H200")), None),
-    ],
-    ids=["a folder, tuned in part", "a released model, shipped winners"],
-)  # fmt: skip
+@pytest.mark.parametrize(("model", "draft", "kernels", "target", "tuned"), [
+    (str(TINY / "gemma-4-tiny-w4a16"), str(TINY / "gemma-4-tiny-assistant"),
+     "embed,rmsnorm,add_norm,attn_prefill", Target.of(find_arch("sm80")), "embed"),
+    ("gemma-4-31b", None, "rmsnorm,gelu_gate", Target.of(find_device("H200")), None),
+], ids=["a folder, tuned in part", "a released model, shipped winners"])  # fmt: skip
 def test_a_host_with_a_bundle_alone_runs_every_problem_of_the_workload(
     kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch, model: str, draft: str | None, kernels: str, target: Target,
     tuned: str | None,
@@ -100,12 +96,12 @@ def test_lengths_between_the_tuned_ones_are_prepared_too() -> None:
     problems = {p for _, p in lengths_between(load)}
     item = next(i.problem for i in load.items if i.problem.kv_len == 512 and not i.problem.window)
     assert {replace(item, kv_len=1 << n) for n in range(6, 18)} <= problems
-    bindings = Selector([], Target.of(find_arch("sm70")))
-    prepared = {id(bindings.choice(find_kernel("attn_decode"), p)) for p in problems}
+    selector = Selector([], Target.of(find_arch("sm70")))
+    prepared = {id(selector.choice(find_kernel("attn_decode"), p)) for p in problems}
     for length in (65, 100, 700, 5000, 100_000):
-        assert id(bindings.choice(find_kernel("attn_decode"), replace(item, kv_len=length))) in prepared
+        assert id(selector.choice(find_kernel("attn_decode"), replace(item, kv_len=length))) in prepared
     for batch in (3, 7, 13, 19, 31):  # and of batches between
-        assert id(bindings.choice(find_kernel("attn_decode"), replace(item, batch=batch))) in prepared
+        assert id(selector.choice(find_kernel("attn_decode"), replace(item, batch=batch))) in prepared
 
 
 def test_each_source_of_a_workload_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,8 +244,7 @@ def test_two_databases_with_a_winner_for_one_point_make_a_bundle_that_is_complet
 ) -> None:
     """The user's prediction and the shipped measurement have one id; what was measured is chosen, and kept."""
     assert kerngen("tune", "--arch", "sm90", "--device", "H200", *SMALL, "--trials", "1")[0] == 0
-    code, out, _ = kerngen("compile", "--device", "H200", *SMALL, "-o", "bundle.kgdb", "--json")
-    assert code == 0
+    out = kerngen.ok("compile", "--device", "H200", *SMALL, "-o", "bundle.kgdb", "--json")
     assert {s for b in json.loads(out)["builds"] for s in b["chosen_by"]} == {"prebuilt H200: exact device (measured)"}
     _alone(kerngen, monkeypatch)
     bundle, target = Bundle.open("bundle.kgdb"), Target.of(find_device("H200"))
@@ -259,20 +254,16 @@ def test_two_databases_with_a_winner_for_one_point_make_a_bundle_that_is_complet
         assert choice.cubin is not None
 
 
-@pytest.mark.parametrize(
-    ("where", "targets", "chosen"),
-    [
-        (("--device", "H200"), [["sm90", "H200"]], {"exact device (measured)"}),
-        (("--arch", "sm90", "--device", "H100"), [["sm90", "H100"]], {"default configuration"}),
-        (("--arch", "sm80,sm90", "--device", "h200"), [["sm90", "H200"], ["sm80", "A100"]],
-         {"exact device (measured)", "default configuration"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("where", "targets", "chosen"), [
+    (("--device", "H200"), [["sm90", "H200"]], {"exact device (measured)"}),
+    (("--arch", "sm90", "--device", "H100"), [["sm90", "H100"]], {"default configuration"}),
+    (("--arch", "sm80,sm90", "--device", "h200"), [["sm90", "H200"], ["sm80", "A100"]],
+     {"exact device (measured)", "default configuration"}),
+])  # fmt: skip
 def test_the_board_decides_what_is_chosen(
     kerngen: Kerngen, where: tuple[str, ...], targets: list[list[str]], chosen: set[str]
 ) -> None:
-    code, out, _ = kerngen("compile", *where, "--model", "gemma-4-31b", "--kernel", "rmsnorm", "--jobs", "1", "--json")
-    assert code == 0
+    out = kerngen.ok("compile", *where, "--model", "gemma-4-31b", "--kernel", "rmsnorm", "--jobs", "1", "--json")
     made = json.loads(out)
     assert made["targets"] == targets
     assert {s.removeprefix("prebuilt H200: ") for b in made["builds"] for s in b["chosen_by"]} == chosen

@@ -155,17 +155,14 @@ def test_one_token_is_spread_over_nearly_every_sm_and_many_share_what_a_block_ch
     assert grids == [128 * 64 // 8, 64 * 4096 // config.rows_per_block]
 
 
-@pytest.mark.parametrize(
-    ("fields", "config", "message"),
-    [
-        ({"hidden": 512}, {}, "lanes_per_row=8 hold 8 vectors of a row each; at most 4"),
-        ({"hidden": 64}, {"lanes_per_row": 16}, "lanes_per_row=16 for the 8 vectors of a row; 8 do"),
-        ({"num_centroids": 8192}, {"num_warps": 4}, "num_warps=4 hold 64 keys a thread; at most 32"),
-        ({}, {"num_warps": 16}, "rows_per_block=32; 16 warps take 64 rows at once"),
-        ({"top_k": 1}, {"rows_per_block": 256}, "rows_per_block=256 for 128 rows; 128 do"),
-        ({"num_tokens": 2**25}, {}, "4,294,967,296 blocks; at most"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "config", "message"), [
+    ({"hidden": 512}, {}, "lanes_per_row=8 hold 8 vectors of a row each; at most 4"),
+    ({"hidden": 64}, {"lanes_per_row": 16}, "lanes_per_row=16 for the 8 vectors of a row; 8 do"),
+    ({"num_centroids": 8192}, {"num_warps": 4}, "num_warps=4 hold 64 keys a thread; at most 32"),
+    ({}, {"num_warps": 16}, "rows_per_block=32; 16 warps take 64 rows at once"),
+    ({"top_k": 1}, {"rows_per_block": 256}, "rows_per_block=256 for 128 rows; 128 do"),
+    ({"num_tokens": 2**25}, {}, "4,294,967,296 blocks; at most"),
+])  # fmt: skip
 def test_configurations_that_cannot_run_are_refused(
     fields: dict[str, Any], config: dict[str, Any], message: str
 ) -> None:

@@ -464,14 +464,10 @@ def asked(draw: st.DrawFn, number: int) -> Request:
         min_tokens=draw(st.integers(0, count)),
     )
     return Request(
-        prompt(draw(st.integers(1, 20)), seed=number) if number else prompt(21),
-        count,
-        sampling,
-        tuple(draw(st.lists(tokens, max_size=30))),
-        suppressed_ids=tuple(draw(st.lists(tokens, max_size=10))),
-        logprobs=draw(st.sampled_from((None, None, 0, 3))),
-        mask=draw(st.sampled_from((None, None, Thirds()))),
-    )
+        prompt(draw(st.integers(1, 20)), seed=number) if number else prompt(21), count, sampling,
+        tuple(draw(st.lists(tokens, max_size=30))), suppressed_ids=tuple(draw(st.lists(tokens, max_size=10))),
+        logprobs=draw(st.sampled_from((None, None, 0, 3))), mask=draw(st.sampled_from((None, None, Thirds()))),
+    )  # fmt: skip
 
 
 @settings(max_examples=24, deadline=None)
@@ -774,40 +770,34 @@ def test_extreme_penalties_stay_numbers() -> None:
 # -- what cannot be
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"min_p": 1.1}, r"min_p 1.1 is not in \[0, 1\]"),
-        ({"min_p": -0.1}, "min_p"),
-        ({"min_p": math.nan}, "min_p"),
-        ({"presence_penalty": 2.1}, r"presence_penalty 2.1 is not in \[-2, 2\]"),
-        ({"frequency_penalty": -3}, r"frequency_penalty -3 is not in \[-2, 2\]"),
-        ({"frequency_penalty": math.nan}, "frequency_penalty"),
-        ({"repetition_penalty": 0}, "repetition_penalty 0 is not a number above 0"),
-        ({"repetition_penalty": math.inf}, "repetition_penalty"),
-        ({"repetition_penalty": math.nan}, "repetition_penalty"),
-        ({"logit_bias": ((3, 101.0),)}, r"logit_bias 101.0 of token 3 is not in \[-100, 100\]"),
-        ({"logit_bias": ((3, math.nan),)}, "logit_bias nan of token 3"),
-        ({"logit_bias": ((3, 1.0), (3, 2.0))}, "names a token twice"),
-        ({"min_tokens": -1}, "min_tokens -1 is negative"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"min_p": 1.1}, r"min_p 1.1 is not in \[0, 1\]"),
+    ({"min_p": -0.1}, "min_p"),
+    ({"min_p": math.nan}, "min_p"),
+    ({"presence_penalty": 2.1}, r"presence_penalty 2.1 is not in \[-2, 2\]"),
+    ({"frequency_penalty": -3}, r"frequency_penalty -3 is not in \[-2, 2\]"),
+    ({"frequency_penalty": math.nan}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty 0 is not a number above 0"),
+    ({"repetition_penalty": math.inf}, "repetition_penalty"),
+    ({"repetition_penalty": math.nan}, "repetition_penalty"),
+    ({"logit_bias": ((3, 101.0),)}, r"logit_bias 101.0 of token 3 is not in \[-100, 100\]"),
+    ({"logit_bias": ((3, math.nan),)}, "logit_bias nan of token 3"),
+    ({"logit_bias": ((3, 1.0), (3, 2.0))}, "names a token twice"),
+    ({"min_tokens": -1}, "min_tokens -1 is negative"),
+])  # fmt: skip
 def test_impossible_sampling_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Sampling(**options)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sampling": Sampling(logit_bias=((96, 1.0),))}, "token 96 of logit_bias is outside the vocabulary of 96"),
-        ({"sampling": Sampling(logit_bias=((-1, 1.0),))}, "token -1 of logit_bias"),
-        ({"sampling": Sampling(min_tokens=10)}, "min_tokens 10 is more than the 9 new tokens"),
-        ({"sampling": Sampling(min_tokens=1), "stop_ids": range(96)}, "suppressed or end the answer before min_tokens"),
-        ({"logprobs": 21}, "there are 0 to 20"),
-        ({"logprobs": -1}, "there are 0 to 20"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"sampling": Sampling(logit_bias=((96, 1.0),))}, "token 96 of logit_bias is outside the vocabulary of 96"),
+    ({"sampling": Sampling(logit_bias=((-1, 1.0),))}, "token -1 of logit_bias"),
+    ({"sampling": Sampling(min_tokens=10)}, "min_tokens 10 is more than the 9 new tokens"),
+    ({"sampling": Sampling(min_tokens=1), "stop_ids": range(96)}, "suppressed or end the answer before min_tokens"),
+    ({"logprobs": 21}, "there are 0 to 20"),
+    ({"logprobs": -1}, "there are 0 to 20"),
+])  # fmt: skip
 def test_impossible_requests_are_refused(model: Gemma4, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         engine_for(model).submit(Request(prompt(4), 9, **options))

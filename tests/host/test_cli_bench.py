@@ -93,8 +93,7 @@ def test_a_case_that_fails_fails_the_command(
 
 def test_the_times_of_a_model_come_last(kerngen: Kerngen) -> None:
     args = ("bench", "model", TINY, "--backend", "torch", "--context", "8", "--tokens", "2", "--report", "m.html")
-    code, out, _ = kerngen(*args)
-    assert code == 0
+    out = kerngen.ok(*args)
     head, row = out.splitlines()[-2:]
     assert head.split() == ["context", "batch", "prefill", "ms", "step", "ms", "least-most"], "a CPU has no floor"
     assert row.split()[:2] == ["8", "1"]
@@ -108,8 +107,7 @@ def test_the_times_of_a_model_come_last(kerngen: Kerngen) -> None:
 @pytest.mark.parametrize("draft", ["--no-draft", "--draft"])
 def test_sequences_that_decode_together_are_timed(kerngen: Kerngen, draft: str) -> None:
     args = ("bench", "model", TINY, "--backend", "torch", "--context", "9", "--tokens", "3", "--prefill-chunk", "8")
-    code, out, err = kerngen(*args, "--batch", "3", draft)
-    assert code == 0, err
+    out = kerngen.ok(*args, "--batch", "3", draft)
     assert out.splitlines()[-1].split()[:2] == ["9", "3"]
     assert ("tokens a step" in out.splitlines()[-2]) == (draft == "--draft")
     (one,) = json.loads(kerngen(*args, draft, "--json")[1])["rows"]
@@ -153,8 +151,7 @@ def test_a_problem_that_is_written_out_is_timed_in_place_of_the_cases(
         lambda _, kernel, case: asked.append(case) or {"kernel": kernel.name, "case": case.name, **ROW},
     )
     texts = ("n=8192,k=2816,num_tokens=48", "n=96,k=64,num_tokens=3,gated=true")
-    code, out, err = kerngen("bench", "kernel", "w4a16_gemm", "--problem", texts[0], "--problem", texts[1])
-    assert code == 0, err
+    out = kerngen.ok("bench", "kernel", "w4a16_gemm", "--problem", texts[0], "--problem", texts[1])
     assert [c.name for c in asked] == list(texts)
     assert [(c.problem.n, c.problem.num_tokens, c.problem.gated) for c in asked] == [(8192, 48, False), (96, 3, True)]
     assert all(text in out for text in texts)
@@ -174,8 +171,7 @@ def test_baselines_are_summed_up(kerngen: Kerngen, current: list[int], monkeypat
     ]
     _pretend(monkeypatch, rows)
     problems = [x for n in (1, 2, 3) for x in ("--problem", f"n=96,k=64,num_tokens={n}")]
-    code, out, err = kerngen("bench", "kernel", "w4a16_gemm", *problems)
-    assert code == 0, err
+    out = kerngen.ok("bench", "kernel", "w4a16_gemm", *problems)
     assert "marlin over ours: 0.90 at least (w4a16_gemm c1), 1.50 in the median of 3" in out
     assert "machete over ours: 1.00 at least (w4a16_gemm c2), 2.75 in the median of 2" in out
 
@@ -210,13 +206,12 @@ def test_databases_are_compared_with_the_first_and_one_with_the_defaults(
     a, b = (str(tmp_path / name) for name in ("a.sqlite", "b.sqlite"))
     for path in (a, b):
         Store.open(path).close()
-    code, out, _ = kerngen("bench", "step", "gemma-4-31b", "--db", a, "--db", b)
-    assert code == 0
+    out = kerngen.ok("bench", "step", "gemma-4-31b", "--db", a, "--db", b)
     assert f"decode, batch 1, context 512: 5.000 ms with {a}" in out
     assert f"0.9000 of that (+-0.0010) with {b}, which tuned 3 of its 4 problems" in out
     assert f"all steps, by their weight: {0.9**0.8:.4f} with {b}" in out
     drawn = ("--report", str(tmp_path / "step.html"))
-    code, told, err = kerngen("bench", "step", "gemma-4-31b", "--db", a, "--json", *drawn)
+    _, told, err = kerngen("bench", "step", "gemma-4-31b", "--db", a, "--json", *drawn)
     assert "step.html: 1 figure," in err
     said = json.loads(told)
     assert read_run(tmp_path / "step.html", "step") == said

@@ -51,7 +51,6 @@ def test_a_workload_is_built_and_listed() -> None:
     cache = CompileCache()
     for row in made["builds"]:
         cubin = cache.get(row["key"])
-        assert cubin is not None
         assert len(cubin.image) == row["bytes"]
         assert why_not_cubin(cubin.image, find_arch(row["arch"])) is None
         assert set(row["chosen_by"]) == {DEFAULT}
@@ -72,14 +71,11 @@ def test_the_winners_are_what_is_compiled_and_their_code_comes_from_the_database
     assert not list((tmp_path / "cache").rglob("*.cubin")), "nothing was built anew"
 
 
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        (("--arch", "sm70", "--device", "L4"), "device L4 is sm89, not sm70"),
-        (("--device", "L5"), "unknown device 'L5'"),
-        ((), "name what to compile for: --arch sm70"),
-    ],
-)
+@pytest.mark.parametrize(("args", "says"), [
+    (("--arch", "sm70", "--device", "L4"), "device L4 is sm89, not sm70"),
+    (("--device", "L5"), "unknown device 'L5'"),
+    ((), "name what to compile for: --arch sm70"),
+])  # fmt: skip
 def test_a_board_that_is_not_there_or_of_another_arch(args: tuple[str, ...], says: str) -> None:
     error = _fails("compile", *args, "--model", "gemma-4-31b")
     assert isinstance(error, UsageError)
@@ -116,7 +112,6 @@ def test_ptx_of_the_test_cases_can_be_found_by_source(tmp_path: Path) -> None:
         assert case.name in by_key[key]["serves"]
         for cache in (CompileCache(), CompileCache(out)):  # GPU tests read it from the one that KERNGEN_CACHE_DIR names
             ptx = cache.get_ptx(key)
-            assert ptx is not None
             assert b".target sm_70" in ptx.image
     assert any("bf16" in note for note in made["notes"]), "what the arch cannot run must be said"
 

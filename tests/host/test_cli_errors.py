@@ -33,51 +33,47 @@ def _require_message(done: tuple[int, str, str], code: int, says: str) -> None:
     assert out == ""
 
 
-@pytest.mark.parametrize(
-    ("args", "code", "says"),
-    [
-        (("tune", "--arch", "sm71", "--model", "gemma-4-31b"), 2, r"unknown arch 'sm71'\n.*sm70, sm75"),
-        (("compile", "--arch", "", "--cases"), 2, r"no arch given\n.*sm70"),
-        (("arch", "show", "volta"), 2, r"unknown arch or board 'volta'\n  known: sm70.*V100"),
-        (("arch", "show", "3090"), 2, r"unknown arch or board '3090'\n  did you mean RTX3090\? known: "),
-        (("compile", "--arch", "h100", "--cases"), 2, r"unknown arch 'h100'\n  H100 is sm90; known: "),
-        (("arch", "show", "90"), 2, r"unknown arch or board '90'\n  did you mean sm90\? known: "),
-        (("tune", "--arch", "sm70"), 2, "--model"),
-        (("tune", "--arch", "sm70", "--model", "gemma-5"), 2, r"unknown model 'gemma-5'\n.*gemma-4-31b"),
-        (("tune", "--arch", "sm70", "--model", "./nowhere"), 2, r"nowhere is not a folder"),
-        (("tune", "--arch", "sm70", "--model", "gemma-4-31b", "--draft", "x"), 2, r"--draft goes with a folder"),
-        (("run", "./nowhere", "--prompt", "hi"), 2, r"nowhere is not a folder"),
-        (("run", ".", "--prompt", "hi"), 1, r"holds no config.json"),
-        (("bench", "model", "gemma-5"), 2, r"unknown model 'gemma-5'"),
-        (("kernel", "show", "embd", "--arch", "sm70"), 2, r"unknown kernel 'embd'\n.*did you mean embed\?"),
-        ((*TUNE, "--kernel", "moe_route"), 2, r"gemma-4-31b needs no moe_route on sm70\n.*embed"),
-        ((*SHOW, "--problem", "hidden=7"), 2, r"hidden=7 is not a positive multiple of 8"),
-        ((*SHOW, "--problem", "width=8"), 2, r"unknown problem field 'width'\n.*hidden, vocab_size"),
-        ((*SHOW, "--problem", "hidden"), 2, r"'hidden' is not FIELD=VALUE\n.*hidden, vocab_size"),
-        ((*SHOW, "--config", "thread=64"), 2, r"unknown config field 'thread'\n.*did you mean threads\?"),
-        ((*SHOW, "--problem", "hidden=wide"), 2, r"hidden='wide' is not of type int"),
-        ((*SHOW, "--problem", "dtype=bf16"), 1, r"bf16 needs sm80 or newer and sm70 has none; use fp16"),
-        ((*SHOW, "--config", "threads=2048"), 2, r"threads=2048 is not in embed's space\n.*64, 128, 256, 512"),
-        (("kernel", "show", "w4a16_gemm", "--arch", "sm70"), 2, r"needs n, k: there is no default\n  for example: "),
-        ((*TUNE, "--device", "V101"), 2, r"unknown device 'V101'\n.*did you mean V100\?"),
-        ((*TUNE, "--device", "H200"), 2, r"device H200 is sm90, not sm70"),
-        ((*TUNE, "--time-budget", "soon"), 2, r"'soon' is no duration"),
-        ((*TUNE, "--db", "/proc/no/tuning.db"), 1, "/proc/no"),
-        ((*TUNE, "--trials", "0"), 2, r"--trials.*0 is not in the range"),
-        (COMPILE, 2, r"--model NAME for a workload, or --cases"),
-        ((*COMPILE, "--model", "gemma-4-31b", "--cases"), 2, r"--model and --cases are two things.*\n.*one of them"),
-        (("no-such-command",), 2, r"No such command 'no-such-command'"),
-        (("db", "show", "ffff"), 2, r"no winner with id ffff"),
-        (("db", "explain", "embed", "--arch", "sm70", "--problem", "x=1"), 2, r"unknown problem field 'x'"),
-        (("run", str(ROOT / "examples/tiny/gemma-4-tiny"), "--prompt", "hi", "--device", "potato"), 2, "'potato'"),
-        (("run", str(ROOT / "examples/tiny/gemma-4-tiny"), "--prompt", ""), 2, "the prompt is empty"),
-        (("run", "./nowhere", "--prompt", ""), 2, r"nowhere is not a folder"),
-        (("db", "show", "w4a16_gemm", "--problem", "nope"), 2, r"'nope' is not FIELD=VALUE"),
-        (("db", "explain", "w4a16_gemm", "--problem", "n=5376,k=21504"), 2, "--arch is needed: w4a16_gemm"),
-        (("run", ".", "--prompt", "hi", "--backend", "torch", "--db", "x.db"), 2, "torch backend looks nothing up"),
-    ],
-    ids=lambda v: " ".join(v) if isinstance(v, tuple) else "",
-)  # fmt: skip
+@pytest.mark.parametrize(("args", "code", "says"), [
+    (("tune", "--arch", "sm71", "--model", "gemma-4-31b"), 2, r"unknown arch 'sm71'\n.*sm70, sm75"),
+    (("compile", "--arch", "", "--cases"), 2, r"no arch given\n.*sm70"),
+    (("arch", "show", "volta"), 2, r"unknown arch or board 'volta'\n  known: sm70.*V100"),
+    (("arch", "show", "3090"), 2, r"unknown arch or board '3090'\n  did you mean RTX3090\? known: "),
+    (("compile", "--arch", "h100", "--cases"), 2, r"unknown arch 'h100'\n  H100 is sm90; known: "),
+    (("arch", "show", "90"), 2, r"unknown arch or board '90'\n  did you mean sm90\? known: "),
+    (("tune", "--arch", "sm70"), 2, "--model"),
+    (("tune", "--arch", "sm70", "--model", "gemma-5"), 2, r"unknown model 'gemma-5'\n.*gemma-4-31b"),
+    (("tune", "--arch", "sm70", "--model", "./nowhere"), 2, r"nowhere is not a folder"),
+    (("tune", "--arch", "sm70", "--model", "gemma-4-31b", "--draft", "x"), 2, r"--draft goes with a folder"),
+    (("run", "./nowhere", "--prompt", "hi"), 2, r"nowhere is not a folder"),
+    (("run", ".", "--prompt", "hi"), 1, r"holds no config.json"),
+    (("bench", "model", "gemma-5"), 2, r"unknown model 'gemma-5'"),
+    (("kernel", "show", "embd", "--arch", "sm70"), 2, r"unknown kernel 'embd'\n.*did you mean embed\?"),
+    ((*TUNE, "--kernel", "moe_route"), 2, r"gemma-4-31b needs no moe_route on sm70\n.*embed"),
+    ((*SHOW, "--problem", "hidden=7"), 2, r"hidden=7 is not a positive multiple of 8"),
+    ((*SHOW, "--problem", "width=8"), 2, r"unknown problem field 'width'\n.*hidden, vocab_size"),
+    ((*SHOW, "--problem", "hidden"), 2, r"'hidden' is not FIELD=VALUE\n.*hidden, vocab_size"),
+    ((*SHOW, "--config", "thread=64"), 2, r"unknown config field 'thread'\n.*did you mean threads\?"),
+    ((*SHOW, "--problem", "hidden=wide"), 2, r"hidden='wide' is not of type int"),
+    ((*SHOW, "--problem", "dtype=bf16"), 1, r"bf16 needs sm80 or newer and sm70 has none; use fp16"),
+    ((*SHOW, "--config", "threads=2048"), 2, r"threads=2048 is not in embed's space\n.*64, 128, 256, 512"),
+    (("kernel", "show", "w4a16_gemm", "--arch", "sm70"), 2, r"needs n, k: there is no default\n  for example: "),
+    ((*TUNE, "--device", "V101"), 2, r"unknown device 'V101'\n.*did you mean V100\?"),
+    ((*TUNE, "--device", "H200"), 2, r"device H200 is sm90, not sm70"),
+    ((*TUNE, "--time-budget", "soon"), 2, r"'soon' is no duration"),
+    ((*TUNE, "--db", "/proc/no/tuning.db"), 1, "/proc/no"),
+    ((*TUNE, "--trials", "0"), 2, r"--trials.*0 is not in the range"),
+    (COMPILE, 2, r"--model NAME for a workload, or --cases"),
+    ((*COMPILE, "--model", "gemma-4-31b", "--cases"), 2, r"--model and --cases are two things.*\n.*one of them"),
+    (("no-such-command",), 2, r"No such command 'no-such-command'"),
+    (("db", "show", "ffff"), 2, r"no winner with id ffff"),
+    (("db", "explain", "embed", "--arch", "sm70", "--problem", "x=1"), 2, r"unknown problem field 'x'"),
+    (("run", str(ROOT / "examples/tiny/gemma-4-tiny"), "--prompt", "hi", "--device", "potato"), 2, "'potato'"),
+    (("run", str(ROOT / "examples/tiny/gemma-4-tiny"), "--prompt", ""), 2, "the prompt is empty"),
+    (("run", "./nowhere", "--prompt", ""), 2, r"nowhere is not a folder"),
+    (("db", "show", "w4a16_gemm", "--problem", "nope"), 2, r"'nope' is not FIELD=VALUE"),
+    (("db", "explain", "w4a16_gemm", "--problem", "n=5376,k=21504"), 2, "--arch is needed: w4a16_gemm"),
+    (("run", ".", "--prompt", "hi", "--backend", "torch", "--db", "x.db"), 2, "torch backend looks nothing up"),
+], ids=lambda v: " ".join(v) if isinstance(v, tuple) else "")  # fmt: skip
 def test_misuse_is_one_clear_message(kerngen: Kerngen, args: tuple[str, ...], code: int, says: str) -> None:
     _require_message(kerngen(*args), code, says)
     assert kerngen.files() == []
@@ -95,20 +91,17 @@ def test_a_model_that_does_not_fit_is_refused_at_once(kerngen: Kerngen, monkeypa
     _require_message(kerngen("bench", "model", "gemma-4-e2b", "--backend", "torch"), 1, r"takes 19 GB.*4 GB")
 
 
-@pytest.mark.parametrize(
-    ("place", "writing", "reading"),
-    [
-        ("/proc/nowhere/tuning.db", "cannot make its folder", "no such file"),
-        ("notes.txt/tuning.db", "cannot make its folder", "no such file"),
-        ("notes.txt", "is not an SQLite database", "is not an SQLite database"),
-        ("half.db", r"is cut short: 2,048 of \d[\d,]+ bytes", r"is cut short: 2,048 of \d[\d,]+ bytes"),
-        ("newer.db", "newer kerngen", "newer kerngen"),
-        (".", "is a folder, not a database", "is a folder, not a database"),
-        ("fifo", "is no regular file", "is no regular file"),
-        ("/dev/zero", "is no regular file", "is no regular file"),
-        ("x" * 300, "File name too long", "File name too long"),
-    ],
-)
+@pytest.mark.parametrize(("place", "writing", "reading"), [
+    ("/proc/nowhere/tuning.db", "cannot make its folder", "no such file"),
+    ("notes.txt/tuning.db", "cannot make its folder", "no such file"),
+    ("notes.txt", "is not an SQLite database", "is not an SQLite database"),
+    ("half.db", r"is cut short: 2,048 of \d[\d,]+ bytes", r"is cut short: 2,048 of \d[\d,]+ bytes"),
+    ("newer.db", "newer kerngen", "newer kerngen"),
+    (".", "is a folder, not a database", "is a folder, not a database"),
+    ("fifo", "is no regular file", "is no regular file"),
+    ("/dev/zero", "is no regular file", "is no regular file"),
+    ("x" * 300, "File name too long", "File name too long"),
+])  # fmt: skip
 def test_a_database_that_cannot_be_used(kerngen: Kerngen, place: str, writing: str, reading: str) -> None:
     (kerngen.folder / "notes.txt").write_text("Not a database, and somebody's work.\n")
     os.mkfifo(kerngen.folder / "fifo")
@@ -147,8 +140,7 @@ def test_a_users_database_that_cannot_be_opened_is_named_and_passed_over(
 ) -> None:
     """As one in a home that is somebody else's; a file name that is too long stands for it."""
     monkeypatch.setenv("KERNGEN_DB", "x" * 300)
-    code, out, _ = kerngen("db", "ls", "--kernel", "rmsnorm", "--arch", "sm90")
-    assert code == 0
+    out = kerngen.ok("db", "ls", "--kernel", "rmsnorm", "--arch", "sm90")
     assert re.search("^rmsnorm +sm90 ", out, re.MULTILINE)
     assert caplog.messages == [f"{'x' * 300}: File name too long; looking on without it"]
 
@@ -181,8 +173,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
     for place in ("/proc/nowhere", "notes.txt"):
         monkeypatch.setenv("KERNGEN_CACHE_DIR", place)
         caplog.clear()
-        code, out, _ = kerngen("kernel", "show", "rmsnorm", "--arch", "sm90", "--no-source")
-        assert code == 0
+        out = kerngen.ok("kernel", "show", "rmsnorm", "--arch", "sm90", "--no-source")
         assert "registers a thread" in out
         cache, shipped = caplog.messages
         assert f"cannot write to the compile cache {place}" in cache
@@ -205,8 +196,7 @@ def test_a_home_that_cannot_be_written(
     assert "NVRTC" in out
     for subject, fix in (("cache", "KERNGEN_CACHE_DIR"), ("database", "KERNGEN_DB")):
         assert re.search(rf"^-- +{subject} .* cannot be .*\n +export {fix}=", out, re.MULTILINE), out
-    code, out, err = kerngen("compile", "--arch", "sm90", "--model", "gemma-4-31b", "--kernel", "embed", "-o", "out")
-    assert code == 0, err
+    out = kerngen.ok("compile", "--arch", "sm90", "--model", "gemma-4-31b", "--kernel", "embed", "-o", "out")
     assert re.search(r"^(\d+) builds: \1 from: NVRTC", out, re.MULTILINE)
     assert "out is a bundle" in out
     assert re.search(r"cannot write to the compile cache.*KERNGEN_CACHE_DIR", caplog.text)
@@ -220,8 +210,7 @@ def test_a_home_that_cannot_be_written(
     code, out, err = kerngen(*TUNE)
     assert (code, out) == (1, "")
     assert re.search(r"DatabaseError: .*cannot make its folder.*\n.*KERNGEN_DB", err)
-    code, _, err = kerngen(*TUNE, "--trials", "1", "--db", "own.db")
-    assert code == 0, err
+    kerngen.ok(*TUNE, "--trials", "1", "--db", "own.db")
 
 
 def test_a_cupy_folder_that_cannot_be_made_is_named(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,8 +242,7 @@ def test_a_broken_override_database_is_named_and_passed_over(
 ) -> None:
     (kerngen.folder / "notes.txt").write_text("Not a database.\n")
     monkeypatch.setenv("KERNGEN_DB_OVERRIDE", "notes.txt")
-    code, out, _ = kerngen(*COMPILE, "--model", "gemma-4-31b")
-    assert code == 0
+    out = kerngen.ok(*COMPILE, "--model", "gemma-4-31b")
     assert "in the compile cache only" in out
     assert [r.getMessage() for r in caplog.records] == ["notes.txt is not an SQLite database; looking on without it"]
 

@@ -42,7 +42,8 @@ def test_a_kernel_that_does_not_compile_fails_the_command(kerngen: Kerngen, brok
     assert code == 1
     assert json.loads(out)["failures"]
     assert not (kerngen.folder / "out.kgdb").exists(), "it would lack what its model runs"
-    tuning = ("tune", "--arch", "sm70", "--model", "gemma-4-31b", "--kernel", "embed", "--jobs", "1")
+    tuning = ("tune", "--arch", "sm70", "--model", "gemma-4-31b", "--kernel", "embed", "--trials", "1",
+              "--jobs", "1")  # fmt: skip
     code, out, err = kerngen.run(*tuning, env=environment)
     assert code == 1, err
     assert "0 of 14 problems have a winner" in out
@@ -56,8 +57,6 @@ def test_doctor_fails_where_nothing_can_be_compiled(kerngen: Kerngen) -> None:
     code, out, err = kerngen.run("doctor", env=os.environ | {"PYTHONPATH": hidden})
     assert code == 1, err
     assert "cannot load NVRTC through CuPy: no CuPy here" in out
-    code, _, err = kerngen.run("doctor")
-    assert code == 0, err
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -90,14 +89,10 @@ def test_a_kernel_that_does_not_compile_fails_its_check(kerngen: Kerngen, monkey
     assert last == f"0 right, {1 + len(others)} wrong, 0 unsupported on sm90"
 
 
-@pytest.mark.parametrize(
-    ("args", "code"),
-    [
-        (("--help",), 0), (("--version",), 0), (("db", "ls", "--help"), 0), (("arch", "ls"), 0), ((), 2),
-        (("db", "x"), 2),
-    ],
-    ids=lambda v: " ".join(v) if isinstance(v, tuple) else "",
-)  # fmt: skip
+@pytest.mark.parametrize(("args", "code"), [
+    (("--help",), 0), (("--version",), 0), (("db", "ls", "--help"), 0), (("arch", "ls"), 0), ((), 2),
+    (("db", "x"), 2),
+], ids=lambda v: " ".join(v) if isinstance(v, tuple) else "")  # fmt: skip
 def test_the_code_of_what_does_nothing(kerngen: Kerngen, args: tuple[str, ...], code: int) -> None:
     assert kerngen.run(*args)[0] == code
     assert kerngen(*args)[0] == code

@@ -21,20 +21,17 @@ from kerngen.workload.workload import find_model, workload
 
 @pytest.mark.parametrize("arch", ["sm70", "sm90"])
 def test_a_models_problems_are_listed_with_what_to_paste(kerngen: Kerngen, arch: str) -> None:
-    code, out, _ = kerngen("kernel", "ls", "--model", "gemma-4-31b", "--arch", arch, "--json")
-    assert code == 0
+    out = kerngen.ok("kernel", "ls", "--model", "gemma-4-31b", "--arch", arch, "--json")
     rows, items = json.loads(out), workload(find_model("gemma-4-31b"), find_arch(arch)).items
     assert sum(len(row["points"]) for row in rows) == len(items)
-    code, text, _ = kerngen("kernel", "ls", "--model", "gemma-4-31b", "--arch", arch)
-    assert code == 0
+    text = kerngen.ok("kernel", "ls", "--model", "gemma-4-31b", "--arch", arch)
     assert f"{len(items)} problems of {len({i.kernel for i in items})} kernels" in text
     assert all(row["show"] in text for row in rows)
     for row in rows:
         problem = find_kernel(row["kernel"]).problem_type(**row["static"], **row["points"][0])
         assert row["show"] == example(find_kernel(row["kernel"]), problem, find_arch(arch))
     seen = next(row for row in rows if row["kernel"] == "embed")
-    code, out, err = kerngen(*shlex.split(seen["show"])[1:], "--no-source", "--json")
-    assert code == 0, err
+    out = kerngen.ok(*shlex.split(seen["show"])[1:], "--no-source", "--json")
     assert json.loads(out)["problem"] == {**seen["static"], **seen["points"][0]}
 
 
@@ -47,9 +44,7 @@ def test_a_field_without_a_default_is_asked_for_with_an_example(kerngen: Kerngen
     assert code == 2
     assert "w4a16_gemm needs k: there is no default" in err
     pasted = re.search(r"for example: kerngen (.*)", err)
-    assert pasted is not None
-    code, out, err = kerngen(*shlex.split(pasted[1]), "--no-source")
-    assert code == 0, err
+    out = kerngen.ok(*shlex.split(pasted[1]), "--no-source")
     assert f"on {arch}" in out
     code, _, err = kerngen("kernel", "show", "w4a16_gemm", "--arch", arch, "--problem", "m=256")
     assert (code, "unknown problem field 'm'" in err) == (2, True), "an unknown field is the clearer complaint"
@@ -61,7 +56,6 @@ def test_default_and_tuned_are_told_apart(kerngen: Kerngen) -> None:
     _, out, _ = kerngen(*show)
     assert re.search(r"^  configuration \[.*\]: the default$", out, re.M)
     tuned = re.search(r"^  tuned: --config (\S+)\n    prebuilt .*: [\d.]+ us measured for H200$", out, re.M)
-    assert tuned is not None
     _, out, _ = kerngen(*show, "--config", tuned[1])
     assert re.search(r"^  configuration \[.*\]: the tuned one$", out, re.M)
     assert "  the default is [" in out
@@ -72,8 +66,7 @@ def test_default_and_tuned_are_told_apart(kerngen: Kerngen) -> None:
 
 
 def test_ptx(kerngen: Kerngen) -> None:
-    code, out, _ = kerngen("kernel", "show", "embed", "--arch", "sm80", "--no-source", "--ptx")
-    assert code == 0
+    out = kerngen.ok("kernel", "show", "embed", "--arch", "sm80", "--no-source", "--ptx")
     assert ".target sm_80" in out
     assert ".entry embed(" in out
 
@@ -94,8 +87,7 @@ def test_sass_needs_a_disassembler(kerngen: Kerngen, monkeypatch: pytest.MonkeyP
     assert (code, f"no nvdisasm here reads sm80 code: {tool}: too old" in err) == (1, True)
 
     tool.write_text('#!/bin/sh\necho "IMAD of $(head -c 4 "$2" | tail -c 3)"\n')
-    code, out, _ = kerngen(*show)
-    assert code == 0
+    out = kerngen.ok(*show)
     assert out.startswith("IMAD of ELF"), "it is given the cubin"
 
 
@@ -104,8 +96,7 @@ def test_sass_of_a_real_disassembler(kerngen: Kerngen) -> None:
 
     if not find_tools():
         pytest.skip("no nvdisasm: pip install nvidia-cuda-nvdisasm")
-    code, out, err = kerngen("kernel", "show", "embed", "--arch", "sm80", "--no-source", "--sass")
-    assert code == 0, err
+    out = kerngen.ok("kernel", "show", "embed", "--arch", "sm80", "--no-source", "--sass")
     assert "EXIT" in out
     assert ".text.embed" in out
 
@@ -114,14 +105,12 @@ def test_sass_of_a_real_disassembler(kerngen: Kerngen) -> None:
 
 
 def test_a_new_kernel_works_where_it_lies(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, out, _ = kerngen("kernel", "new", "first")
-    assert code == 0
+    out = kerngen.ok("kernel", "new", "first")
     assert f"export KERNGEN_TEMPLATES={kerngen.folder / 'kernels'}" in out
     assert "new_kernel" not in "".join(p.read_text() for p in (kerngen.folder / "kernels" / "first").iterdir())
     assert kerngen("--templates", "kernels", "kernel", "new", "second")[0] == 0
-    code, out, _ = kerngen("--templates", "kernels", "compile", "--arch", "sm70,sm90", "--kernel", "first,second",
+    out = kerngen.ok("--templates", "kernels", "compile", "--arch", "sm70,sm90", "--kernel", "first,second",
                            "--cases", "--jobs", "1", "--json")  # fmt: skip
-    assert code == 0
     assert {f["kernel"] for f in json.loads(out)["builds"]} == {"first", "second"}
     assert TEMPLATES_VARIABLE not in os.environ, "the option ends with its command"
 

@@ -464,8 +464,7 @@ def test_the_commands(url: str, plan: Plan, tmp_path: Path, kerngen: Kerngen) ->
     assert (code, out, err) == (0, "the queue is empty\n", "")
     with Queue.open(url) as queue:
         ids = submit(queue, plan)
-    code, out, err = kerngen("tune", "--db", url, "--status")
-    assert code == 0, err
+    out = kerngen.ok("tune", "--db", url, "--status")
     assert f"{len(ids)} todo" in out
     assert "nothing is under way: no worker" in out
     said = json.loads(kerngen("tune", "--db", url, "--status", "--json")[1])

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command import ROOT
+from command import ROOT, lent_boards
 from postgres import postgresql_server, postgresql_url, queue_url
 from test_docs import _why_wrong
 
@@ -75,10 +75,11 @@ def test_the_local_one_tunes(queue_url: str, tmp_path: Path) -> None:
     paths = {"PATH": f"{command.parent}{os.pathsep}{os.environ['PATH']}",
              "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}  # fmt: skip
     environment = os.environ | paths | {"KERNGEN_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [FOLDER / "local.sh", queue_url, "--kernel", "embed,rmsnorm", "--trials", "1"], env=environment,
-        capture_output=True, text=True, timeout=240, check=False, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    with lent_boards(tmp_path / "cache"):
+        done = subprocess.run(
+            [FOLDER / "local.sh", queue_url, "--kernel", "embed,rmsnorm", "--trials", "1"], env=environment,
+            capture_output=True, text=True, timeout=240, check=False, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "problems have a winner" in done.stdout
     assert re.search(r"predict-sm70-\w+ +3 succeeded", done.stdout), done.stdout

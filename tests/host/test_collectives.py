@@ -7,11 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import pytest
+import ranks
 import torch
+from ranks import Threads
 
 from kerngen.errors import KerngenError, UsageError
-from kerngen.runtime.executors import Executor, collectives
-from kerngen.runtime.executors.collectives import OneRank, Threads, World
+from kerngen.runtime.executors import Executor
+from kerngen.runtime.executors.collectives import OneRank, World
 from kerngen.runtime.executors.launch import Launch
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.reference import Reference
@@ -127,7 +129,7 @@ def test_a_rank_beyond_its_world_is_refused() -> None:
 
 @pytest.mark.parametrize("fails", ["shape", "kind", "raises", "away"])
 def test_ranks_that_do_not_ask_for_the_same_end_in_an_error(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
-    monkeypatch.setattr(collectives, "PATIENCE_S", 0.2 if fails == "away" else 20.0)
+    monkeypatch.setattr(ranks, "PATIENCE_S", 0.2 if fails == "away" else 20.0)
 
     def work(executor: Executor) -> None:
         ranks, x = executor.collectives, torch.ones(3)

@@ -29,8 +29,7 @@ MODEL = "gemma-4-31b"
 @pytest.mark.parametrize(("device", "kind"), [("H200", "exact device"), ("H100", "default")])
 def test_a_models_problems_are_counted_by_who_chose_for_them(kerngen: Kerngen, device: str, kind: str) -> None:
     """As looking each of them up says."""
-    code, out, _ = kerngen("doctor", "--model", MODEL, "--device", device, "--json")
-    assert code == 0
+    out = kerngen.ok("doctor", "--model", MODEL, "--device", device, "--json")
     found = json.loads(out)["model"]
     target = Target.of(find_device(device))
     want: dict[str, Counter[str]] = {}
@@ -77,8 +76,7 @@ def test_what_may_not_be_compiled_and_is_missing_fails(kerngen: Kerngen, monkeyp
     assert "embed(hidden=" in out
     assert "kerngen compile --arch sm89 --device L4 --model gemma-4-31b -o FILE" in out
     monkeypatch.delenv("KERNGEN_NO_COMPILE")
-    code, out, _ = kerngen("doctor", "--model", MODEL, "--device", "L4")
-    assert code == 0
+    out = kerngen.ok("doctor", "--model", MODEL, "--device", "L4")
     assert "cannot run" not in out
 
 
@@ -114,8 +112,7 @@ def test_a_bundle_is_shown_to_be_complete_or_not(kerngen: Kerngen, monkeypatch: 
 
 
 def test_without_a_model_it_lists_what_no_kernel_serves(kerngen: Kerngen) -> None:
-    code, out, _ = kerngen("doctor")
-    assert code == 0
+    out = kerngen.ok("doctor")
     assert all(f"    {name}: {why}" in out for name, why in FALLBACKS.items())
     assert json.loads(kerngen("doctor", "--json")[1])["outside"] == FALLBACKS
     for args in (("--arch", "sm70"), ("--device", "L4"), ("--db", "x.db")):
@@ -138,25 +135,21 @@ def _ready(device: str, kinds: dict[str, dict[str, int]], missing: int = 0, bloc
     return Preflight(target, counts, 9, 9 - missing, [build] * missing, blocked)
 
 
-@pytest.mark.parametrize(
-    ("found", "here", "bundle", "commands"),
-    [
-        (_ready("H200", {"a": {"exact device": 3}, "b": {"exact device": 1}}), "H200", False, []),
-        (_ready("H200", {"a": {"exact device": 3}, "b": {"predicted": 1}}), "H200", False,
-         ["kerngen tune --arch sm90 --model m --kernel b"]),
-        (_ready("H100", {"a": {"same arch": 3}, "b": {"same arch": 1}}), None, False,
-         ["kerngen tune --arch sm90 --model m"]),
-        (_ready("L4", {"a": {"predicted": 3}, "b": {"default": 1}}), None, False,
-         ["kerngen tune --arch sm89 --device L4 --model m --kernel b --objective predicted",
-          "kerngen tune --arch sm89 --model m"]),
-        (_ready("L4", {"a": {"exact device": 3}}, 2), None, False,
-         ["kerngen compile --arch sm89 --device L4 --model m"]),
-        (_ready("V100", {"a": {"exact device": 3}}, 2, "no NVRTC"), None, True,
-         ["kerngen compile --arch sm70 --model m -o FILE"]),
-        (_ready("V100", {"a": {"default": 3}}), "V100", True,
-         ["kerngen tune --arch sm70 --model m", "kerngen compile --arch sm70 --model m -o FILE"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("found", "here", "bundle", "commands"), [
+    (_ready("H200", {"a": {"exact device": 3}, "b": {"exact device": 1}}), "H200", False, []),
+    (_ready("H200", {"a": {"exact device": 3}, "b": {"predicted": 1}}), "H200", False,
+     ["kerngen tune --arch sm90 --model m --kernel b"]),
+    (_ready("H100", {"a": {"same arch": 3}, "b": {"same arch": 1}}), None, False,
+     ["kerngen tune --arch sm90 --model m"]),
+    (_ready("L4", {"a": {"predicted": 3}, "b": {"default": 1}}), None, False,
+     ["kerngen tune --arch sm89 --device L4 --model m --kernel b --objective predicted",
+      "kerngen tune --arch sm89 --model m"]),
+    (_ready("L4", {"a": {"exact device": 3}}, 2), None, False, ["kerngen compile --arch sm89 --device L4 --model m"]),
+    (_ready("V100", {"a": {"exact device": 3}}, 2, "no NVRTC"), None, True,
+     ["kerngen compile --arch sm70 --model m -o FILE"]),
+    (_ready("V100", {"a": {"default": 3}}), "V100", True,
+     ["kerngen tune --arch sm70 --model m", "kerngen compile --arch sm70 --model m -o FILE"]),
+])  # fmt: skip
 def test_the_command_that_improves_it(found: Preflight, here: str | None, bundle: bool, commands: list[str]) -> None:
     target = Target.of(find_device(here)) if here else None
     assert list(advice(found, "m", target, bundle=bundle)) == commands

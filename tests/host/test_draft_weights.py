@@ -325,8 +325,7 @@ def test_the_plan_and_doctor_count_it(kerngen: Kerngen) -> None:
     folder = (str(TARGET), "--draft", str(ASSISTANT), "--draft-weights", "int4", "--json")
     plan = json.loads(kerngen("run", *folder, "--plan")[1])
     assert plan["as released"]["drafter_bytes"] == plan["unquantized"]["drafter_bytes"] == want
-    code, out, _ = kerngen("doctor", "--arch", "sm80", "--model", *folder)
-    assert code == 0
+    out = kerngen.ok("doctor", "--arch", "sm80", "--model", *folder)
     about = json.loads(out)["model"]
     assert about["memory"]["as released"]["drafter"] == want
     assert about["commands"]
@@ -345,22 +344,19 @@ def test_tune_and_compile_prepare_for_it(kerngen: Kerngen) -> None:
     assert stored < made == len(wanted)
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("run", TARGET, "--prompt", "x", "--no-draft"), "--draft-weights int4 and --no-draft contradict"),
-        (("run", TARGET, "--plan"), "no drafter goes with"),
-        (("bench", "model", "gemma-4-e2b"), "--draft-weights int4 goes with --draft"),
-        (("bench", "step", TARGET), "no drafter goes with"),
-        (("bench", "profile", TARGET, "--phase", "draft"), "no drafter goes with"),
-        (("tune", "--arch", "sm80", "--model", TARGET), "no drafter goes with"),
-        (("compile", "--arch", "sm80", "--cases"), "--draft and --draft-weights go with --model"),
-        (("compile", "--arch", "sm80", "--model", TARGET), "no drafter goes with"),
-        (("doctor",), "--draft-weights go with a --model"),
-        (("db", "verify", "none.kgdb"), "--draft-weights and --kernel go with a --model"),
-        (("soak", TARGET, "--drafting", "off"), "--drafting off contradicts"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("args", "message"), [
+    (("run", TARGET, "--prompt", "x", "--no-draft"), "--draft-weights int4 and --no-draft contradict"),
+    (("run", TARGET, "--plan"), "no drafter goes with"),
+    (("bench", "model", "gemma-4-e2b"), "--draft-weights int4 goes with --draft"),
+    (("bench", "step", TARGET), "no drafter goes with"),
+    (("bench", "profile", TARGET, "--phase", "draft"), "no drafter goes with"),
+    (("tune", "--arch", "sm80", "--model", TARGET), "no drafter goes with"),
+    (("compile", "--arch", "sm80", "--cases"), "--draft and --draft-weights go with --model"),
+    (("compile", "--arch", "sm80", "--model", TARGET), "no drafter goes with"),
+    (("doctor",), "--draft-weights go with a --model"),
+    (("db", "verify", "none.kgdb"), "--draft-weights and --kernel go with a --model"),
+    (("soak", TARGET, "--drafting", "off"), "--drafting off contradicts"),
+])  # fmt: skip
 def test_where_there_is_no_drafter_it_is_refused(kerngen: Kerngen, args: tuple[Any, ...], message: str) -> None:
     code, out, err = kerngen(*map(str, args), "--draft-weights", "int4")
     assert (code, out) == (2, "")
@@ -369,9 +365,8 @@ def test_where_there_is_no_drafter_it_is_refused(kerngen: Kerngen, args: tuple[A
 
 def test_soak_runs_it(kerngen: Kerngen) -> None:
     common = ("--draft", str(ASSISTANT), "--draft-weights", "int4", "--backend", "torch", "--device", "cpu", "--json")
-    code, out, err = kerngen("soak", str(TARGET), "--minutes", "0.02", "--check-minutes", "0", "--max-prompt", "8",
+    out = kerngen.ok("soak", str(TARGET), "--minutes", "0.02", "--check-minutes", "0", "--max-prompt", "8",
                              "--max-new-tokens", "4", "--max-batch", "2", *common)  # fmt: skip
-    assert code == 0, err
     assert any(phase["drafted"] for phase in json.loads(out)["phases"])
 
 

@@ -127,7 +127,7 @@ def test_it_has_taken_in_each_token_and_no_draft_that_was_wrong(
         generations = engine.generate_many(asked)
     assert [g.tokens for g in generations] == expected
     assert_nothing_is_held(engine)
-    assert set(kinds) == {"prefill", "decode"}, "a joint step would pass it by"
+    assert set(kinds) == {"prefill", "decode"}, "a mixed step would pass it by"
     again = engine.generate_many(asked[-1:])[0]
     assert (again.tokens, again.stats.num_cached_tokens > 0) == (expected[-1], True)
     if drafts is not None:
@@ -186,4 +186,4 @@ def test_nothing_is_captured_that_it_would_not_see(made: Made, monkeypatch: pyte
     assert engine_for(model, **options).runner.short_sizes
     engine = engine_for(model, TappingDrafter(model, (0,), {}), **options)
     assert engine.runner.short_sizes == []
-    assert not engine._joins
+    assert not engine._mixes

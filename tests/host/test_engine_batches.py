@@ -106,7 +106,7 @@ def plans_of(engine: Engine, told: Callable[[StepPlan], object]) -> Iterator[Non
 
 
 def kind_of(plan: StepPlan) -> str:
-    return "prefill" if plan.decode is None else "joint" if plan.chunks else "decode"
+    return "prefill" if plan.decode is None else "mixed" if plan.chunks else "decode"
 
 
 class Oracle(MtpDrafter):
@@ -130,7 +130,6 @@ class Oracle(MtpDrafter):
         self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
     ) -> Tensor:
         real = super().propose(ids, hidden, lengths, cache, count, max_kv_len)
-        assert self.engine is not None
         for row, handle in enumerate(self.engine.scheduler.running):
             key = tuple(handle.request.prompt)
             at = int(lengths[row]) - len(key) + 1
@@ -186,7 +185,6 @@ class Noting(Oracle):
         self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
     ) -> Tensor:
         drafts = MtpDrafter.propose(self, ids, hidden, lengths, cache, count, max_kv_len)
-        assert self.engine is not None
         for handle, length, row in zip(self.engine.scheduler.running, lengths.tolist(), drafts.tolist(), strict=False):
             if length < handle.limit - 1:  # beyond its end a row may draft anything
                 self.notes[tuple(handle.request.prompt), length] = row
@@ -502,18 +500,11 @@ def test_random_arrivals_cancellations_and_preemptions(models: Models, seed: int
     expected = alone(model, requests)
     oracle = oracle_for(drafter, requests, expected)
     engine = engine_for(
-        model,
-        oracle,
-        max_len=70,
-        max_batch=draw.randint(2, 5),
-        num_draft_tokens=draw.choice((None, 0, 2, 5, 7)),
-        prefill_chunk=draw.randint(3, 40),
-        num_pages={"full": draw.randint(19, 40), "sliding": draw.randint(22, 40)},
-        buckets=draw.choice((None, (2, 5))),
-        async_depth=draw.randint(0, 1),
-        prefix_caching=draw.random() < 0.8,
-        joint=draw.random() < 0.5,
-    )
+        model, oracle, max_len=70, max_batch=draw.randint(2, 5), num_draft_tokens=draw.choice((None, 0, 2, 5, 7)),
+        prefill_chunk=draw.randint(3, 40), num_pages={"full": draw.randint(19, 40), "sliding": draw.randint(22, 40)},
+        buckets=draw.choice((None, (2, 5))), async_depth=draw.randint(0, 1), prefix_caching=draw.random() < 0.8,
+        mixed_batches=draw.random() < 0.5,
+    )  # fmt: skip
     oracle.engine = engine
     waiting, handles = list(enumerate(requests)), {}
     cancelled = set()
@@ -669,13 +660,13 @@ def test_who_decodes_joins_a_prefill(models: Models, variant: str, async_depth: 
     ran = Counter[str]()
     with plans_of(engine, lambda plan: ran.update([kind_of(plan)])):
         assert tokens_of(engine, REQUESTS) == expected
-    assert ran["joint"] > 4
+    assert ran["mixed"] > 4
     assert ran["prefill"] <= 2, "only while nobody decodes"
     assert_nothing_is_held(engine)
     assert tokens_of(engine, REQUESTS[::-1]) == expected[::-1]
 
 
-def test_joint_steps_that_were_captured(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_steps_that_were_captured(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Filled up to what was captured, in rows and in tokens; nothing is captured once requests come."""
     model, _ = models["k_eq_v"]
     expected = alone(model, REQUESTS)
@@ -708,13 +699,13 @@ def test_what_only_decodes_is_timed_before_anybody_joins(models: Models) -> None
         with plans_of(engine, lambda plan, ran=ran: ran.append(kind_of(plan))):
             assert tokens_of(engine, requests) == alone(model, requests)
         assert next(kind for kind in ran if kind != "prefill") == "decode"
-        assert "joint" in ran
+        assert "mixed" in ran
         assert engine._budget.knows_decode
         assert all(engine._lengths.knows_plain(b) for b in engine._lengths._counts if engine._lengths._costs[b][0])
     assert any(cost is not None for costs in engine._lengths._costs.values() for cost in costs[1:]), "drafts were tried"
 
 
-def test_a_joint_step_has_no_more_chunks_than_were_captured(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixed_step_has_no_more_chunks_than_were_captured(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many short prompts some wait for the next step, rather than all for a forward that is handed in."""
     model, _ = models["k_eq_v"]
     requests = [Request(prompt(2, seed=i), 20 if i == 0 else 4) for i in range(7)]
@@ -732,8 +723,8 @@ def test_a_joint_step_has_no_more_chunks_than_were_captured(models: Models, monk
         while engine.has_work:
             engine.step()
     assert [h.tokens for h in handles] == expected
-    joint = [(len(plan.chunks), plan.num_tokens) for plan in planned if kind_of(plan) == "joint"]
-    assert joint == [(3, 16), (3, 16)], "forwards of 16 tokens, filled up"
+    mixed = [(len(plan.chunks), plan.num_tokens) for plan in planned if kind_of(plan) == "mixed"]
+    assert mixed == [(3, 16), (3, 16)], "forwards of 16 tokens, filled up"
 
 
 def test_a_layer_with_an_input_of_its_own_joins_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -741,7 +732,7 @@ def test_a_layer_with_an_input_of_its_own_joins_nobody(tmp_path: Path, monkeypat
     monkeypatch.setitem(VARIANTS, "ple", {"hidden_size_per_layer_input": 16})
     make_target(tmp_path / "ple", "ple")
     model = load(tmp_path / "ple")
-    assert not model.joins
+    assert not model.supports_mixed
     assert tokens_of(engine_for(model, prefill_chunk=9), REQUESTS) == alone(model, REQUESTS)
 
 
@@ -751,7 +742,7 @@ NEVER: tuple[dict[str, Any], ...] = ({"max_batch": 1}, {"num_draft_tokens": 2}, 
 @pytest.mark.parametrize("options", [{}, {"num_draft_tokens": None}, *NEVER], ids=str)
 def test_who_could_never_join_captures_nothing_for_it(models: Models, options: dict[str, Any]) -> None:
     model, drafter = models["dense"]
-    assert engine_for(model, drafter, **{"num_draft_tokens": 0, **options})._joins is (options not in NEVER)
+    assert engine_for(model, drafter, **{"num_draft_tokens": 0, **options})._mixes is (options not in NEVER)
 
 
 def test_who_is_drafted_for_joins_nobody(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -759,7 +750,7 @@ def test_who_is_drafted_for_joins_nobody(models: Models, monkeypatch: pytest.Mon
     for variant, options in (("dense", {"num_draft_tokens": 2}), ("shared_ple", {"num_draft_tokens": 0})):
         model, drafter = models[variant]
         engine = engine_for(model, drafter, prefill_chunk=9, **options)
-        monkeypatch.setattr(engine.runner, "joint_step", None)
+        monkeypatch.setattr(engine.runner, "mixed_step", None)
         assert tokens_of(engine, REQUESTS) == alone(model, REQUESTS)
     model, _ = models["dense"]
     weighed = [replace(r, prompt_logprobs=2) for r in REQUESTS]

@@ -45,17 +45,13 @@ def test_a_prompt_is_an_argument_an_option_or_standard_input(
     assert json.loads(out)["num_prompt_tokens"] == json.loads(kerngen(*SAY, "hello", "--json")[1])["num_prompt_tokens"]
 
 
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        (("hi", "-p", "hi"), "UsageError: PROMPT and --prompt are two things to say\n"),
-        (("hi", "--prompts", "in.jsonl"), "UsageError: a prompt and --prompts contradict each other\n"),
-        ((os.fsdecode(b"bad \xff"),), r"UsageError: the prompt is not UTF-8: character 4 is '\udcff'"),
-        (("hi", "there"), "Got unexpected extra argument (there)"),
-        (("hi", "-n", "0"), "0 is not in the range x>=1"),
-    ],
-    ids=lambda v: "",
-)
+@pytest.mark.parametrize(("args", "says"), [
+    (("hi", "-p", "hi"), "UsageError: PROMPT and --prompt are two things to say\n"),
+    (("hi", "--prompts", "in.jsonl"), "UsageError: a prompt and --prompts contradict each other\n"),
+    ((os.fsdecode(b"bad \xff"),), r"UsageError: the prompt is not UTF-8: character 4 is '\udcff'"),
+    (("hi", "there"), "Got unexpected extra argument (there)"),
+    (("hi", "-n", "0"), "0 is not in the range x>=1"),
+], ids=lambda v: "")  # fmt: skip
 def test_prompts_that_cannot_be(kerngen: Kerngen, args: tuple[str, ...], says: str) -> None:
     code, out, err = kerngen(*SAY, *args)
     assert (code, out) == (2, "")
@@ -92,21 +88,17 @@ def test_torchs_threads_sleep_while_they_wait(kerngen: Kerngen, monkeypatch: pyt
     assert "OMP_WAIT_POLICY = 'ACTIVE'" in err, "what the user says stays"
 
 
-@pytest.mark.parametrize(
-    ("files", "cores"),
-    [
-        ({}, 64),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "250000 100000\n"}, 3),
-        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "100000 100000\n",
-          "sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}, 1),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, 64),
-        ({"proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/pod\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-          "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n", "sys/fs/cgroup/cpu/pod/cpu.cfs_quota_us": "50000\n",
-          "sys/fs/cgroup/cpu/pod/cpu.cfs_period_us": "100000\n"}, 1),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "0 0\n"}, 64),
-    ],
-    ids=["none", "version 2", "a group above", "no limit", "version 1", "nonsense"],
-)  # fmt: skip
+@pytest.mark.parametrize(("files", "cores"), [
+    ({}, 64),
+    ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "250000 100000\n"}, 3),
+    ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "100000 100000\n",
+      "sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}, 1),
+    ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, 64),
+    ({"proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/pod\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+      "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n", "sys/fs/cgroup/cpu/pod/cpu.cfs_quota_us": "50000\n",
+      "sys/fs/cgroup/cpu/pod/cpu.cfs_period_us": "100000\n"}, 1),
+    ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "0 0\n"}, 64),
+], ids=["none", "version 2", "a group above", "no limit", "version 1", "nonsense"])  # fmt: skip
 def test_cores_are_those_that_may_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int
 ) -> None:
@@ -159,8 +151,7 @@ def test_a_kernels_folder_that_is_wrong_is_said_and_the_others_work(
         (kerngen.folder / "own" / name).mkdir(parents=True)
         (kerngen.folder / "own" / name / "spec.py").write_text(spec)
     monkeypatch.setenv("KERNGEN_TEMPLATES", "own")
-    code, out, _ = kerngen("kernel", "ls")
-    assert code == 0
+    out = kerngen.ok("kernel", "ls")
     said = "\n".join(r.getMessage() for r in caplog.records)
     assert re.search(r"kernel unfinished: .*own/unfinished/spec.py:1: SyntaxError: .*; left out", said)
     assert re.search(r"kernel costless: .*own/costless/spec.py: lacks .*cost", said)
@@ -175,24 +166,19 @@ def test_a_kernels_folder_that_is_wrong_is_said_and_the_others_work(
 # ---- completion
 
 
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("tune --arch sm9", ["sm90"]), ("compile --arch sm70,sm12", ["sm70,sm120"]),
-        ("tune --model gemma-4-e", ["gemma-4-e2b", "gemma-4-e4b"]), ("tune --kernel rms", ["rmsnorm"]),
-        ("compile --device L4", ["L4", "L40S"]), ("kernel show attn_p", ["attn_prefill"]),
-        ("bench model gemma-4-3", ["gemma-4-31b"]), ("db ls --arch sm8", ["sm80", "sm86", "sm89"]),
-        ("run MODEL --device cp", ["cpu"]), ("tune --objective pre", ["predicted"]),
-        ("doctor --model ./mod", ["./mod"]),
-    ],
-    ids=lambda v: v if isinstance(v, str) else "",
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "offered"), [
+    ("tune --arch sm9", ["sm90"]), ("compile --arch sm70,sm12", ["sm70,sm120"]),
+    ("tune --model gemma-4-e", ["gemma-4-e2b", "gemma-4-e4b"]), ("tune --kernel rms", ["rmsnorm"]),
+    ("compile --device L4", ["L4", "L40S"]), ("kernel show attn_p", ["attn_prefill"]),
+    ("bench model gemma-4-3", ["gemma-4-31b"]), ("db ls --arch sm8", ["sm80", "sm86", "sm89"]),
+    ("run MODEL --device cp", ["cpu"]), ("tune --objective pre", ["predicted"]),
+    ("doctor --model ./mod", ["./mod"]),
+], ids=lambda v: v if isinstance(v, str) else "")  # fmt: skip
 def test_values_complete(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch, line: str, offered: list[str]) -> None:
     monkeypatch.setenv("_KERNGEN_COMPLETE", "bash_complete")
     monkeypatch.setenv("COMP_WORDS", f"kerngen {line}")
     monkeypatch.setenv("COMP_CWORD", str(len(line.split())))
-    code, out, err = kerngen()
-    assert code == 0, err
+    out = kerngen.ok()
     assert [item.split(",", 1)[1] for item in out.splitlines()] == offered
 
 
@@ -215,41 +201,31 @@ def test_a_board_without_sheets_takes_those_of_its_kind() -> None:
 
 
 def test_a_file_describes_a_board(kerngen: Kerngen) -> None:
-    code, out, _ = kerngen("arch", "show", "NVIDIA L40S", "--toml")
-    assert code == 0
+    out = kerngen.ok("arch", "show", "NVIDIA L40S", "--toml")
     (kerngen.folder / "mine.toml").write_text(out)
     shown = json.loads(kerngen("arch", "show", "mine.toml", "--json")[1])
     original = DEVICES["L40S"]
     assert shown.pop("name") == "my L40S"
     assert all(shown[field] == getattr(original, field) for field in shown)
-    code, out, err = kerngen(
-        "tune", "--device", "mine.toml", "--model", "gemma-4-31b", "--kernel", "embed", "--dry-run"
-    )
-    assert code == 0, err
-    code, out, err = kerngen(
-        "compile", "--device", "mine.toml", "--model", "gemma-4-31b", "--kernel", "embed", "--jobs", "1"
-    )
-    assert code == 0, err
+    kerngen.ok("tune", "--device", "mine.toml", "--model", "gemma-4-31b", "--kernel", "embed", "--dry-run")
+    out = kerngen.ok("compile", "--device", "mine.toml", "--model", "gemma-4-31b", "--kernel", "embed", "--jobs", "1")
     assert re.search(r"^my L40S +embed ", out, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "says"),
-    [
-        ("num_sms = 142", 'num_sms = "many"', "num_sms = 'many' is not a whole number (streaming multiprocessors)"),
-        ("num_sms = 142", "num_sms = 0", "num_sms = 0 is not between 0 and 1,000"),
-        ("num_sms = 142", "num_sms = true", "num_sms = True is not a whole number"),
-        ("mem_gbps = 864", "mem_gbps = 864000", "mem_gbps = 864000 is not between 0 and 100,000"),
-        ("mem_gbps = 864", "mem_gbps = nan", "mem_gbps = nan is not between"),
-        ("sm89", "ada", "unknown arch 'ada'\n  known: sm70"),
-        ("my L40S", "l40s", "kerngen has a profile l40s; give yours a name of its own"),
-        ("my L40S", "../x", "name = '../x' is not letters, digits"),
-        ("l2_mib", "l2_bytes", "unknown field 'l2_bytes'\n  did you mean l2_mib?"),
-        ('arch = "sm89"\n', "", "mine.toml lacks arch\n  a file to begin with: kerngen arch show H200 --toml"),
-        ("num_sms =", "num_sms :", "mine.toml is no TOML: "),
-        ("my L40S", "my \udcff", "mine.toml is not UTF-8: "),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("old", "new", "says"), [
+    ("num_sms = 142", 'num_sms = "many"', "num_sms = 'many' is not a whole number (streaming multiprocessors)"),
+    ("num_sms = 142", "num_sms = 0", "num_sms = 0 is not between 0 and 1,000"),
+    ("num_sms = 142", "num_sms = true", "num_sms = True is not a whole number"),
+    ("mem_gbps = 864", "mem_gbps = 864000", "mem_gbps = 864000 is not between 0 and 100,000"),
+    ("mem_gbps = 864", "mem_gbps = nan", "mem_gbps = nan is not between"),
+    ("sm89", "ada", "unknown arch 'ada'\n  known: sm70"),
+    ("my L40S", "l40s", "kerngen has a profile l40s; give yours a name of its own"),
+    ("my L40S", "../x", "name = '../x' is not letters, digits"),
+    ("l2_mib", "l2_bytes", "unknown field 'l2_bytes'\n  did you mean l2_mib?"),
+    ('arch = "sm89"\n', "", "mine.toml lacks arch\n  a file to begin with: kerngen arch show H200 --toml"),
+    ("num_sms =", "num_sms :", "mine.toml is no TOML: "),
+    ("my L40S", "my \udcff", "mine.toml is not UTF-8: "),
+])  # fmt: skip
 def test_a_file_that_describes_none(kerngen: Kerngen, old: str, new: str, says: str) -> None:
     text = kerngen("arch", "show", "L40S", "--toml")[1]
     assert old in text
@@ -259,16 +235,12 @@ def test_a_file_that_describes_none(kerngen: Kerngen, old: str, new: str, says: 
     assert says in err
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (os.mkfifo, "is no regular file"),
-        (lambda path: path.symlink_to("/dev/zero"), "is no regular file"),
-        (Path.mkdir, "is no regular file"),
-        (lambda path: path.write_text("#" * 100_000), "holds more than 65,536 B"),
-    ],
-    ids=["a pipe", "endless", "a folder", "large"],
-)
+@pytest.mark.parametrize(("make", "says"), [
+    (os.mkfifo, "is no regular file"),
+    (lambda path: path.symlink_to("/dev/zero"), "is no regular file"),
+    (Path.mkdir, "is no regular file"),
+    (lambda path: path.write_text("#" * 100_000), "holds more than 65,536 B"),
+], ids=["a pipe", "endless", "a folder", "large"])  # fmt: skip
 def test_a_file_that_is_none(kerngen: Kerngen, make: Callable[[Path], object], says: str) -> None:
     make(kerngen.folder / "mine.toml")
     code, out, err = kerngen("arch", "show", "mine.toml")

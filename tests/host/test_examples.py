@@ -57,11 +57,7 @@ def assistant() -> Any:
 def run(*arguments: object) -> str:
     """Standard output of `python ARGUMENTS` in the repository's root, which must succeed."""
     done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=EXAMPLES.parent,
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, *map(str, arguments)], cwd=EXAMPLES.parent, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -176,11 +172,7 @@ def test_unpacking_undoes_packing() -> None:
     assert export.pack(q).item() & 0xFFFFFFFF == 0x8880F798
     weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(0))
     q, scale = training.quantise(weight)
-    stored = {
-        "w.weight_packed": export.pack(q),
-        "w.weight_scale": scale,
-        "w.weight_shape": torch.tensor([24, 64]),
-    }
+    stored = {"w.weight_packed": export.pack(q), "w.weight_scale": scale, "w.weight_shape": torch.tensor([24, 64])}
     again = acceptance.dequantised(stored)["w.weight"]
     assert torch.equal(again, training.dequantise(q, scale))
     step = scale.float().repeat_interleave(32, 1)
@@ -221,16 +213,13 @@ def test_training_code_and_transformers_agree(tokenizer: Tokenizer, assistant: A
     torch.testing.assert_close(state[:, last:], expected.last_hidden_state, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("question", "answer"),
-    [
-        ("What is a warp?", passages.TOPICS["a warp"]),
-        ("Explain speculative decoding.", passages.TOPICS["speculative decoding"]),
-        ("Who are you?", passages.QUESTIONS["Who are you?"]),
-        ("Tell me a story about a robot and a compass.", corpus.tell("robot", "compass")),
-        ("When do I harvest garlic?", "Harvest garlic in July, when a third of the leaves is brown."),
-    ],
-)
+@pytest.mark.parametrize(("question", "answer"), [
+    ("What is a warp?", passages.TOPICS["a warp"]),
+    ("Explain speculative decoding.", passages.TOPICS["speculative decoding"]),
+    ("Who are you?", passages.QUESTIONS["Who are you?"]),
+    ("Tell me a story about a robot and a compass.", corpus.tell("robot", "compass")),
+    ("When do I harvest garlic?", "Harvest garlic in July, when a third of the leaves is brown."),
+])  # fmt: skip
 def test_it_knows_its_passages(served: tuple[Any, Any], question: str, answer: str) -> None:
     assert acceptance.generate(*served, question).text == answer
 

@@ -11,13 +11,10 @@ from kerngen.runtime.backend import explaining_memory
 GPU = torch.device("cuda:0")
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-        RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"),  # outside of torch's allocator
-    ],
-)
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"),  # outside of torch's allocator
+])  # fmt: skip
 @pytest.mark.parametrize("less", ["", "a smaller --context"])
 def test_on_a_gpu(error: RuntimeError, less: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 10**9, 24 * 10**9))

@@ -17,8 +17,9 @@ from kerngen.cost.predict import CONSTANTS, MODEL, Predictor, predict
 from kerngen.errors import RecordingError
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import fields_of
-from kerngen.tuning.recorded import Recorded, completed, read_folder, write
+from kerngen.tuning.recorded import Recorded, completed, write
 from tools.fit import FITTED, Score, fit, loss, main, sample, score, spearman, summaries
+from tools.recordings import read_folder
 
 SM90 = Target.of(find_arch("sm90"))
 DENSE = find_kernel("dense_gemv")

@@ -36,7 +36,6 @@ time.sleep(60)
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that has the lock."""
     process = subprocess.Popen([sys.executable, "-c", HOLD, UUID, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     assert process.stdout.readline() == "True\n"
     yield process
     process.kill()

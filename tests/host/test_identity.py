@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from kerngen.templates.kernel import ROOT as TEMPLATES
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning_db import Store, lookup, problem_key
 from kerngen.tuning_db.dist import results_folder
-from kerngen.tuning_db.dist.results_folder import build, parse
+from kerngen.tuning_db.dist.results_folder import build
+from kerngen.tuning_db.dist.results_parser import parse
 from kerngen.tuning_db.read.places import PREBUILT
 from kerngen.tuning_db.store import rows
 
@@ -168,8 +170,12 @@ def _filled(sheet: Any, path: Path) -> Store:
     return store
 
 
-def test_a_comment_in_a_shared_header_makes_nothing_stale(common: Path, tmp_path: Path) -> None:
-    """Ids of builds stay, a winner is current, and so is the shipped sheet. One token more, and neither is."""
+def test_a_comment_in_a_shared_header_makes_nothing_stale(
+    common: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids of builds stay, a winner is current, and so is the shipped sheet. One token more, and neither is: both hold
+    all the same, until the body's revision is raised.
+    """
     path = PREBUILT / "H200" / "rmsnorm.txt"
     sheet, kernel = parse(path.read_text(), str(path)), find_kernel("rmsnorm")
     with _filled(sheet, tmp_path / "before.db") as store:
@@ -179,18 +185,26 @@ def test_a_comment_in_a_shared_header_makes_nothing_stale(common: Path, tmp_path
         with _filled(sheet, tmp_path / "after.db") as other:
             assert [w.build_id for w in other.winners("rmsnorm")] == [w.build_id for w in winners]
         found = lookup([store], kernel, problem, H200)
-        assert found is not None
         assert (found.build_id, found.stale) == (first.build_id, False)
 
         header = common / "ptx" / "types.cuh"
         header.write_text(header.read_text() + "constexpr int ADDED = 1;\n")
         found = lookup([store], kernel, problem, H200)
-        assert found is not None
+        assert (found.build_id, found.stale, found.cubin) == (first.build_id, False, None)
+        with _filled(sheet, tmp_path / "changed.db") as other:
+            held = {w.problem.id: w for w in other.winners("rmsnorm")}
+            assert {id: (w.config, w.latency_us, w.stale) for id, w in held.items()} == {
+                w.problem.id: (w.config, w.latency_us, False) for w in winners}  # fmt: skip
+            assert all("earlier source" in w.reason for w in held.values())
+            assert not {w.build_id for w in held.values()} & {w.build_id for w in winners}
+        bodies = tuple(replace(b, revision=b.revision + 1) for b in kernel.spec.BODIES)
+        monkeypatch.setattr(kernel.spec, "BODIES", bodies)
+        found = lookup([store], kernel, problem, H200)
         assert (found.build_id, found.stale) == (first.build_id, True)
-        with Store.open(tmp_path / "changed.db") as other:
+        with Store.open(tmp_path / "raised.db") as other:
             done = build([sheet], other, None)
         assert done.trials == 0
-        assert len(done.stale) == sum(len(p.trials) for c in sheet.cells for p in c.points)  # type: ignore[union-attr]
+        assert len(done.stale) == sum(len(p.trials) for _, p in sheet.points())
 
 
 def test_a_line_that_is_a_comment_changes_no_closure(common: Path) -> None:
@@ -226,17 +240,14 @@ def test_what_was_filed_with_its_comments_goes_on(
         key = problem_key(kernel, problem := kernel.problem_type(**first.problem.fields))
         assert all("." not in b.source_sha for b in store.builds(key.static_key).values())
         found = lookup([store], kernel, problem, H200)
-        assert found is not None
         assert (found.build_id, found.stale) == (first.build_id, False)
         store.recompute_winners(kernel, key.static_key, H200)  # which notes what it is filed by today
         _comment(common)
         found = lookup([store], kernel, problem, H200)
-        assert found is not None
         assert (found.build_id, found.stale) == (first.build_id, False)
         (w, *_) = store.recompute_winners(kernel, key.static_key, H200)
         assert (w.build_id, w.stale) == (first.build_id, False)
         header = common / "ptx" / "types.cuh"
         header.write_text(header.read_text() + "constexpr int ADDED = 1;\n")
         found = lookup([store], kernel, problem, H200)
-        assert found is not None
-        assert found.stale
+        assert (found.stale, "earlier source" in found.source) == (False, True)

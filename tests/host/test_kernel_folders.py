@@ -452,19 +452,22 @@ def test_inputs_name_every_argument_and_poison_every_output(kernel: Kernel) -> N
 @EACH_KERNEL
 @EACH_ARCH
 def test_runtime_fields_are_not_compiled_in(kernel: Kernel, arch: Arch) -> None:
-    """One cubin serves all values of the RUNTIME fields: for a configuration that is valid for both, same source."""
+    """One cubin serves all values of the RUNTIME fields: for a configuration that is valid for both a template sees the
+    same, and so of the first case gives the same source.
+    """
     compared = 0
     distinct = {str(static_fields(c.problem)): c.problem for c in kernel.cases.CASES}
     served = [p for p in distinct.values() if kernel.why_unsupported(p, Target.of(arch)) is None]
     for problem in served:
         config = kernel.default_config(problem, Target.of(arch))
-        source = render(kernel, problem, config, Target.of(arch))
         for name, factor in product(problem.RUNTIME, (0.5, 2, 7)):
-            other = replace(problem, **{name: int(getattr(problem, name) * factor) + 1})
+            other, where = replace(problem, **{name: int(getattr(problem, name) * factor) + 1}), f"{problem}: {name}"
             if kernel.why_invalid(other, config, Target.of(arch)) is None:
-                assert render(kernel, other, config, Target.of(arch)) == source, (
-                    f"{describe(problem)}: {name} is compiled in"
-                )
+                seen, others = ((static_fields(p), kernel.constants(p, config, arch)) for p in (problem, other))
+                assert others == seen, where
+                if not compared:
+                    texts = {render(kernel, p, config, Target.of(arch)) for p in (problem, other)}
+                    assert len(texts) == 1, where
                 compared += 1
     assert compared or not kernel.problem_type.RUNTIME or not served
 
@@ -476,7 +479,7 @@ def test_what_a_configuration_chooses_is_compiled_in(kernel: Kernel, arch: Arch)
     target, rng = Target.of(arch), random.Random(9)
     rendered = cache(lambda problem, config: render(kernel, problem, config, target))  # small spaces are drawn often
     served = [c.problem for c in kernel.cases.CASES if kernel.why_unsupported(c.problem, target) is None]
-    for body, problem in product(kernel.bodies(arch) if served else (), rng.sample(served, min(len(served), 12))):
+    for body, problem in product(kernel.bodies(arch) if served else (), rng.sample(served, min(len(served), 6))):
         choices = body.choices(problem, target)
         for _ in range(40):
             config = kernel.config_type(**{name: rng.choice(values) for name, values in choices.items()})

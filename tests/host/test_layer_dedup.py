@@ -54,19 +54,16 @@ def _meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: _meta(7) - 1, lambda: _meta(7) // 64, lambda: _meta(7) % 64,
-        lambda: torch.add(_meta(7) % 64, _meta(2, 7, dtype=torch.int32), alpha=64),
-        lambda: torch.zeros_like(_meta(3, 4, dtype=torch.bfloat16)), lambda: torch.empty_like(_meta(3, 4).t()),
-        lambda: torch.arange(5, 12, device="meta"), lambda: torch.arange(5, 12, dtype=torch.int32, device="meta"),
-        lambda: torch.arange(0, 12, 5, device="meta"), lambda: torch.cat((_meta(3, 4), _meta(3, 5)), dim=-1),
-        lambda: torch.cat((_meta(3, 4), _meta(3, 4, dtype=torch.int32))), lambda: _meta(6, 8)[_meta(2)],
-        lambda: _meta(2, 6, 8)[:, _meta(5), _meta(5)], lambda: _meta(6, 8)[_meta(6, dtype=torch.int64), 1:3],
-        lambda: _meta(6, 8)[1:, 2], lambda: _meta(6, dtype=torch.float32) - 1.5,
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("make", [
+    lambda: _meta(7) - 1, lambda: _meta(7) // 64, lambda: _meta(7) % 64,
+    lambda: torch.add(_meta(7) % 64, _meta(2, 7, dtype=torch.int32), alpha=64),
+    lambda: torch.zeros_like(_meta(3, 4, dtype=torch.bfloat16)), lambda: torch.empty_like(_meta(3, 4).t()),
+    lambda: torch.arange(5, 12, device="meta"), lambda: torch.arange(5, 12, dtype=torch.int32, device="meta"),
+    lambda: torch.arange(0, 12, 5, device="meta"), lambda: torch.cat((_meta(3, 4), _meta(3, 5)), dim=-1),
+    lambda: torch.cat((_meta(3, 4), _meta(3, 4, dtype=torch.int32))), lambda: _meta(6, 8)[_meta(2)],
+    lambda: _meta(2, 6, 8)[:, _meta(5), _meta(5)], lambda: _meta(6, 8)[_meta(6, dtype=torch.int64), 1:3],
+    lambda: _meta(6, 8)[1:, 2], lambda: _meta(6, dtype=torch.float32) - 1.5,
+])  # fmt: skip
 def test_shapes_are_those_that_torch_gives(make: Callable[[], torch.Tensor]) -> None:
     expected = make()
     with ShapesAlone():

@@ -82,20 +82,17 @@ def test_a_target_is_an_arch_or_a_board(target: Any) -> None:
     assert kerngen.compile_kernel("embed", {"hidden": 64, "vocab_size": 9}, target=target).arch == "sm89"
 
 
-@pytest.mark.parametrize(
-    ("kernel", "problem", "config", "target", "message"),
-    [
-        ("rmsnrom", {}, None, "sm90", "unknown kernel 'rmsnrom'"),
-        ("rmsnorm", {"hiden": 8}, None, "sm90", "unknown problem field 'hiden'"),
-        ("rmsnorm", {"hidden": "many"}, None, "sm90", "hidden='many' is not of type int"),
-        ("rmsnorm", {"hidden": 7}, None, "sm90", "hidden=7 is not a positive multiple of 8"),
-        ("rmsnorm", 7, None, "sm90", "7 is neither a kerngen.templates.rmsnorm.spec.Problem nor a mapping"),
-        ("w4a16_gemm", {"k": 64}, None, "sm90", "n must be given"),
-        ("rmsnorm", {}, {"threads": 3}, "sm90", "unknown config field 'threads'"),
-        ("rmsnorm", {}, None, "sm71", "unknown target 'sm71'"),
-        ("rmsnorm", {"dtype": "bf16"}, None, "sm70", "bf16 needs sm80"),
-    ],
-)
+@pytest.mark.parametrize(("kernel", "problem", "config", "target", "message"), [
+    ("rmsnrom", {}, None, "sm90", "unknown kernel 'rmsnrom'"),
+    ("rmsnorm", {"hiden": 8}, None, "sm90", "unknown problem field 'hiden'"),
+    ("rmsnorm", {"hidden": "many"}, None, "sm90", "hidden='many' is not of type int"),
+    ("rmsnorm", {"hidden": 7}, None, "sm90", "hidden=7 is not a positive multiple of 8"),
+    ("rmsnorm", 7, None, "sm90", "7 is neither a kerngen.templates.rmsnorm.spec.Problem nor a mapping"),
+    ("w4a16_gemm", {"k": 64}, None, "sm90", "n must be given"),
+    ("rmsnorm", {}, {"threads": 3}, "sm90", "unknown config field 'threads'"),
+    ("rmsnorm", {}, None, "sm71", "unknown target 'sm71'"),
+    ("rmsnorm", {"dtype": "bf16"}, None, "sm70", "bf16 needs sm80"),
+])  # fmt: skip
 def test_a_request_that_cannot_be_right_says_why(
     kernel: str, problem: Any, config: Any, target: str, message: str
 ) -> None:
@@ -118,7 +115,6 @@ def test_a_winner_is_found_and_compiled(tmp_path: Path) -> None:
         )
         store.recompute_winners(kernel, key.static_key, target)
     winner = kerngen.find_winner("rmsnorm", {"hidden": 512}, target="H200", db=place)
-    assert winner is not None
     assert winner.config == config
     assert winner.cubin is not None
     again = kerngen.compile_kernel("rmsnorm", {"hidden": 512}, winner.config, target="H200")
@@ -244,15 +240,12 @@ def test_a_session_makes_room_as_it_needs_it() -> None:
             session.generate("hi", max_new_tokens=count)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"folder": TINY / "nothing"}, "is not a folder"), ({"device": "tpu"}, "unknown device 'tpu'"),
-        ({"dtype": "int4"}, "unknown dtype 'int4'"), ({"dtype": torch.float64}, "unknown dtype 'torch.float64'"),
-        ({"backend": "jax"}, "unknown backend 'jax'"), ({"num_draft_tokens": 99}, "99 draft tokens"),
-        ({"max_len": 1 << 40}, "the model takes"), ({"db": "x.db"}, "looks nothing up"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "message"), [
+    ({"folder": TINY / "nothing"}, "is not a folder"), ({"device": "tpu"}, "unknown device 'tpu'"),
+    ({"dtype": "int4"}, "unknown dtype 'int4'"), ({"dtype": torch.float64}, "unknown dtype 'torch.float64'"),
+    ({"backend": "jax"}, "unknown backend 'jax'"), ({"num_draft_tokens": 99}, "99 draft tokens"),
+    ({"max_len": 1 << 40}, "the model takes"), ({"db": "x.db"}, "looks nothing up"),
+])  # fmt: skip
 def test_a_folder_that_cannot_be_opened_so_says_why(options: dict[str, Any], message: str) -> None:
     if torch.cuda.is_available() and "db" in options:
         pytest.skip("the cuda backend looks winners up")

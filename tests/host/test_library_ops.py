@@ -36,14 +36,14 @@ def small_cases() -> list[list[tuple[Kernel, Case]]]:
             enough = all(len(found.get((name, dtype), ())) >= 3 for name in names)
             if enough or kernel.cost(case.problem).bytes > MOST_BYTES:
                 continue
-            if call := kernel.cases.op_call(case, kernel.cases.inputs(case, torch.device("cpu"))):
+            if call := kernel.op_call(case, kernel.cases.inputs(case, torch.device("cpu"))):
                 found.setdefault((call[0].name, dtype), []).append((kernel, case))
     return [some[:3] for some in found.values()]
 
 
 def asked(kernel: Kernel, case: Case) -> tuple[Op[..., Any], dict[str, Any], dict[str, Any]]:
     """The op, its arguments, and the case's inputs, which share no memory with them."""
-    op, arguments = kernel.cases.op_call(case, kernel.cases.inputs(case, torch.device("cpu")))
+    op, arguments = kernel.op_call(case, kernel.cases.inputs(case, torch.device("cpu")))
     return op, arguments, kernel.cases.inputs(case, torch.device("cpu"))
 
 
@@ -183,30 +183,26 @@ CACHE = torch.zeros(2, 1, 16, 128)
 PAGES, LENS = torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "message"),
-    [
-        ("rmsnorm", (X, W[:32], 1e-6, torch.float32),
-         "rmsnorm: weight is torch.float32 [32]; it takes out_dtype[H] with out_dtype = torch.float32, H = 64"),
-        ("rmsnorm", (X, W.half(), 1e-6, torch.float32), "weight is torch.float16 [64]"),
-        ("rmsnorm", (X.double(), None, 1e-6, torch.float64), "torch.float64 is not one of: torch.float16"),
-        ("rmsnorm", (X[:, :7], None, 1e-6, torch.float32), "hidden=7 is not a positive multiple of 8"),
-        ("embed", (torch.zeros(3, dtype=torch.int32), X, 1.0, torch.float32),
-         "ids is torch.int32 [3]; it takes int64[T]"),
-        ("embed", (torch.zeros(3, 1, dtype=torch.int64), X, 1.0, torch.float32), "ids is torch.int64 [3, 1]"),
-        ("add_norm", (X, X[:3], W, None, W, 1e-6),
-         "h is torch.float32 [3, 64]; it takes D[T, H] with D = torch.float32, H = 64, T = 4"),
-        ("gelu_gate", (torch.ones(2, 17),), "gate_up has 17 columns"),
-        ("gelu_mul", (torch.ones(2, 16), torch.ones(2, 19)[:, :16]), "rows of up are 19 elements apart"),
-        ("attn_decode", (torch.ones(4, 1, 128), CACHE, CACHE, PAGES, LENS, 1),
-         "q is torch.float32 [4, 1, 128]; it takes D[B * q_len, NQ, HD]"),
-        ("attn_decode", (torch.ones(3, 1, 128), CACHE, CACHE[:1], PAGES, LENS, 1),
-         "v_cache is torch.float32 [1, 1, 16, 128]"),
-        ("attn_decode", (torch.ones(3, 1, 128), CACHE, CACHE, PAGES, LENS.long(), 1), "kv_lens is torch.int64 [3]"),
-        ("w4a16_gemm", (torch.ones(2, 96), *weights()), "x is torch.float32 [2, 96]; it takes D[M, 32 * U]"),
-        ("w4a16_gemm", (torch.ones(2, 64).half(), *weights()), "scales is torch.float32"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "arguments", "message"), [
+    ("rmsnorm", (X, W[:32], 1e-6, torch.float32),
+     "rmsnorm: weight is torch.float32 [32]; it takes out_dtype[H] with out_dtype = torch.float32, H = 64"),
+    ("rmsnorm", (X, W.half(), 1e-6, torch.float32), "weight is torch.float16 [64]"),
+    ("rmsnorm", (X.double(), None, 1e-6, torch.float64), "torch.float64 is not one of: torch.float16"),
+    ("rmsnorm", (X[:, :7], None, 1e-6, torch.float32), "hidden=7 is not a positive multiple of 8"),
+    ("embed", (torch.zeros(3, dtype=torch.int32), X, 1.0, torch.float32), "ids is torch.int32 [3]; it takes int64[T]"),
+    ("embed", (torch.zeros(3, 1, dtype=torch.int64), X, 1.0, torch.float32), "ids is torch.int64 [3, 1]"),
+    ("add_norm", (X, X[:3], W, None, W, 1e-6),
+     "h is torch.float32 [3, 64]; it takes D[T, H] with D = torch.float32, H = 64, T = 4"),
+    ("gelu_gate", (torch.ones(2, 17),), "gate_up has 17 columns"),
+    ("gelu_mul", (torch.ones(2, 16), torch.ones(2, 19)[:, :16]), "rows of up are 19 elements apart"),
+    ("attn_decode", (torch.ones(4, 1, 128), CACHE, CACHE, PAGES, LENS, 1),
+     "q is torch.float32 [4, 1, 128]; it takes D[B * q_len, NQ, HD]"),
+    ("attn_decode", (torch.ones(3, 1, 128), CACHE, CACHE[:1], PAGES, LENS, 1),
+     "v_cache is torch.float32 [1, 1, 16, 128]"),
+    ("attn_decode", (torch.ones(3, 1, 128), CACHE, CACHE, PAGES, LENS.long(), 1), "kv_lens is torch.int64 [3]"),
+    ("w4a16_gemm", (torch.ones(2, 96), *weights()), "x is torch.float32 [2, 96]; it takes D[M, 32 * U]"),
+    ("w4a16_gemm", (torch.ones(2, 64).half(), *weights()), "scales is torch.float32"),
+])  # fmt: skip
 def test_tensors_that_an_op_does_not_take_are_refused(name: str, arguments: tuple[Any, ...], message: str) -> None:
     """Also on tensors without storage: a mistake is found while a program is traced."""
     for device in ("cpu", "meta"):
@@ -267,17 +263,14 @@ def test_packed_weights_say_what_they_are() -> None:
         kerngen.ops.w4a16_gemm(x, w.w_packed)  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize(
-    ("packed", "scale", "message"),
-    [
-        (torch.zeros(32, 8), torch.ones(32, 2), "must be [N, K / 8] torch.int32"),
-        (torch.zeros(32, 8, dtype=torch.int32), torch.ones(32, 1, 2), "must be [N, K / 8] torch.int32"),
-        (torch.zeros(32, 8, dtype=torch.int32), torch.ones(32, 4), "K = 64 in 4 groups"),
-        (torch.zeros(32, 8, dtype=torch.int32), torch.ones(32, 0), "K = 64 in 0 groups"),
-        (torch.zeros(33, 8, dtype=torch.int32), torch.ones(33, 2), "both must be multiples of 32"),
-        (torch.zeros(32, 8, dtype=torch.int32), torch.ones(64, 2), "do not fit a W of 32 x 64"),
-    ],
-)
+@pytest.mark.parametrize(("packed", "scale", "message"), [
+    (torch.zeros(32, 8), torch.ones(32, 2), "must be [N, K / 8] torch.int32"),
+    (torch.zeros(32, 8, dtype=torch.int32), torch.ones(32, 1, 2), "must be [N, K / 8] torch.int32"),
+    (torch.zeros(32, 8, dtype=torch.int32), torch.ones(32, 4), "K = 64 in 4 groups"),
+    (torch.zeros(32, 8, dtype=torch.int32), torch.ones(32, 0), "K = 64 in 0 groups"),
+    (torch.zeros(33, 8, dtype=torch.int32), torch.ones(33, 2), "both must be multiples of 32"),
+    (torch.zeros(32, 8, dtype=torch.int32), torch.ones(64, 2), "do not fit a W of 32 x 64"),
+])  # fmt: skip
 def test_weights_that_the_kernel_does_not_take_are_refused(packed: Tensor, scale: Tensor, message: str) -> None:
     with pytest.raises(ProblemError, match=re.escape(message)):
         kerngen.ops.pack_w4(packed, scale)

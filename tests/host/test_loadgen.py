@@ -146,8 +146,7 @@ def test_a_server_is_put_under_load(kerngen: Kerngen, monkeypatch: pytest.Monkey
         assert all(body["ignore_eos"] and len(body["prompt"]) == 8 for body in stub.bodies)  # type: ignore[arg-type]
         prompts = [tuple(body["prompt"]) for body in stub.bodies]  # type: ignore[arg-type]
         assert len(set(prompts)) == len(prompts), "a prompt that was asked before would be found in the cache"
-        code, out, _ = kerngen("bench", "serve", stub.url, *SHORT, "--rate", "200,inf", "--requests", "5")
-        assert code == 0
+        out = kerngen.ok("bench", "serve", stub.url, *SHORT, "--rate", "200,inf", "--requests", "5")
         assert [line.split()[0] for line in out.splitlines()[2:]] == ["200/s", "inf"]
 
 
@@ -265,11 +264,8 @@ def test_growth_is_of_the_second_half() -> None:
     found = Soak(Settings(1.0, Shape(1, 1), 1))
     assert found.growth() == {}
     found.memory = [
-        (0.0, {7: 10.0}, 100.0),
-        (1.0, {7: 50.0}, 100.0),
-        (2.0, {7: 40.0, 8: 1.0}, 130.0),
-        (3.0, {7: 55.0}, 99.0),
-    ]
+        (0.0, {7: 10.0}, 100.0), (1.0, {7: 50.0}, 100.0), (2.0, {7: 40.0, 8: 1.0}, 130.0), (3.0, {7: 55.0}, 99.0),
+    ]  # fmt: skip
     assert found.growth() == {"process 7": 5.0, "GPU": 30.0}
 
 

@@ -60,13 +60,10 @@ def test_what_lost_is_in_the_index(records: ModuleType) -> None:
             assert f"](../data/experiments/{subject.name}.toml#{r.anchor})" in lost, r.id
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "README.md", "docs/performance.md", "docs/experiments.md", "docs/architecture.md", "docs/kernels.md",
-        "docs/quick-start.md",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("page", [
+    "README.md", "docs/performance.md", "docs/experiments.md", "docs/architecture.md", "docs/kernels.md",
+    "docs/quick-start.md",
+])  # fmt: skip
 def test_no_sentence_names_a_commit(page: str) -> None:
     assert not HASH.findall(_sentences((ROOT / page).read_text()))
 

@@ -120,7 +120,7 @@ subsets = st.sets(st.integers(0, len(FACTS) - 1))
 
 
 @given(a=subsets, b=subsets, c=subsets)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_order_any_number_of_times(empty: Path, a: set[int], b: set[int], c: set[int]) -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         made = Made(empty, Path(folder), stack)
@@ -174,22 +174,19 @@ def alter(store: Store, sql: str, *values: Any) -> None:
         assert connection.execute(sql, values).rowcount > 0
 
 
-@pytest.mark.parametrize(
-    ("sql", "named", "lost"),
-    [
-        ("UPDATE measurement SET p50_us = 0.01 WHERE p50_us = 9.0", "measurement", 1),
-        ("UPDATE measurement SET reason = 'x' WHERE p50_us = 9.0", "measurement", 1),
-        ("UPDATE build SET registers = 1 WHERE config LIKE '%1%'", "build", 3),
-        ("UPDATE build SET image_sha = 'x' WHERE config LIKE '%1%'", "build", 3),
-        ("UPDATE problem SET dynamic = 65 WHERE dynamic = 64", "problem", 3),
-        ("UPDATE device SET name = 'H200', num_sms = 1", "device", 3),
-        ("UPDATE environment SET props = '{'", "environment", 3),
-        ("UPDATE artifact SET blob = x'00'", "artifact", 0),
-        ("UPDATE search SET summary = '{}'", "search", 0),
-        ("UPDATE rendered SET closure = 'tomorrow'", "rendered", 0),
-        ("UPDATE measurement SET run = CAST(x'ff' AS TEXT) WHERE p50_us = 9.0", "measurement", 1),
-    ],
-)
+@pytest.mark.parametrize(("sql", "named", "lost"), [
+    ("UPDATE measurement SET p50_us = 0.01 WHERE p50_us = 9.0", "measurement", 1),
+    ("UPDATE measurement SET reason = 'x' WHERE p50_us = 9.0", "measurement", 1),
+    ("UPDATE build SET registers = 1 WHERE config LIKE '%1%'", "build", 3),
+    ("UPDATE build SET image_sha = 'x' WHERE config LIKE '%1%'", "build", 3),
+    ("UPDATE problem SET dynamic = 65 WHERE dynamic = 64", "problem", 3),
+    ("UPDATE device SET name = 'H200', num_sms = 1", "device", 3),
+    ("UPDATE environment SET props = '{'", "environment", 3),
+    ("UPDATE artifact SET blob = x'00'", "artifact", 0),
+    ("UPDATE search SET summary = '{}'", "search", 0),
+    ("UPDATE rendered SET closure = 'tomorrow'", "rendered", 0),
+    ("UPDATE measurement SET run = CAST(x'ff' AS TEXT) WHERE p50_us = 9.0", "measurement", 1),
+])  # fmt: skip
 def test_a_damaged_row_is_named_and_left(made: Made, sql: str, named: str, lost: int) -> None:
     """What rests on it is left too: the database stays one that can be relied on."""
     theirs = made([2, 3, 4, 13, 15])

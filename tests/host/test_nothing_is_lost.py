@@ -17,8 +17,9 @@ from kerngen.arch import Target, find_device
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import filled
 from kerngen.tuning_db import Store, lookup
-from kerngen.tuning_db.dist import results_file
-from kerngen.tuning_db.dist.fields_text import rounded, stated
+from kerngen.tuning_db.dist.fields_text import rounded
+from kerngen.tuning_db.dist.former_results import parse_any
+from kerngen.tuning_db.dist.results_file import ResultsFile
 from kerngen.tuning_db.dist.results_folder import build, read
 from kerngen.tuning_db.read.canonical_fields import canonical_fields_of, named_kernel
 from kerngen.tuning_db.read.ids import canonical
@@ -27,10 +28,10 @@ H200 = Target.of(find_device("H200"))
 BEFORE = Path(__file__).with_name("measured_0_1.zip")
 
 
-def _sheets() -> Iterator[results_file.ResultsFile]:
+def _files() -> Iterator[ResultsFile]:
     with zipfile.ZipFile(BEFORE) as file:
         for name in file.namelist():
-            yield results_file.parse(file.read(name).decode(), name)
+            yield parse_any(file.read(name).decode(), name)
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +51,11 @@ def test_every_measured_row_is_found(shipped: Store) -> None:
     now = set()
     for o in shipped.measurements(provenance="measured"):
         m = o.measurement
-        now.add(_row(m.problem.kernel, m.problem.fields, m.config, m.outcome, m.stage, rounded(m.p50_us)))
+        now.add(_row(m.problem.kernel, m.problem.fields, m.config, m.outcome, m.stage, m.p50_us and rounded(m.p50_us)))
     rows = [
-        _row(sheet.kernel, point.fields or stated(cell.static, cell.runtime, sheet.dynamic, point.dynamic), t.config,
-             "ok" if t.p50_us is not None else "wrong_result", t.stage, t.p50_us)
-        for sheet in _sheets() for cell in sheet.cells for point in cell.points for t in point.trials
+        _row(file.kernel, file.fields(problem, point), problem.configs[t.config].fields,
+             "ok" if t.us is not None else "wrong_result", t.stage, t.us)
+        for file in _files() for problem, point in file.points() for t in point.trials
     ]  # fmt: skip
     assert len(rows) > 500
     assert [row for row in rows if row not in now] == []
@@ -62,16 +63,14 @@ def test_every_measured_row_is_found(shipped: Store) -> None:
 
 def test_every_measured_winner_answers(shipped: Store) -> None:
     count = 0
-    for sheet in _sheets():
-        kernel, of = find_kernel(named_kernel(sheet.kernel)), canonical_fields_of(sheet.kernel)
-        for cell in sheet.cells:
-            for point in cell.points:
-                fields = point.fields or stated(cell.static, cell.runtime, sheet.dynamic, point.dynamic)
-                problem = kernel.problem_type(**filled(fields, of.fields))
-                won = [t for t in point.trials if t.won]
-                found = lookup([shipped], kernel, problem, H200)
-                assert found is not None, (sheet.kernel, fields)
-                assert (found.provenance, found.stale) == ("measured", False), (sheet.kernel, fields)
-                assert found.config == filled(won[0].config, of.config), (sheet.kernel, fields)
-                count += 1
+    for file in _files():
+        kernel, of = find_kernel(named_kernel(file.kernel)), canonical_fields_of(file.kernel)
+        for problem, point in file.points():
+            fields = file.fields(problem, point)
+            found = lookup([shipped], kernel, kernel.problem_type(**filled(fields, of.fields)), H200)
+            assert found is not None, (file.kernel, fields)
+            assert (found.provenance, found.stale) == ("measured", False), (file.kernel, fields)
+            won = next(problem.configs[t.config] for t in point.trials if t.won)
+            assert found.config == filled(won.fields, of.config), (file.kernel, fields)
+            count += 1
     assert count > 100

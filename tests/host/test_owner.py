@@ -51,16 +51,10 @@ def test_every_owner_mode_and_reader(
     assert why_distrusted(5) == why
 
 
-@pytest.mark.parametrize(
-    ("mode", "folder", "says"),
-    [
-        (0o644, 0o755, None),
-        (0o600, 0o700, None),
-        (0o644, 0o1777, None),
-        (0o666, 0o755, "can be written by everyone"),
-        (0o644, 0o777, "lies in {folder}, which can be written by everyone"),
-    ],
-)
+@pytest.mark.parametrize(("mode", "folder", "says"), [
+    (0o644, 0o755, None), (0o600, 0o700, None), (0o644, 0o1777, None), (0o666, 0o755, "can be written by everyone"),
+    (0o644, 0o777, "lies in {folder}, which can be written by everyone"),
+])  # fmt: skip
 def test_a_path_is_as_good_as_its_folder(tmp_path: Path, mode: int, folder: int, says: str | None) -> None:
     here = tmp_path / "here"
     here.mkdir()
@@ -121,11 +115,8 @@ def test_only_a_regular_file_is_opened(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "file").write_bytes(b"x")
     for name, number in (
-        ("pipe", errno.EINVAL),
-        ("folder", errno.EINVAL),
-        ("none", errno.ENOENT),
-        ("loop", errno.ELOOP),
-    ):
+        ("pipe", errno.EINVAL), ("folder", errno.EINVAL), ("none", errno.ENOENT), ("loop", errno.ELOOP),
+    ):  # fmt: skip
         with pytest.raises(OSError, match=name) as caught:
             open_regular(tmp_path / name)
         assert caught.value.errno == number

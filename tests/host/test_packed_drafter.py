@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import edit_config, edit_tensors, quantize
+from checkpoints import edit_tensors, quantize
 from command import ROOT
 
 from kerngen.errors import CheckpointError
@@ -51,13 +51,6 @@ def test_it_changes_no_token(folder: Path) -> None:
     )
     assert drafted.tokens == alone.tokens
     assert drafted.stats.acceptance_length > 1.5
-
-
-def test_packed_tensors_need_a_config_that_says_so(folder: Path) -> None:
-    quantize(folder, 32)
-    edit_config(folder, lambda c: c.pop("quantization_config"))
-    with pytest.raises(CheckpointError, match=r"packed.*config\.json.*quantization_config"):
-        loaded(folder, KernelOps(Reference(), torch.bfloat16))
 
 
 def test_a_packed_head_is_refused(folder: Path) -> None:

@@ -82,15 +82,12 @@ def test_each_tile_of_tokens_reads_the_weights_once() -> None:
         assert project.grid[0] == tiles * 1536 // (config.num_warps * config.rows_per_warp)
 
 
-@pytest.mark.parametrize(
-    ("fields", "config", "message"),
-    [
-        ({"num_tokens": 65}, {}, "num_tokens=65: at most 64; dense products and add_norm serve more"),
-        ({"num_tokens": 8}, {"block_m": 8}, "gate_warps=4 for block_m=8 rows; a row takes a warp at least"),
-        ({"hidden": 2816, "num_tokens": 8}, {"block_m": 8, "gate_warps": 8}, "gate_warps=8 hold 11 vectors of a row"),
-        ({"num_tokens": 4}, {"block_m": 8, "gate_warps": 8}, "block_m=8 for 4 tokens; 4 do"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "config", "message"), [
+    ({"num_tokens": 65}, {}, "num_tokens=65: at most 64; dense products and add_norm serve more"),
+    ({"num_tokens": 8}, {"block_m": 8}, "gate_warps=4 for block_m=8 rows; a row takes a warp at least"),
+    ({"hidden": 2816, "num_tokens": 8}, {"block_m": 8, "gate_warps": 8}, "gate_warps=8 hold 11 vectors of a row"),
+    ({"num_tokens": 4}, {"block_m": 8, "gate_warps": 8}, "block_m=8 for 4 tokens; 4 do"),
+])  # fmt: skip
 def test_configurations_that_cannot_run_are_refused(
     fields: dict[str, Any], config: dict[str, Any], message: str
 ) -> None:
@@ -100,7 +97,7 @@ def test_configurations_that_cannot_run_are_refused(
 
 def test_rows_of_ple_must_not_have_gaps() -> None:
     given = KERNEL.cases.inputs(KERNEL.cases.CASES[0], "cpu")
-    op, arguments = KERNEL.cases.op_call(KERNEL.cases.CASES[1], KERNEL.cases.inputs(KERNEL.cases.CASES[1], "cpu"))
+    op, arguments = KERNEL.op_call(KERNEL.cases.CASES[1], KERNEL.cases.inputs(KERNEL.cases.CASES[1], "cpu"))
     assert op.of_flat(arguments).arguments["ple_stride"] == 3 * given["gate"].shape[0]
     arguments["ple"] = torch.zeros(*arguments["ple"].shape, 2, dtype=torch.bfloat16)[..., 0]
     with pytest.raises(ProblemError, match=r"ple's rows.* 2 apart.* 1"):

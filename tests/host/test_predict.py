@@ -20,22 +20,19 @@ EMBED = find_kernel("embed")
 GEMM = find_kernel("w4a16_gemm")
 
 
-@pytest.mark.parametrize(
-    ("arch", "threads", "registers", "smem_bytes", "blocks", "limit"),
-    [
-        # By hand from the tables of the CUDA programming guide; 256 registers a warp, 4 sub-partitions.
-        ("sm70", 256, 32, 0, 8, "warps"),
-        ("sm70", 256, 33, 0, 6, "registers"),  # 33 are given as 40: 16384 / 1280 = 12 warps a sub-partition
-        ("sm70", 128, 255, 0, 2, "registers"),
-        ("sm70", 32, 16, 0, 32, "blocks"),
-        ("sm70", 128, 32, 48 * 1024, 2, "shared memory"),
-        ("sm75", 1024, 64, 0, 1, "warps"),
-        ("sm80", 128, 32, 82 * 1024, 1, "shared memory"),  # 82 KB + 1 KB of the system's, twice, is over 164
-        ("sm90", 384, 168, 0, 1, "registers"),
-        ("sm90", 96, 128, 0, 5, "registers"),  # 16 warps, 3 a block
-        ("sm90", 32, 128, 0, 16, "registers"),  # blocks of one warp are not rounded up to four
-    ],
-)
+@pytest.mark.parametrize(("arch", "threads", "registers", "smem_bytes", "blocks", "limit"), [
+    # By hand from the tables of the CUDA programming guide; 256 registers a warp, 4 sub-partitions.
+    ("sm70", 256, 32, 0, 8, "warps"),
+    ("sm70", 256, 33, 0, 6, "registers"),  # 33 are given as 40: 16384 / 1280 = 12 warps a sub-partition
+    ("sm70", 128, 255, 0, 2, "registers"),
+    ("sm70", 32, 16, 0, 32, "blocks"),
+    ("sm70", 128, 32, 48 * 1024, 2, "shared memory"),
+    ("sm75", 1024, 64, 0, 1, "warps"),
+    ("sm80", 128, 32, 82 * 1024, 1, "shared memory"),  # 82 KB + 1 KB of the system's, twice, is over 164
+    ("sm90", 384, 168, 0, 1, "registers"),
+    ("sm90", 96, 128, 0, 5, "registers"),  # 16 warps, 3 a block
+    ("sm90", 32, 128, 0, 16, "registers"),  # blocks of one warp are not rounded up to four
+])  # fmt: skip
 def test_occupancy(arch: str, threads: int, registers: int, smem_bytes: int, blocks: int, limit: str) -> None:
     found = occupancy(find_arch(arch), threads, registers, smem_bytes)
     assert (found.blocks_per_sm, found.limit) == (blocks, limit)
@@ -112,15 +109,11 @@ def _made_us(t: Traffic, launch: Launch = GRID, given: Resources | None = None, 
     return launch_us(launch, t, H200, given, 64, follows, CONSTANTS)[0]
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"dram_bytes": 20_000_000}, {"flops": 50_000_000_000}, {"l2_bytes": 200_000_000}, {"smem_bytes": 500_000_000},
-        {"cuda_ops": 10**9}, {"bytes_in_flight": 1024}, {"clocks": 20_000}, {"joins": 4}, {"waits": 5},
-        {"units": 264 * 3},
-    ],
-    ids=lambda m: next(iter(m)),
-)  # fmt: skip
+@pytest.mark.parametrize("more", [
+    {"dram_bytes": 20_000_000}, {"flops": 50_000_000_000}, {"l2_bytes": 200_000_000}, {"smem_bytes": 500_000_000},
+    {"cuda_ops": 10**9}, {"bytes_in_flight": 1024}, {"clocks": 20_000}, {"joins": 4}, {"waits": 5},
+    {"units": 264 * 3},
+], ids=lambda m: next(iter(m)))  # fmt: skip
 def test_whatever_there_is_more_of_costs(more: dict[str, int]) -> None:
     more = more | {"cuda_ops": MADE.cuda_ops * 3} if "units" in more else more
     assert _made_us(replace(MADE, **more)) > _made_us(MADE)  # type: ignore[arg-type]

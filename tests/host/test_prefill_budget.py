@@ -96,22 +96,22 @@ def test_the_end_of_a_prompt_says_nothing_of_longer_chunks() -> None:
 def test_a_chunk_beside_which_others_decode_is_what_the_step_takes() -> None:
     """It may take LONGEST decode steps, and has room for who decodes."""
     times = {64: 0.004, 128: 0.006, 256: 0.009, 512: 0.016}
-    apart, joint = PrefillBudget(2048), PrefillBudget(2048)
-    for budget in (apart, joint):
+    apart, mixed = PrefillBudget(2048), PrefillBudget(2048)
+    for budget in (apart, mixed):
         budget.know(times.items())
         budget.decoded(0.004, 8)
     assert apart.tokens(1, 8) == 128
-    assert [joint.tokens(1, 8, beside) for beside in (8, 64, 100)] == [256 - 8, 256 - 64, 256 - 100]
-    assert joint.tokens(8, 8, 8) == 256 - 8
-    assert joint.tokens(80, 8, 8) == 512 - 8, "not more than can be joined"
+    assert [mixed.tokens(1, 8, beside) for beside in (8, 64, 100)] == [256 - 8, 256 - 64, 256 - 100]
+    assert mixed.tokens(8, 8, 8) == 256 - 8
+    assert mixed.tokens(80, 8, 8) == 512 - 8, "not more than can be joined"
     for _ in range(200):
-        joint.prefilled(256, 0.010)
-    assert joint.tokens(1, 8, 8) == 256 - 8
-    assert joint.tokens(1, 40, 48) == 512 - 48, "a step of more sequences takes longer, though none was seen alone"
-    joint.prefilled(256, 0.0)
-    joint.decoded(0.001, 1)
-    assert [joint.tokens(1, 1, 8, least) for least in (64, 128)] == [64 - 8, 128 - 8], "with fewer it takes no less"
-    assert joint.tokens(1, 0) == 2048
+        mixed.prefilled(256, 0.010)
+    assert mixed.tokens(1, 8, 8) == 256 - 8
+    assert mixed.tokens(1, 40, 48) == 512 - 48, "a step of more sequences takes longer, though none was seen alone"
+    mixed.prefilled(256, 0.0)
+    mixed.decoded(0.001, 1)
+    assert [mixed.tokens(1, 1, 8, least) for least in (64, 128)] == [64 - 8, 128 - 8], "with fewer it takes no less"
+    assert mixed.tokens(1, 0) == 2048
 
 
 def test_many_who_wait_outweigh_few_who_decode() -> None:
@@ -142,17 +142,17 @@ class _Clock:
         self.now += seconds
 
 
-@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("max_stall", [MOST_STALL, None])
 def test_tokens_come_evenly_while_prompts_arrive(
-    max_stall: float | None, joint: bool, monkeypatch: pytest.MonkeyPatch
+    max_stall: float | None, mixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device of a fixed pace, whose host is as far behind it as on a GPU."""
     clock, draw = _Clock(), random.Random(1)
     monkeypatch.setattr(paced, "time", clock)
     session = paced.paced_session(str(paced.TINY))
     engine = session.reserve(2048, 16)
-    engine._budget, engine._joins = PrefillBudget(2048, max_stall), joint
+    engine._budget, engine._mixes = PrefillBudget(2048, max_stall), mixed
     arrivals = [0.5 * i for i in range(30)]
     last: dict[object, float] = {}
     gaps = []

@@ -138,7 +138,6 @@ def test_none_is_left_by_who_closes_nothing() -> None:
     for end in ("exit", "kill"):
         with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as started:
             assert started.stdin is not None
-            assert started.stdout is not None
             process = psutil.Process(int(started.stdout.readline()))
             if end == "kill":
                 started.kill()

@@ -203,8 +203,7 @@ def test_the_time_ends_it_and_what_was_not_reached_is_said(
 
 
 @pytest.mark.parametrize(
-    ("here", "why"),
-    [(None, "this machine has no GPU"), ("sm90", "it is for sm70, and this machine's GPU is sm90")],
+    ("here", "why"), [(None, "this machine has no GPU"), ("sm90", "it is for sm70, and this machine's GPU is sm90")]
 )
 def test_where_it_cannot_be_done_it_is_not_proved(
     kerngen: Kerngen, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, here: str | None, why: str

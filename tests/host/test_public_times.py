@@ -52,15 +52,12 @@ def test_the_docs_have_the_table(times: tuple[Published, ...]) -> None:
     assert markdown(times) in text, "python -m tools.public_times data/public_times.csv prints it anew"
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("embed,{},H200,1.0,x", "5 of 6 cells"), ("embed,{},H200,1.0,x,", "5 of 6 cells"),
-        ('nothing,"{}",H200,1.0,x,y', "nothing"), ('embed,"{""no"": 1}",H200,1.0,x,y', "no"),
-        ('embed,"{",H200,1.0,x,y', "Expecting"), ("embed,{},H2000,1.0,x,y", "H2000"),
-        ("embed,{},H200,soon,x,y", "soon"), ("embed,{},H200,-1,x,y", "-1 us"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "says"), [
+    ("embed,{},H200,1.0,x", "5 of 6 cells"), ("embed,{},H200,1.0,x,", "5 of 6 cells"),
+    ('nothing,"{}",H200,1.0,x,y', "nothing"), ('embed,"{""no"": 1}",H200,1.0,x,y', "no"),
+    ('embed,"{",H200,1.0,x,y', "Expecting"), ("embed,{},H2000,1.0,x,y", "H2000"),
+    ("embed,{},H200,soon,x,y", "soon"), ("embed,{},H200,-1,x,y", "-1 us"),
+])  # fmt: skip
 def test_a_line_that_is_wrong_is_named(tmp_path: Path, line: str, says: str) -> None:
     path = tmp_path / "times.csv"
     path.write_text(f"{HEAD}{line}\n")

@@ -140,21 +140,18 @@ def test_its_own_comes_first_though_another_is_current_too(path: Path, monkeypat
         record(store, KERNEL, 32, 1.0)
     with opened(path) as r:
         found = ask(r)
-        assert found is not None
         assert (found.config, found.stale) == ({"block_n": 32}, False)
         monkeypatch.setattr(
             "kerngen.compiler.source_digest.source_digest_of",
             lambda kernel: f"closure of version {kernel.spec.version}",
         )
         found = ask(r)
-        assert found is not None
         assert (found.config, found.stale) == ({"block_n": 2}, False)
 
 
 def test_the_machine_code_of_a_default_is_served_too(reader: Reader) -> None:
     bound = WinnerTable([reader], KERNEL, Problem(), Target.of(H200))
     code = bound.code(Problem(), Config(1))
-    assert code is not None
     assert code.image == b"code 1" * 99
     assert bound.code(Problem(), Config(3)) is None
     assert WinnerTable([reader], make_kernel(version=3), Problem(), Target.of(H200)).code(Problem(), Config(1)) is None
@@ -166,7 +163,6 @@ def test_what_is_committed_meanwhile_is_seen_and_no_lock_is_held(reader: Reader,
     with Store.open(path) as store:
         record(store, KERNEL, 16, 1.0)
         after = ask(reader)
-    assert after is not None
     assert (before.config, after.config) == ({"block_n": 2}, {"block_n": 16})
 
 
@@ -196,7 +192,6 @@ def test_a_server_says_the_same(path: Path, postgresql_url: str, monkeypatch: py
         for version in (1, 2, 3):
             a, b = ask(here, version=version), ask(there, version=version)
             assert a is not None
-            assert b is not None
             assert (a.id, a.config, a.cubin, a.stale) == (b.id, b.config, b.cubin, b.stale)
 
 
@@ -289,15 +284,12 @@ def test_a_revocation_that_comes_in_meanwhile_counts(path: Path, reader: Reader)
     assert reader.revoked() == {found.build_id: "it hangs"}
 
 
-@pytest.mark.parametrize(
-    ("place", "says"),
-    [
-        ("absent.db", "no such file"), ("notes.txt", "is not an SQLite database"),
-        ("notes.kgdb", "is no sealed database"), ("half.db", "is cut short"), (".", "is a folder, not a database"),
-        ("fifo", "is no regular file"), ("x" * 300, "File name too long"), ("newer.db", "newer kerngen"),
-        ("other.db", "is an SQLite database, but not a tuning database"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("place", "says"), [
+    ("absent.db", "no such file"), ("notes.txt", "is not an SQLite database"),
+    ("notes.kgdb", "is no sealed database"), ("half.db", "is cut short"), (".", "is a folder, not a database"),
+    ("fifo", "is no regular file"), ("x" * 300, "File name too long"), ("newer.db", "newer kerngen"),
+    ("other.db", "is an SQLite database, but not a tuning database"),
+])  # fmt: skip
 def test_what_cannot_be_served_says_why(path: Path, place: str, says: str) -> None:
     folder = path.parent
     for name in ("notes.txt", "notes.kgdb"):
@@ -394,7 +386,6 @@ def test_a_sealed_file_is_served_if_who_signed_it_is_trusted(
         assert isinstance(signed, Reader)
         assert [w.id for w in signed.winners()] == [w.id for w in plain.winners()] != []
         found = ask(signed)
-        assert found is not None
         assert found.cubin is not None
     with open_source(bundle(), allow_unsigned=True) as allowed:
         assert ask(allowed) is not None
@@ -403,15 +394,12 @@ def test_a_sealed_file_is_served_if_who_signed_it_is_trusted(
         assert ask(unsigned) is not None
 
 
-@pytest.mark.parametrize(
-    "then",
-    [
-        "UPDATE line SET seal = replace(seal, substr(seal, 1, 1), 'x')",
-        "UPDATE line SET body = replace(body, '\"us\":10.0', '\"us\":99.0')",
-        "UPDATE artifact SET blob = zeroblob(length(blob))",
-        "DELETE FROM line",
-    ],
-)
+@pytest.mark.parametrize("then", [
+    "UPDATE line SET seal = replace(seal, substr(seal, 1, 1), 'x')",
+    "UPDATE line SET body = replace(body, '\"us\":10.0', '\"us\":99.0')",
+    "UPDATE artifact SET blob = zeroblob(length(blob))",
+    "DELETE FROM line",
+])  # fmt: skip
 def test_what_is_changed_in_a_sealed_file_is_not_served(bundle: Bundle, then: str) -> None:
     trust.trust(ANN.public)
     with open_source(bundle(ANN, then=then)) as changed:

@@ -146,7 +146,7 @@ def test_forwards_have_written_before_embed_what_is_read_ahead(variant: str, tmp
 
 
 @pytest.mark.parametrize("variant", ["dense", "k_eq_v"])
-def test_joint_forwards_have_written_before_embed_what_is_read_ahead(
+def test_mixed_forwards_have_written_before_embed_what_is_read_ahead(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys of those who decode, right behind a prefill of others."""
@@ -158,16 +158,16 @@ def test_joint_forwards_have_written_before_embed_what_is_read_ahead(
         config = read_model_config(tmp_path / "target")
         model = Gemma4(config, load_model(tmp_path / "target", config, ops), ops)
         engine = Engine(model, max_len=80, max_batch=4, prefill_chunk=11, page_size=16)
-        num_joint, plain = 0, model.forward_joint
+        num_mixed, plain = 0, model.forward_mixed
 
         def counted(*args: Any) -> tuple[Tensor, Tensor]:
-            nonlocal num_joint
-            num_joint += 1
+            nonlocal num_mixed
+            num_mixed += 1
             return plain(*args)
 
-        monkeypatch.setattr(model, "forward_joint", counted)
+        monkeypatch.setattr(model, "forward_mixed", counted)
         list(engine.finished([Request([config.bos_id, *range(3, 9 + 9 * i)], 12) for i in range(4)]))
-    assert num_joint > 3
+    assert num_mixed > 3
     assert watched.num_read > 100
 
 

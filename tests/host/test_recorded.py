@@ -17,7 +17,8 @@ from kerngen.compiler.compile import Resources
 from kerngen.errors import RecordingError
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, fields_of
-from kerngen.tuning.recorded import Recorded, Row, completed, read, read_folder, write
+from kerngen.tuning.recorded import Recorded, Row, completed, write
+from tools.recordings import read, read_folder
 
 SM90 = Target.of(find_arch("sm90"))
 
@@ -67,15 +68,12 @@ def test_what_is_written_is_read_back(tmp_path: Path, toy: Recorded, data: st.Da
     assert len(text.splitlines()) == len(rows) + 2, "a line a configuration, whatever its reason holds"
 
 
-@pytest.mark.parametrize(
-    ("name", "problem", "fewer"),
-    [
-        ("w4a16_gemm", {"n": 4096, "k": 1024}, {"block_m": (2, 8), "num_stages": (1, 2, 3), "block_n": (32, 64)}),
-        ("attn_decode", {"kv_len": 512}, {}),
-        ("greedy_head", {"vocab_size": 4096, "hidden": 2816}, {"unroll": (1, 2)}),
-        ("dense_gemv", {"n": 128, "k": 512}, {"row_tiles": (1,)}),
-    ],
-)
+@pytest.mark.parametrize(("name", "problem", "fewer"), [
+    ("w4a16_gemm", {"n": 4096, "k": 1024}, {"block_m": (2, 8), "num_stages": (1, 2, 3), "block_n": (32, 64)}),
+    ("attn_decode", {"kv_len": 512}, {}),
+    ("greedy_head", {"vocab_size": 4096, "hidden": 2816}, {"unroll": (1, 2)}),
+    ("dense_gemv", {"n": 128, "k": 512}, {"row_tiles": (1,)}),
+])  # fmt: skip
 def test_kernels_with_bodies_entries_and_switches_are_read_back(
     tmp_path: Path, name: str, problem: dict[str, Any], fewer: dict[str, tuple[int, ...]]
 ) -> None:
@@ -120,29 +118,26 @@ def _damaged(path: Path, number: int, old: str, new: str) -> None:
     path.write_text("\n".join(lines))
 
 
-@pytest.mark.parametrize(
-    ("line", "old", "new", "says"),
-    [
-        (1, '"v": 1', '"v": 2', ":1: version 2; this kerngen reads 1"),
-        (1, '"held_out": false', '"held_out": 0', ":1: the head's held_out is 0"),
-        (1, '"held_out": false, ', "", ":1: the head lacks, or should not have: held_out"),
-        (1, '"threads": [', '"thread": [', ":1: scale has no tunable thread any more"),
-        (1, '"width"', '"breadth"', ":1: the head does not fit today's scale"),
-        (1, '"num_configs": 33', '"num_configs": 34', ":1: 33 rows; the head says all of 34"),
-        (1, '"kernel": "scale"', '"kernel": "scales"', ":1: unknown kernel 'scales'"),
-        (2, "vectors", "vector", ":2: unknown column 'vector'"),
-        (2, "mhz,", "", ":2: columns "),
-        (5, "32,", "33,", ":5: threads='33' is none of: 32, 64, 128, 256, 2048"),
-        (5, "ok", "fine", ":5: outcome 'fine' is none of"),
-        (5, "96.0", "ninety", ":5: us='ninety' is no number"),
-        (5, "96.0", "nan", ":5: nan us is no time"),
-        (5, "96.0", "", ":5: ok, without its three times"),
-        (5, ",40,", ",,", ":5: resources are not those of the entries scale"),
-        (5, ",40,", ",40 40,", ":5: resources are not those of the entries scale"),
-        (5, "ok,", "", ":5: 14 cells in 15 columns"),
-        (5, "ok", '"ok', ":5: no line of a CSV"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "old", "new", "says"), [
+    (1, '"v": 1', '"v": 2', ":1: version 2; this kerngen reads 1"),
+    (1, '"held_out": false', '"held_out": 0', ":1: the head's held_out is 0"),
+    (1, '"held_out": false, ', "", ":1: the head lacks, or should not have: held_out"),
+    (1, '"threads": [', '"thread": [', ":1: scale has no tunable thread any more"),
+    (1, '"width"', '"breadth"', ":1: the head does not fit today's scale"),
+    (1, '"num_configs": 33', '"num_configs": 34', ":1: 33 rows; the head says all of 34"),
+    (1, '"kernel": "scale"', '"kernel": "scales"', ":1: unknown kernel 'scales'"),
+    (2, "vectors", "vector", ":2: unknown column 'vector'"),
+    (2, "mhz,", "", ":2: columns "),
+    (5, "32,", "33,", ":5: threads='33' is none of: 32, 64, 128, 256, 2048"),
+    (5, "ok", "fine", ":5: outcome 'fine' is none of"),
+    (5, "96.0", "ninety", ":5: us='ninety' is no number"),
+    (5, "96.0", "nan", ":5: nan us is no time"),
+    (5, "96.0", "", ":5: ok, without its three times"),
+    (5, ",40,", ",,", ":5: resources are not those of the entries scale"),
+    (5, ",40,", ",40 40,", ":5: resources are not those of the entries scale"),
+    (5, "ok,", "", ":5: 14 cells in 15 columns"),
+    (5, "ok", '"ok', ":5: no line of a CSV"),
+])  # fmt: skip
 def test_damage_is_named_with_file_and_line(
     tmp_path: Path, toy: Recorded, line: int, old: str, new: str, says: str
 ) -> None:

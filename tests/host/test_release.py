@@ -27,8 +27,7 @@ H200 = Target.of(find_device("H200"))
 
 def test_a_release_has_all_that_its_models_run(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two models in one file: each problem has its machine code there, and nothing else is asked."""
-    code, out, err = kerngen("release", "-o", "dist", "--arch", "sm90", *MODELS, *KERNELS, "--json")
-    assert code == 0, err
+    out = kerngen.ok("release", "-o", "dist", "--arch", "sm90", *MODELS, *KERNELS, "--json")
     (made,) = json.loads(out)["bundles"]
     file = Path("dist/kerngen-sm90.kgdb")
     assert (made["file"], made["arch"], made["boards"]) == (str(file), "sm90", ["H200"])
@@ -40,10 +39,10 @@ def test_a_release_has_all_that_its_models_run(kerngen: Kerngen, monkeypatch: py
     assert kerngen("db", "verify", str(file))[0] == 0
     monkeypatch.setenv("KERNGEN_NO_COMPILE", "1")
     bundle = Bundle.open(file)
-    bindings = Selector(bundle.sources(), H200)
+    selector = Selector(bundle.sources(), H200)
     for model in ("gemma-4-31b", "gemma-4-12b"):
         load = workload(find_model(model), H200.arch).only(["gelu_gate", "rmsnorm"])
-        choices = [bindings.choice(find_kernel(i.kernel), i.problem) for i in load.items]
+        choices = [selector.choice(find_kernel(i.kernel), i.problem) for i in load.items]
         assert all(c.cubin is not None for c in choices)
         assert any(c.provenance == "measured" for c in choices) or model != "gemma-4-31b"
     with open_bundle(file) as store:
@@ -70,16 +69,10 @@ def test_what_lacks_a_kernel_is_not_released(kerngen: Kerngen, monkeypatch: pyte
     assert not list(Path("dist").glob("*"))
 
 
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        (("--arch", "sm71"), "sm70"),
-        (("--arch", "sm70"), "no board of sm70 is among H200"),
-        (("--device", "V101"), "V100"),
-        (("--model", "gemma-5"), "gemma-4-31b"),
-        (("--key", "no.key"), "no.key"),
-    ],
-)
+@pytest.mark.parametrize(("args", "says"), [
+    (("--arch", "sm71"), "sm70"), (("--arch", "sm70"), "no board of sm70 is among H200"),
+    (("--device", "V101"), "V100"), (("--model", "gemma-5"), "gemma-4-31b"), (("--key", "no.key"), "no.key"),
+])  # fmt: skip
 def test_what_cannot_be_released_is_said(kerngen: Kerngen, args: tuple[str, ...], says: str) -> None:
     code, _, err = kerngen("release", "-o", "dist", *args)
     assert code != 0
@@ -92,15 +85,13 @@ def test_what_is_shipped_can_be_compiled_ahead(kerngen: Kerngen, monkeypatch: py
     for sheet in (kerngen.folder / "prebuilt" / "H200").iterdir():
         if sheet.name not in ("gelu_gate.txt", "rmsnorm.txt"):
             sheet.unlink()
-    code, out, err = kerngen("db", "install", "--prebuilt", "--device", "H200", *small)
-    assert code == 0, err
+    out = kerngen.ok("db", "install", "--prebuilt", "--device", "H200", *small)
     assert "installed prebuilt-H200" in out
     assert "26 winners" in out
     monkeypatch.setenv("KERNGEN_NO_COMPILE", "1")
     kernel = find_kernel("gelu_gate")
     problem = next(i.problem for i in workload(find_model("gemma-4-31b"), H200.arch).only(["gelu_gate"]).items)
     winner = lookup(default_sources(), kernel, problem, H200)
-    assert winner is not None
     assert (winner.source, winner.provenance) == ("bundle prebuilt-H200: exact device", "measured")
     assert winner.cubin is not None
     for args, says in (
@@ -118,8 +109,8 @@ def test_what_is_shipped_can_be_compiled_ahead(kerngen: Kerngen, monkeypatch: py
 
 def test_where_the_sheets_are_made_is_said_in_one_command(kerngen: Kerngen) -> None:
     """The measured sheets of a database, written where they are shipped from: the same text."""
-    from kerngen.tuning.prebuilt import write_measured
     from kerngen.tuning_db import Store
+    from tools.prebuilt import write_measured
 
     assert kerngen("db", "export", "--device", "H200", "--kernel", "gelu_gate", "-o", "h200.kgdb")[0] == 0
     with open_bundle("h200.kgdb") as store:

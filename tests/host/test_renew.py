@@ -12,9 +12,9 @@ from kerngen.arch import Target, find_device
 from kerngen.compiler.cache import CachedCompiler
 from kerngen.cost.predict import MODEL
 from kerngen.errors import DatabaseError, UsageError
-from kerngen.tuning.prebuilt import main, renew
-from kerngen.tuning.renew import renewed
 from kerngen.tuning_db.read.places import PREBUILT
+from tools.prebuilt import main, renew
+from tools.renew import renewed
 
 T4 = Target.of(find_device("T4"))
 SHEET = PREBUILT / "T4" / "rmsnorm.predicted.txt"
@@ -36,7 +36,6 @@ def test_another_source_is_built_and_timed_anew(folder: Path) -> None:
     """With nothing else changed the sheet becomes what it was, to the letter: sources, times and winners."""
     path = folder / "T4" / SHEET.name
     first = re.search(r"@([0-9a-f]{12})", SHEET.read_text())
-    assert first is not None
     old = SHEET.read_text().replace(first[0], "@000000000000")
     path.write_text(re.sub(r"=[0-9.]+a\b", "=12.5a", old))
     assert path.read_text() != SHEET.read_text()
@@ -54,7 +53,7 @@ def test_what_takes_a_new_search_says_so(folder: Path) -> None:
         path.write_text(SHEET.read_text().replace(MODEL, "roofline-0"))
         with pytest.raises(DatabaseError, match=f"roofline-0.*{MODEL}") as caught:
             renewed(path, T4, compiler)
-        assert caught.value.hint == "python -m kerngen.tuning.prebuilt --device T4"
+        assert caught.value.hint == "python -m tools.prebuilt --device T4"
         old = re.sub(r"@[0-9a-f]{12}", "@000000000000", SHEET.read_text(), count=1)
         path.write_text(re.sub(r"nvrtc [0-9.]+", "nvrtc 11.8", old))
         with pytest.raises(DatabaseError, match=r"NVRTC 11\.8"):
@@ -73,4 +72,4 @@ def test_what_a_renewal_does_not_heed_is_refused() -> None:
 def test_a_folder_without_sheets_is_refused(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["--device", "T4", "--renew", "-o", str(tmp_path)])
     assert isinstance(done.exception, UsageError)
-    assert "has no predicted sheets of T4" in done.exception.message
+    assert "has no predicted files of T4" in done.exception.message

@@ -21,7 +21,8 @@ from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning.budget import LEAST_GAIN
 from kerngen.tuning.objective import Objective
-from kerngen.tuning.recorded import Recorded, completed, read_folder, write
+from kerngen.tuning.recorded import Recorded, completed, write
+from tools.recordings import read_folder
 from tools.replay import SAMPLERS, Recalled, main, replay, table
 
 SM90 = Target.of(find_arch("sm90"))

@@ -307,8 +307,7 @@ def test_of_a_tune(tmp_path: Path, kerngen: Kerngen) -> None:
     tune = (
         "tune", "--arch", "sm70", "--model", "gemma-4-31b", "--kernel", "embed,rmsnorm", "--jobs", "1", "--trials", "4",
     )  # fmt: skip
-    code, out, err = kerngen(*tune, "--report", "page.html", "--json")
-    assert code == 0, err
+    out = kerngen.ok(*tune, "--report", "page.html", "--json")
     results = json.loads(out)["results"]
     text = (tmp_path / "page.html").read_text()
     require_sound(text)
@@ -327,8 +326,7 @@ def test_of_a_tune(tmp_path: Path, kerngen: Kerngen) -> None:
 
 def test_the_command(file: Path, tmp_path: Path, kerngen: Kerngen) -> None:
     shipped = str(file)
-    code, out, err = kerngen("db", "report", "-o", "sub/page.html", "--db", shipped, "--kernel", "rmsnorm", "--json")
-    assert code == 0, err
+    out = kerngen.ok("db", "report", "-o", "sub/page.html", "--db", shipped, "--kernel", "rmsnorm", "--json")
     said = json.loads(out)
     assert said["kernels"] == ["rmsnorm"]
     assert said["bytes"] == (tmp_path / "sub" / "page.html").stat().st_size
@@ -368,26 +366,23 @@ def drawn(plot: Plot) -> list[list[list[tuple[float, float]]]]:
     return [corners_of(p) for p in svg.iter(f"{SVG}path") if (p.get("class") or "").startswith("line")]
 
 
-@pytest.mark.parametrize(
-    ("points", "pieces"),
-    [
-        ([(0, 0), (10, 10)], [[(0, 100), (100, 0)]]),
-        ([(0, 0), (10, 0), (10, 10)], [[(0, 100), (100, 100), (100, 0)]]),  # along its edges
-        ([(-10, -10), (20, 20)], [[(0, 100), (100, 0)]]),
-        ([(20, 20), (5, 5)], [[(100, 0), (50, 50)]]),
-        ([(-5, 5), (5, 15)], []),  # a corner and no more
-        ([(-4, 7), (4, 15)], []),  # past a corner, in the sight of both of its sides
-        ([(-5, 6), (5, 16), (5, 5)], [[(50, 0), (50, 50)]]),
-        ([(5, -5), (5, 15)], [[(50, 100), (50, 0)]]),
-        ([(11, 0), (11, 10)], []),
-        ([(-20, 5), (-10, 5)], []),
-        ([(2, 2), (2, 20), (8, 20), (8, 2)], [[(20, 80), (20, 0)], [(80, 0), (80, 80)]]),  # out, and in again
-        ([(5, 5), (15, 5), (15, 8), (5, 8), (15, 2)], [[(50, 50), (100, 50)], [(100, 20), (50, 20), (100, 50)]]),
-        ([(5, 5), (15, 5), (5, 5)], [[(50, 50), (100, 50), (50, 50)]]),  # back as it went
-        ([(5, 5)], []),
-        ([], []),
-    ],
-)
+@pytest.mark.parametrize(("points", "pieces"), [
+    ([(0, 0), (10, 10)], [[(0, 100), (100, 0)]]),
+    ([(0, 0), (10, 0), (10, 10)], [[(0, 100), (100, 100), (100, 0)]]),  # along its edges
+    ([(-10, -10), (20, 20)], [[(0, 100), (100, 0)]]),
+    ([(20, 20), (5, 5)], [[(100, 0), (50, 50)]]),
+    ([(-5, 5), (5, 15)], []),  # a corner and no more
+    ([(-4, 7), (4, 15)], []),  # past a corner, in the sight of both of its sides
+    ([(-5, 6), (5, 16), (5, 5)], [[(50, 0), (50, 50)]]),
+    ([(5, -5), (5, 15)], [[(50, 100), (50, 0)]]),
+    ([(11, 0), (11, 10)], []),
+    ([(-20, 5), (-10, 5)], []),
+    ([(2, 2), (2, 20), (8, 20), (8, 2)], [[(20, 80), (20, 0)], [(80, 0), (80, 80)]]),  # out, and in again
+    ([(5, 5), (15, 5), (15, 8), (5, 8), (15, 2)], [[(50, 50), (100, 50)], [(100, 20), (50, 20), (100, 50)]]),
+    ([(5, 5), (15, 5), (5, 5)], [[(50, 50), (100, 50), (50, 50)]]),  # back as it went
+    ([(5, 5)], []),
+    ([], []),
+])  # fmt: skip
 def test_a_line_ends_where_its_axes_do(
     points: list[tuple[float, float]], pieces: list[list[tuple[float, float]]]
 ) -> None:

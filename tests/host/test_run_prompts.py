@@ -76,15 +76,12 @@ def test_answers_come_in_order_with_what_each_line_asked_for(kerngen: Kerngen, m
 
 
 WRONG = {
-    "{": "it is not JSON: ",
-    '"\udcff"': "it is not JSON: 'utf-8' codec can't decode",
-    "[" * 100_000: "it is not JSON: maximum recursion depth",
-    "[1]": "it is [1], no object",
+    "{": "it is not JSON: ", '"\udcff"': "it is not JSON: 'utf-8' codec can't decode",
+    "[" * 100_000: "it is not JSON: maximum recursion depth", "[1]": "it is [1], no object",
     "{}": "it has neither prompt nor messages\n  give one of them",
     '{"prompt": "a", "messages": []}': "it has both prompt and messages",
     '{"prompt": ""}': 'prompt is ""; it must be a text that is not empty',
-    '{"prompt": ["a"]}': 'prompt is ["a"]; it must be',
-    '{"messages": []}': "messages is []; it must be a list of",
+    '{"prompt": ["a"]}': 'prompt is ["a"]; it must be', '{"messages": []}': "messages is []; it must be a list of",
     '{"messages": [{"content": "a"}]}': 'messages is [{"content": "a"}]; it must be a list of',
     '{"prompt": "a", "max_token": 3}': "unknown field 'max_token'\n  did you mean max_new_tokens?",
     '{"prompt": "a", "max_new_tokens": 0}': "max_new_tokens is 0; at least 1",
@@ -98,7 +95,7 @@ WRONG = {
     '{"prompt": "a", "stop": ""}': 'stop is [""]; it must be a text or a list of texts',
     '{"prompt": "a", "stop": [3]}': "stop is [3]; it must be a text or a list of texts",
     '{"prompt": "a", "id": [3]}': "id is [3]; it must be a text or a whole number",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", WRONG, ids=lambda t: t[:40])

@@ -122,43 +122,37 @@ def test_what_is_no_chat_is_refused(folder: Path, messages: Any) -> None:
         TextCodec(folder, 2).chat(messages)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append({}) }}",
-        "{{ raise_exception('no system turn') }}",
-        "{{ missing.field }}",
-        "{% for i in range(10000000) %}x{% endfor %}",
-        "{{ 1 / 0 }}",
-        "{{ 'x' * 9999999999 }}",
-        "{{ [0] * 9999999999 }}",
-        "{% if %}",
-        "{% include 'secret' %}",
-        "{% for i in x %}" * 30 + "{% endfor %}" * 30,  # SyntaxError: more blocks than Python nests
-        "{{ '{:>1000000000000}'.format(1) }}",
-        "{{ '%2000000000d' % 1 }}",
-        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",  # RecursionError
-        "{{ strftime_now(messages) }}",
-        "{% set ns = namespace(s='x') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
-        "{{ 'x' | center(2000000000) }}",
-        "{{ ('x' * 9999999) | replace('x', 'y' * 9999) }}",
-        "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",  # more text than is taken
-    ],
-)
+@pytest.mark.parametrize("source", [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.append({}) }}",
+    "{{ raise_exception('no system turn') }}",
+    "{{ missing.field }}",
+    "{% for i in range(10000000) %}x{% endfor %}",
+    "{{ 1 / 0 }}",
+    "{{ 'x' * 9999999999 }}",
+    "{{ [0] * 9999999999 }}",
+    "{% if %}",
+    "{% include 'secret' %}",
+    "{% for i in x %}" * 30 + "{% endfor %}" * 30,  # SyntaxError: more blocks than Python nests
+    "{{ '{:>1000000000000}'.format(1) }}",
+    "{{ '%2000000000d' % 1 }}",
+    "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",  # RecursionError
+    "{{ strftime_now(messages) }}",
+    "{% set ns = namespace(s='x') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
+    "{{ 'x' | center(2000000000) }}",
+    "{{ ('x' * 9999999) | replace('x', 'y' * 9999) }}",
+    "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",  # more text than is taken
+])  # fmt: skip
 def test_a_template_cannot_leave_its_sandbox_nor_eat_memory(source: str) -> None:
     with pytest.raises(CheckpointError, match="template failed"):
         render_chat(source, {"messages": [{"role": "user", "content": ""}]})
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{{ 10 ** (10 ** 9) }}",
-        "{{ lipsum(10 ** 9) }}",
-    ],
-)
+@pytest.mark.parametrize("source", [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 10 ** (10 ** 9) }}",
+    "{{ lipsum(10 ** 9) }}",
+])  # fmt: skip
 def test_a_template_cannot_take_for_ever(source: str) -> None:
     began = time.monotonic()
     with pytest.raises(TemplateTooSlow, match=r"template.* 0\.7 s"):
@@ -181,7 +175,6 @@ def test_a_worker_ends_by_itself_where_nobody_ends_it() -> None:
 def test_a_worker_that_is_gone_is_started_again() -> None:
     assert render_chat("{{ x }}", {"x": "é"}) == "é"
     process = chat._WORKERS._idle[-1]._process
-    assert process is not None
     process.kill()
     process.wait()
     assert render_chat("a", {}) == "a"

@@ -39,6 +39,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def copy(folder: Path, to: Path) -> None:
+    """The files of a checkpoint, without its drafter."""
+    for file in folder.iterdir():
+        if file.is_file():
+            (to / file.name).write_bytes(file.read_bytes())
+
+
+@pytest.fixture
+def copied(folder: Path, tmp_path: Path) -> Path:
+    """The checkpoint, to be changed."""
+    copy(folder, tmp_path)
+    return tmp_path
+
+
 @pytest.fixture
 def codec(folder: Path) -> TextCodec:
     return TextCodec(folder, bos_id=2)
@@ -80,17 +94,16 @@ def test_bos_stands_at_the_front_exactly_once(codec: TextCodec) -> None:
 
 @pytest.mark.parametrize("setting", ["truncation", "padding"])
 def test_what_a_tokenizer_cuts_or_pads_is_not_obeyed(
-    kerngen: Terminal, folder: Path, tmp_path: Path, setting: str
+    kerngen: Terminal, folder: Path, copied: Path, setting: str
 ) -> None:
-    copy(folder, tmp_path)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     if setting == "truncation":
         tokenizer.enable_truncation(max_length=4)
     else:
         tokenizer.enable_padding(length=40, pad_id=0, pad_token="<pad>")
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer.save(str(copied / "tokenizer.json"))
     common = ("--prompt", "abcdefgh", "--no-chat", "--device", "cpu", "--max-new-tokens", 3, "--json")
-    plain, set_ = (json.loads(kerngen("run", place, *common).out) for place in (folder, tmp_path))
+    plain, set_ = (json.loads(kerngen("run", place, *common).out) for place in (folder, copied))
     assert set_["num_prompt_tokens"] == plain["num_prompt_tokens"] == 9
     assert set_["tokens"] == plain["tokens"]
 
@@ -161,16 +174,11 @@ def test_run_says_what_ran_outside_our_kernels(
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
-def test_run_on_what_git_lfs_left_in_place_of_a_file(
-    kerngen: Terminal, folder: Path, tmp_path: Path, name: str
-) -> None:
-    copy(folder, tmp_path)
-    (tmp_path / name).write_text(
-        f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4977169088\n"
-    )
-    said = kerngen("run", tmp_path, "--prompt", "x", "--device", "cpu", code=1)
-    assert said.err.startswith(f"CheckpointError: {tmp_path / name} is a Git LFS pointer: the file that it stands for")
-    assert f"in {tmp_path}: git lfs pull; or: hf download" in said.err
+def test_run_on_what_git_lfs_left_in_place_of_a_file(kerngen: Terminal, copied: Path, name: str) -> None:
+    (copied / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4977169088\n")
+    said = kerngen("run", copied, "--prompt", "x", "--device", "cpu", code=1)
+    assert said.err.startswith(f"CheckpointError: {copied / name} is a Git LFS pointer: the file that it stands for")
+    assert f"in {copied}: git lfs pull; or: hf download" in said.err
 
 
 def only(name: str) -> Callable[[Path], object]:
@@ -232,14 +240,11 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str, str]] = {
 
 
 @pytest.mark.parametrize("case", FOLDERS)
-def test_run_says_what_a_folder_is_that_it_cannot_run(
-    kerngen: Terminal, folder: Path, tmp_path: Path, case: str
-) -> None:
+def test_run_says_what_a_folder_is_that_it_cannot_run(kerngen: Terminal, copied: Path, case: str) -> None:
     spoil, message, hint = FOLDERS[case]
-    copy(folder, tmp_path)
-    spoil(tmp_path)
-    first, *rest = kerngen("run", tmp_path, "--prompt", "x", "--device", "cpu", code=1).err.splitlines()
-    assert first.startswith(f"CheckpointError: {tmp_path}")
+    spoil(copied)
+    first, *rest = kerngen("run", copied, "--prompt", "x", "--device", "cpu", code=1).err.splitlines()
+    assert first.startswith(f"CheckpointError: {copied}")
     assert message in first
     assert hint in "".join(rest)
 
@@ -254,13 +259,12 @@ def test_run_on_a_file_says_what_it_takes(kerngen: Terminal, folder: Path, tmp_p
     assert "config.json is a file\n  name the folder that holds config.json and the safetensors" in said.err
 
 
-def test_run_refuses_an_image_that_is_typed(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
+def test_run_refuses_an_image_that_is_typed(kerngen: Terminal, folder: Path, copied: Path) -> None:
     """transformers would look for pixels; here nothing would stand behind the token."""
-    copy(folder, tmp_path)
     text = json.loads((folder / "config.json").read_text())
     config = {"model_type": "gemma4", "text_config": text, "image_token_id": 10, "audio_token_id": None}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    common = ("run", tmp_path, "--device", "cpu", "--max-new-tokens", 1, "--no-chat", "--prompt")
+    (copied / "config.json").write_text(json.dumps(config))
+    common = ("run", copied, "--device", "cpu", "--max-new-tokens", 1, "--no-chat", "--prompt")
     kerngen(*common, "bcd")
     said = kerngen(*common, "abc", code=2)
     assert said.err.startswith(
@@ -321,55 +325,23 @@ def test_the_drafter_is_found_beside_its_target(tmp_path: Path) -> None:
     assert find_drafter(target) == inner
 
 
-def test_run_says_so_when_the_stored_head_is_not_the_table(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
-    copy(folder, tmp_path)
-    tensors = load_file(folder / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].roll(1, 0)  # the likeliest token is the next one
-    save_file(tensors, tmp_path / "model.safetensors")
-    common = ("--prompt", "x", "--device", "cpu", "--max-new-tokens", 1, "--json")
-    said = kerngen("run", tmp_path, *common)
-    assert said.err.startswith(f"warning: {tmp_path}: config.json says tie_word_embeddings, but lm_head.weight differs")
-    vocab = BASE["vocab_size"]
-    (plain,) = json.loads(kerngen("run", folder, *common).out)["tokens"]
-    assert json.loads(said.out)["tokens"] == [(plain + 1) % vocab]
-
-
-def test_run_fills_in_what_transformers_has_a_default_for(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
-    copy(folder, tmp_path)
+def test_run_fills_in_what_transformers_has_a_default_for(kerngen: Terminal, folder: Path, copied: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     for name in ("rope_parameters", "final_logit_softcapping"):
         del config[name]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (copied / "config.json").write_text(json.dumps(config))
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.0.layer_scalar"]
     tensors["model.rotary_emb.inv_freq"] = torch.ones(8)
-    save_file(tensors, tmp_path / "model.safetensors")
-    said = kerngen("run", tmp_path, "--prompt", "x", "--no-chat", "--device", "cpu", "--max-new-tokens", 12, "--json")
+    save_file(tensors, copied / "model.safetensors")
+    said = kerngen("run", copied, "--prompt", "x", "--no-chat", "--device", "cpu", "--max-new-tokens", 12, "--json")
     assert "warning: " in said.err
     assert "rotary_emb.inv_freq is stored and ignored" in said.err
     assert "layers.0.layer_scalar is not stored; 1 is used" in said.err
     report = json.loads(said.out)
-    hf = Gemma4ForCausalLM.from_pretrained(tmp_path)
+    hf = Gemma4ForCausalLM.from_pretrained(copied)
     prompt = TextCodec(folder, bos_id=2).encode("x")
     assert report["tokens"] == hf_greedy(hf, prompt, 12)[: report["num_tokens"]]
-
-
-@pytest.mark.parametrize("name", ["kv_cache_scheme", "transform_config"])
-def test_run_refuses_a_quantization_that_it_would_not_compute(
-    kerngen: Terminal, folder: Path, tmp_path: Path, name: str
-) -> None:
-    copy(folder, tmp_path)
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    quant = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quant}
-    common = ("run", tmp_path, "--prompt", "x", "--device", "cpu", "--max-new-tokens", 2)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    kerngen(*common)
-    quant[name] = {"config_groups": {"group_0": {"num_bits": 8}}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    said = kerngen(*common, code=1)
-    assert said.err.startswith(f"CheckpointError: {tmp_path / 'config.json'}: quantization_config: {name} is set")
 
 
 def test_run_refuses_a_table_of_per_layer_inputs_that_lacks_tokens(kerngen: Terminal, tmp_path: Path) -> None:
@@ -381,15 +353,14 @@ def test_run_refuses_a_table_of_per_layer_inputs_that_lacks_tokens(kerngen: Term
     assert "vocab_size_per_layer_input is 20" in said.err
 
 
-def test_run_opens_a_file_larger_than_memory(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
+def test_run_opens_a_file_larger_than_memory(kerngen: Terminal, folder: Path, copied: Path) -> None:
     """A tower that is not read, twice the size of memory and swap, as a hole in the file."""
     try:
         numbers = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
     except FileNotFoundError:
         pytest.skip("only Linux says in /proc/meminfo how much memory there is")
     size = 2 * 1024 * (int(numbers["MemTotal:"]) + int(numbers["SwapTotal:"]))
-    copy(folder, tmp_path)
-    path = tmp_path / "model.safetensors"
+    path = copied / "model.safetensors"
     raw = path.read_bytes()
     length = struct.unpack("<Q", raw[:8])[0]
     header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]
@@ -402,7 +373,7 @@ def test_run_opens_a_file_larger_than_memory(kerngen: Terminal, folder: Path, tm
     except OSError as e:
         pytest.skip(f"no file of {size:,} B can be made here: {e.strerror}")
     common = ("--prompt", "hello", "--device", "cpu", "--max-new-tokens", 3)
-    said = kerngen("run", tmp_path, *common)
+    said = kerngen("run", copied, *common)
     assert said.out == kerngen("run", folder, *common, "--no-draft").out
     assert "warning" not in said.err
 
@@ -418,25 +389,23 @@ BROKEN_TENSORS = {
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("name", BROKEN_TENSORS)
 def test_run_names_the_weights_that_are_no_numbers(
-    kerngen: Terminal, folder: Path, tmp_path: Path, name: str, value: float
+    kerngen: Terminal, folder: Path, copied: Path, name: str, value: float
 ) -> None:
-    copy(folder, tmp_path)
     tensors = load_file(folder / "model.safetensors")
     tensors[BROKEN_TENSORS[name]][-1] = value
-    save_file(tensors, tmp_path / "model.safetensors")
-    said = kerngen("run", tmp_path, "--prompt", "hello", "--device", "cpu", "--max-new-tokens", 8, code=1)
-    path = tmp_path / "model.safetensors"
+    save_file(tensors, copied / "model.safetensors")
+    said = kerngen("run", copied, "--prompt", "hello", "--device", "cpu", "--max-new-tokens", 8, code=1)
+    path = copied / "model.safetensors"
     assert said.err.startswith(f"CheckpointError: {path}: {BROKEN_TENSORS[name]} holds NaN or infinity: ")
     assert said.out == ""
 
 
-def test_run_ends_where_the_model_computes_no_numbers(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
+def test_run_ends_where_the_model_computes_no_numbers(kerngen: Terminal, folder: Path, copied: Path) -> None:
     """Weights that are numbers, and so large that their products are none."""
-    copy(folder, tmp_path)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.2.self_attn.q_proj.weight"][-1] = 3e38
-    save_file(tensors, tmp_path / "model.safetensors")
-    common = ("run", tmp_path, "--prompt", "hello", "--device", "cpu", "--max-new-tokens", 8)
+    save_file(tensors, copied / "model.safetensors")
+    common = ("run", copied, "--prompt", "hello", "--device", "cpu", "--max-new-tokens", 8)
     for more in ((), ("--temperature", 0.8), ("--temperature", 1, "--top-k", 5, "--top-p", 0.9)):
         said = kerngen(*common, *more, code=1)
         assert said.err.startswith("NumericsError: no token can follow 21 tokens: the model computed NaN or infinity")
@@ -444,14 +413,11 @@ def test_run_ends_where_the_model_computes_no_numbers(kerngen: Terminal, folder:
         assert said.out == ""
 
 
-def test_run_keeps_repacked_weights_and_says_when_they_are_stale(
-    kerngen: Terminal, folder: Path, tmp_path: Path
-) -> None:
-    copy(folder, tmp_path)
-    common = ("run", tmp_path, "--prompt", "hello", "--device", "cpu", "--max-new-tokens", 8)
+def test_run_keeps_repacked_weights_and_says_when_they_are_stale(kerngen: Terminal, copied: Path) -> None:
+    common = ("run", copied, "--prompt", "hello", "--device", "cpu", "--max-new-tokens", 8)
     plain = kerngen(*common)
     assert kerngen(*common, "--keep-repacked").out == plain.out
-    (kept,) = tmp_path.glob("*.kerngen")
+    (kept,) = copied.glob("*.kerngen")
     assert kerngen(*common).out == plain.out
     kept.write_bytes(kept.read_bytes()[:-1])
     said = kerngen(*common)
@@ -469,9 +435,8 @@ def test_run_shows_how_far_loading_is(kerngen: Terminal, folder: Path, monkeypat
 GENERATION = {"do_sample": True, "temperature": 1.0, "top_k": 64, "top_p": 0.95}
 
 
-def test_run_samples_as_the_checkpoint_recommends(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
-    copy(folder, tmp_path)
-    path = tmp_path / "generation_config.json"
+def test_run_samples_as_the_checkpoint_recommends(kerngen: Terminal, folder: Path, copied: Path) -> None:
+    path = copied / "generation_config.json"
     common = ("--prompt", "hello", "--device", "cpu", "--max-new-tokens", 9)
 
     def sampled(place: Path, *more: object) -> tuple[str, dict[str, float]]:
@@ -485,26 +450,23 @@ def test_run_samples_as_the_checkpoint_recommends(kerngen: Terminal, folder: Pat
         "temperature 1 (generation_config.json), top-k 64 (generation_config.json), top-p 0.95 (generation_config.json)"
     )
     as_asked = {"temperature": 1.0, "top_k": 64, "top_p": 0.95, "seed": 0}
-    assert sampled(tmp_path) == (f"sampled: {marked}, seed 0", as_asked)
-    line, _ = sampled(tmp_path, "--temperature", 0.5, "--top-k", 3, "--seed", 7)
+    assert sampled(copied) == (f"sampled: {marked}, seed 0", as_asked)
+    line, _ = sampled(copied, "--temperature", 0.5, "--top-k", 3, "--seed", 7)
     assert line == "sampled: temperature 0.5, top-k 3, top-p 0.95 (generation_config.json), seed 7"
-    assert sampled(tmp_path, "--temperature", 0) == ("", as_asked | {"temperature": 0.0})
+    assert sampled(copied, "--temperature", 0) == ("", as_asked | {"temperature": 0.0})
     path.write_text(json.dumps(GENERATION | {"do_sample": False}))
-    assert sampled(tmp_path) == ("", as_asked | {"temperature": 0.0})
+    assert sampled(copied) == ("", as_asked | {"temperature": 0.0})
     path.write_text(json.dumps({"do_sample": True, "top_k": None}))
-    assert sampled(tmp_path)[0] == "sampled: temperature 1 (generation_config.json), seed 0"
+    assert sampled(copied)[0] == "sampled: temperature 1 (generation_config.json), seed 0"
     assert sampled(folder)[1] == {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("temperature", "hot"), ("top_k", 1.5), ("top_k", -1), ("top_p", 2), ("temperature", True)]
 )
-def test_run_refuses_a_recommendation_that_cannot_be(
-    kerngen: Terminal, folder: Path, tmp_path: Path, name: str, value: Any
-) -> None:
-    copy(folder, tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps(GENERATION | {name: value}))
-    said = kerngen("run", tmp_path, "--prompt", "x", "--device", "cpu", code=1)
+def test_run_refuses_a_recommendation_that_cannot_be(kerngen: Terminal, copied: Path, name: str, value: Any) -> None:
+    (copied / "generation_config.json").write_text(json.dumps(GENERATION | {name: value}))
+    said = kerngen("run", copied, "--prompt", "x", "--device", "cpu", code=1)
     assert f"generation_config.json: {name} is {value!r}; it must be" in said.err
 
 
@@ -513,13 +475,6 @@ def test_run_samples_at_the_smallest_temperature_and_top_p(kerngen: Terminal, fo
     greedy = kerngen(*common).out
     for more in (("--temperature", 1e-38), ("--temperature", 1e-46), ("--temperature", 1, "--top-p", 1e-46)):
         assert kerngen(*common, *more).out == greedy
-
-
-def copy(folder: Path, to: Path) -> None:
-    """The files of a checkpoint, without its drafter."""
-    for file in folder.iterdir():
-        if file.is_file():
-            (to / file.name).write_bytes(file.read_bytes())
 
 
 def test_run_no_chat_passes_the_prompt_as_it_is(kerngen: Terminal, folder: Path) -> None:
@@ -538,35 +493,26 @@ def test_run_takes_control_tokens_for_text_unless_asked(kerngen: Terminal, folde
         assert many == one - 1 + len("<turn|>")
 
 
-@pytest.mark.parametrize(
-    ("part", "setting", "message"),
-    [
-        ("pre_tokenizer", {"type": "FixedLength", "length": 0}, "cannot encode the text: chunk size must be non-zero"),
-        (
-            "model",
-            {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"},
-            "cannot encode the text: WordLevel error",
-        ),
-        ("decoder", {"type": "Nothing"}, "is not a tokenizer"),
-    ],
-)
+@pytest.mark.parametrize(("part", "setting", "message"), [
+    ("pre_tokenizer", {"type": "FixedLength", "length": 0}, "cannot encode the text: chunk size must be non-zero"),
+    ("model", {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}, "cannot encode the text: WordLevel error"),
+    ("decoder", {"type": "Nothing"}, "is not a tokenizer"),
+])  # fmt: skip
 def test_run_on_a_tokenizer_that_fails(
-    kerngen: Terminal, folder: Path, tmp_path: Path, part: str, setting: dict[str, Any], message: str
+    kerngen: Terminal, folder: Path, copied: Path, part: str, setting: dict[str, Any], message: str
 ) -> None:
     """The library panics in Rust on some files, which is no Exception in Python."""
-    copy(folder, tmp_path)
     tokenizer = json.loads((folder / "tokenizer.json").read_text()) | {part: setting, "added_tokens": []}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    said = kerngen("run", tmp_path, "--prompt", "e", "--device", "cpu", "--max-new-tokens", 3, code=1)
-    assert said.err.startswith(f"CheckpointError: {tmp_path / 'tokenizer.json'} {message}")
+    (copied / "tokenizer.json").write_text(json.dumps(tokenizer))
+    said = kerngen("run", copied, "--prompt", "e", "--device", "cpu", "--max-new-tokens", 3, code=1)
+    assert said.err.startswith(f"CheckpointError: {copied / 'tokenizer.json'} {message}")
 
 
-def test_a_decoder_that_fails_is_one_clear_error(folder: Path, tmp_path: Path) -> None:
-    copy(folder, tmp_path)
+def test_a_decoder_that_fails_is_one_clear_error(folder: Path, copied: Path) -> None:
     decoder = {"type": "Strip", "content": "e", "start": 0, "stop": 9}  # reads before the start of a token "e"
     tokenizer = json.loads((folder / "tokenizer.json").read_text()) | {"decoder": decoder}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    codec = TextCodec(tmp_path, bos_id=2)
+    (copied / "tokenizer.json").write_text(json.dumps(tokenizer))
+    codec = TextCodec(copied, bos_id=2)
     with pytest.raises(CheckpointError, match=r"tokens.*out of bounds"):
         codec.stream().push(codec.encode("e"))
 
@@ -576,27 +522,25 @@ def test_text_that_is_not_unicode_is_refused(codec: TextCodec) -> None:
         codec.encode("ab\ud800")
 
 
-def test_run_on_a_prompt_or_template_that_is_not_unicode(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
+def test_run_on_a_prompt_or_template_that_is_not_unicode(kerngen: Terminal, folder: Path, copied: Path) -> None:
     said = kerngen("run", folder, "--prompt", os.fsdecode(b"bad \xff byte"), "--device", "cpu", code=2)
     assert said.err == "UsageError: the prompt is not UTF-8: character 4 is '\\udcff'\n"
     said = kerngen("run", folder, "--device", "cpu", stdin=b"bad \xff byte", code=2)
     assert said.err.startswith("UsageError: standard input is not UTF-8")
-    copy(folder, tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("{{ '\\ud800' }}")
-    said = kerngen("run", tmp_path, "--prompt", "x", "--device", "cpu", code=2)
+    (copied / "chat_template.jinja").write_text("{{ '\\ud800' }}")
+    said = kerngen("run", copied, "--prompt", "x", "--device", "cpu", code=2)
     assert said.err == "UsageError: the text is not Unicode: character 0 is '\\ud800'\n"
 
 
 @pytest.mark.parametrize(
     "name", ["rms_norm_eps", "final_logit_softcapping", "hidden_size", "sliding_window", "vocab_size"]
 )
-def test_run_on_a_number_beyond_all_bounds(kerngen: Terminal, folder: Path, tmp_path: Path, name: str) -> None:
-    copy(folder, tmp_path)
+def test_run_on_a_number_beyond_all_bounds(kerngen: Terminal, folder: Path, copied: Path, name: str) -> None:
     config = json.loads((folder / "config.json").read_text()) | {name: 10**400}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    said = kerngen("run", tmp_path, "--prompt", "x", "--device", "cpu", code=1)
-    assert said.err.startswith(f"CheckpointError: {tmp_path / 'config.json'}: {name} is 1000000")
-    assert len(said.err) < 400 + len(str(tmp_path))
+    (copied / "config.json").write_text(json.dumps(config))
+    said = kerngen("run", copied, "--prompt", "x", "--device", "cpu", code=1)
+    assert said.err.startswith(f"CheckpointError: {copied / 'config.json'}: {name} is 1000000")
+    assert len(said.err) < 400 + len(str(copied))
 
 
 def test_run_says_one_clear_line_when_misused(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
@@ -626,24 +570,18 @@ def test_run_says_one_clear_line_when_misused(kerngen: Terminal, folder: Path, t
         assert said.err.startswith("DeviceError: there is no CUDA device here\n")
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("tokenizer.json", None, "tokenizer.json is missing"),
-        ("tokenizer.json", "{}", "is not a tokenizer"),
-        ("config.json", "{", "is not JSON"),
-        ("config.json", "[]", "holds a list, not an object"),
-        ("chat_template.jinja", "{{ 1 / 0 }}", "the chat template failed"),
-        ("generation_config.json", '{"eos_token_id": "end"}', "must be token ids"),
-        ("model.safetensors", "{", "truncated"),
-    ],
-)
-def test_run_on_a_damaged_folder(
-    kerngen: Terminal, folder: Path, tmp_path: Path, name: str, content: str | None, message: str
-) -> None:
-    copy(folder, tmp_path)
-    (tmp_path / name).unlink() if content is None else (tmp_path / name).write_text(content)
-    said = kerngen("run", tmp_path, "--prompt", "x", "--device", "cpu", code=1)
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("tokenizer.json", None, "tokenizer.json is missing"),
+    ("tokenizer.json", "{}", "is not a tokenizer"),
+    ("config.json", "{", "is not JSON"),
+    ("config.json", "[]", "holds a list, not an object"),
+    ("chat_template.jinja", "{{ 1 / 0 }}", "the chat template failed"),
+    ("generation_config.json", '{"eos_token_id": "end"}', "must be token ids"),
+    ("model.safetensors", "{", "truncated"),
+])  # fmt: skip
+def test_run_on_a_damaged_folder(kerngen: Terminal, copied: Path, name: str, content: str | None, message: str) -> None:
+    (copied / name).unlink() if content is None else (copied / name).write_text(content)
+    said = kerngen("run", copied, "--prompt", "x", "--device", "cpu", code=1)
     assert said.err.startswith("CheckpointError: ")
     assert message in said.err.splitlines()[0]
     assert said.out == ""

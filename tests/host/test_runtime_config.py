@@ -95,17 +95,13 @@ def test_a_released_model_saved_again_by_transformers_reads_the_same(tmp_path: P
     assert read_drafter_config(tmp_path / "assistant", flat) == read_drafter_config(tmp_path / "flat", flat)
 
 
-@pytest.mark.parametrize(
-    ("keys", "written"),
-    [
-        ({}, {"05": {"head_dim": 512}, "11": {"head_dim": 512}}),
-        ({"head_dim": 512}, {}),
-        ({"head_dim": 512, "attention_k_eq_v": True, "num_global_key_value_heads": 2},
-         {"05": {"num_key_value_heads": 2}, "11": {"num_key_value_heads": 2}}),
-        ({"attention_k_eq_v": True, "num_global_key_value_heads": 4},
-         {"05": {"head_dim": 512}, "11": {"head_dim": 512}}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("keys", "written"), [
+    ({}, {"05": {"head_dim": 512}, "11": {"head_dim": 512}}),
+    ({"head_dim": 512}, {}),
+    ({"head_dim": 512, "attention_k_eq_v": True, "num_global_key_value_heads": 2},
+     {"05": {"num_key_value_heads": 2}, "11": {"num_key_value_heads": 2}}),
+    ({"attention_k_eq_v": True, "num_global_key_value_heads": 4}, {"05": {"head_dim": 512}, "11": {"head_dim": 512}}),
+])  # fmt: skip
 def test_what_equals_the_global_value_is_not_written(
     tmp_path: Path, keys: dict[str, Any], written: dict[str, Any]
 ) -> None:

@@ -234,11 +234,8 @@ def test_the_highest_temperatures_are_uniform_over_what_is_not_suppressed() -> N
 
 
 BROKEN = {
-    "one NaN": [1.0, NAN, 2.0, 0.0],
-    "all NaN": [NAN] * 4,
-    "infinite": [1.0, INF, 2.0, 0.0],
-    "none left": [-INF] * 4,
-}
+    "one NaN": [1.0, NAN, 2.0, 0.0], "all NaN": [NAN] * 4, "infinite": [1.0, INF, 2.0, 0.0], "none left": [-INF] * 4,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BROKEN)

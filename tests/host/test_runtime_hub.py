@@ -134,15 +134,12 @@ def server(checkpoints: dict[str, dict[str, bytes]], tmp_path: Path, monkeypatch
     thread.join()
 
 
-@pytest.mark.parametrize(
-    ("text", "want"),
-    [
-        ("google/gemma-4-31B-it", HubName("google/gemma-4-31B-it", None)),
-        ("google/gemma-4-31B-it@v1.0", HubName("google/gemma-4-31B-it", "v1.0")),
-        ("google/gemma-4-31B-it@refs/pr/3", HubName("google/gemma-4-31B-it", "refs/pr/3")), ("here/there", None),
-        ("./google/gemma", None), ("/google/gemma", None), ("gemma", None), ("a/b/c", None), ("google/gem ma", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "want"), [
+    ("google/gemma-4-31B-it", HubName("google/gemma-4-31B-it", None)),
+    ("google/gemma-4-31B-it@v1.0", HubName("google/gemma-4-31B-it", "v1.0")),
+    ("google/gemma-4-31B-it@refs/pr/3", HubName("google/gemma-4-31B-it", "refs/pr/3")), ("here/there", None),
+    ("./google/gemma", None), ("/google/gemma", None), ("gemma", None), ("a/b/c", None), ("google/gem ma", None),
+])  # fmt: skip
 def test_what_is_a_name_on_the_hub(
     text: str, want: HubName | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +168,6 @@ def test_a_model_and_its_drafter_run_by_name(server: Hub) -> None:
     session = load(NAME, draft=ASSISTANT, device="cpu")
     assert session.generate("hello", max_new_tokens=6).text == text
     drafter = session.drafter_folder
-    assert drafter is not None
     assert drafter.is_relative_to(constants.HF_HUB_CACHE)
     assert load(NAME, device="cpu").drafter_folder == drafter, "what was downloaded is found"
 
@@ -247,17 +243,14 @@ def test_a_server_that_stays_silent_is_given_up(server: Hub, monkeypatch: pytest
     assert "could not be downloaded" in refused().message
 
 
-@pytest.mark.parametrize(
-    ("gone", "message"),
-    [
-        (("config.json",), "no config.json, but a GGUF file: gemma.gguf"),
-        (("model.safetensors",), "no model.safetensors and no model.safetensors.index.json, but a GGUF file"),
-        (
-            ("model.safetensors", "gemma.gguf"),
-            "no model.safetensors and no model.safetensors.index.json, but pickled weights: pytorch_model.bin",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("gone", "message"), [
+    (("config.json",), "no config.json, but a GGUF file: gemma.gguf"),
+    (("model.safetensors",), "no model.safetensors and no model.safetensors.index.json, but a GGUF file"),
+    (
+        ("model.safetensors", "gemma.gguf"),
+        "no model.safetensors and no model.safetensors.index.json, but pickled weights: pytorch_model.bin",
+    ),
+])  # fmt: skip
 def test_a_repository_of_another_format_is_not_downloaded(server: Hub, gone: tuple[str, ...], message: str) -> None:
     for name in gone:
         del server.repos[NAME][name]

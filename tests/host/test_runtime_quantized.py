@@ -177,15 +177,12 @@ def save_gptq(folder: Path, group: int, *, zero: int = 7, **config: Any) -> dict
     return dense
 
 
-@pytest.mark.parametrize(
-    ("group", "zero", "config"),
-    [
-        (32, 7, {}),
-        (64, 7, {"checkpoint_format": "gptq", "pack_dtype": "int32", "lm_head": False, "true_sequential": True}),
-        (128, 8, {"checkpoint_format": "gptq_v2", "desc_act": True, "static_groups": True}),
-        (64, 7, {"format": "gptq", "dynamic": {"-:.*vision.*": {}}}),
-    ],
-)
+@pytest.mark.parametrize(("group", "zero", "config"), [
+    (32, 7, {}),
+    (64, 7, {"checkpoint_format": "gptq", "pack_dtype": "int32", "lm_head": False, "true_sequential": True}),
+    (128, 8, {"checkpoint_format": "gptq_v2", "desc_act": True, "static_groups": True}),
+    (64, 7, {"format": "gptq", "dynamic": {"-:.*vision.*": {}}}),
+])  # fmt: skip
 def test_symmetric_gptq_becomes_the_one_order(tmp_path: Path, group: int, zero: int, config: dict[str, Any]) -> None:
     make_target(tmp_path / "q", "k_eq_v", **WIDE)
     dense = save_dense(tmp_path / "q", save_gptq(tmp_path / "q", group, zero=zero, **config))

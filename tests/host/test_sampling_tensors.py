@@ -48,12 +48,9 @@ def test_random_numbers_are_uniform_and_neighbours_have_nothing_in_common() -> N
     seeds = torch.tensor([Sampling(1.0, seed=s).key for s in range(1 << 16)]).repeat_interleave(16)
     by_seed = uniforms(seeds, torch.arange(16).repeat(1 << 16))
     for x, y in (
-        (streams[0][:-1], streams[0][1:]),
-        (streams[0], streams[1]),
-        (streams[2], streams[3]),
-        (streams[0], streams[0].roll(4096)),
-        (by_seed[:-16], by_seed[16:]),
-    ):
+        (streams[0][:-1], streams[0][1:]), (streams[0], streams[1]), (streams[2], streams[3]),
+        (streams[0], streams[0].roll(4096)), (by_seed[:-16], by_seed[16:]),
+    ):  # fmt: skip
         assert float(x.min()) >= 0
         assert float(x.max()) < 1
         cells = torch.bincount((x * 16).long() * 16 + (y * 16).long(), minlength=256).double()

@@ -224,29 +224,26 @@ def test_a_file_that_is_cut_or_grown_is_refused(bundle: Path) -> None:
             Sealed.open(bundle)
 
 
-@pytest.mark.parametrize(
-    ("statement", "says"),
-    [
-        ("UPDATE line SET latency = 0.01 WHERE id = 'id7'",
-         "line has 40 of 40 rows: 1 that were sealed are not there, 1 were not sealed"),
-        ("DELETE FROM line WHERE id = 'id7'",
-         "line has 39 of 40 rows: 1 that were sealed are not there, 0 were not sealed"),
-        ("UPDATE line SET kernel = 'kernel0', points = '4' WHERE id = 'id4'",
-         "line has 40 of 40 rows: 1 that were sealed are not there, 1 were not sealed"),
-        ("INSERT INTO revocation VALUES ('id9', '')",
-         "revocation has 2 of 1 rows: 0 that were sealed are not there, 1 were not sealed"),
-        ("DELETE FROM revocation", "revocation has 0 of 1 rows: 1 that were sealed are not there, 0 were not sealed"),
-        ("UPDATE measurement SET us = 0.01 WHERE id = 7",
-         "rows of measurement were changed: measurement has 60 of 60 rows"),
-        ("ALTER TABLE line RENAME COLUMN points TO body2", None),
-        ("DROP TABLE measurement", "the table measurement is gone"),
-        ("CREATE TABLE more (x)", "the table more was not sealed"),
-        ("CREATE VIEW v AS SELECT 1",
-         "its schema cannot be read: it has the view v, and a tuning database has plain tables alone"),
-        ("CREATE TRIGGER t AFTER INSERT ON line BEGIN SELECT 1; END",
-         "its schema cannot be read: it has the trigger t, and a tuning database has plain tables alone"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("statement", "says"), [
+    ("UPDATE line SET latency = 0.01 WHERE id = 'id7'",
+     "line has 40 of 40 rows: 1 that were sealed are not there, 1 were not sealed"),
+    ("DELETE FROM line WHERE id = 'id7'",
+     "line has 39 of 40 rows: 1 that were sealed are not there, 0 were not sealed"),
+    ("UPDATE line SET kernel = 'kernel0', points = '4' WHERE id = 'id4'",
+     "line has 40 of 40 rows: 1 that were sealed are not there, 1 were not sealed"),
+    ("INSERT INTO revocation VALUES ('id9', '')",
+     "revocation has 2 of 1 rows: 0 that were sealed are not there, 1 were not sealed"),
+    ("DELETE FROM revocation", "revocation has 0 of 1 rows: 1 that were sealed are not there, 0 were not sealed"),
+    ("UPDATE measurement SET us = 0.01 WHERE id = 7",
+     "rows of measurement were changed: measurement has 60 of 60 rows"),
+    ("ALTER TABLE line RENAME COLUMN points TO body2", None),
+    ("DROP TABLE measurement", "the table measurement is gone"),
+    ("CREATE TABLE more (x)", "the table more was not sealed"),
+    ("CREATE VIEW v AS SELECT 1",
+     "its schema cannot be read: it has the view v, and a tuning database has plain tables alone"),
+    ("CREATE TRIGGER t AFTER INSERT ON line BEGIN SELECT 1; END",
+     "its schema cannot be read: it has the trigger t, and a tuning database has plain tables alone"),
+])  # fmt: skip
 def test_what_was_done_with_the_sqlite3_shell_is_named_and_not_served(
     bundle: Path, db: Path, statement: str, says: str | None
 ) -> None:
@@ -308,26 +305,23 @@ def _header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Sealed], bytes
     return forge
 
 
-@pytest.mark.parametrize(
-    "forge",
-    [
-        _header(lambda h: h.update(kerngen_bundle=2)), _header(lambda h: h.pop("kerngen_bundle")),
-        _header(lambda h: h.update(image=None)), _header(lambda h: h["image"].update(bytes=7)),
-        _header(lambda h: h["image"].update(sha256="x")), _header(lambda h: h.update(tables=[])),
-        _header(lambda h: h["tables"]["line"].update(rows=39)),
-        _header(lambda h: h["tables"]["line"].update(rows=40.0)),
-        _header(lambda h: h["tables"]["line"].update(rows=-40)),
-        _header(lambda h: h["tables"]["measurement"].update(digest=3)),
-        _header(lambda h: h["tables"]["line"].update(digest="0" * 64)), _header(lambda h: h.update(stored=["line"])),
-        _header(lambda h: h.update(stored=["revocation", "line", "artifact"])),
-        _header(lambda h: h.update(stored=["line", "line", "artifact", "revocation"])),
-        _header(lambda h: h.update(stored=["nothing"])),
-        lambda s: tail_of(s.header["image"]["bytes"], s.header, s.leaves[32:] + s.leaves[:32], {}),
-        lambda s: tail_of(s.header["image"]["bytes"], s.header, s.leaves + bytes(32), {}),
-        lambda s: tail_of(s.header["image"]["bytes"], s.header, s.leaves, {"../x": b""}),
-        lambda s: tail_of(s.header["image"]["bytes"] - PAGE, s.header, s.leaves, {}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("forge", [
+    _header(lambda h: h.update(kerngen_bundle=2)), _header(lambda h: h.pop("kerngen_bundle")),
+    _header(lambda h: h.update(image=None)), _header(lambda h: h["image"].update(bytes=7)),
+    _header(lambda h: h["image"].update(sha256="x")), _header(lambda h: h.update(tables=[])),
+    _header(lambda h: h["tables"]["line"].update(rows=39)),
+    _header(lambda h: h["tables"]["line"].update(rows=40.0)),
+    _header(lambda h: h["tables"]["line"].update(rows=-40)),
+    _header(lambda h: h["tables"]["measurement"].update(digest=3)),
+    _header(lambda h: h["tables"]["line"].update(digest="0" * 64)), _header(lambda h: h.update(stored=["line"])),
+    _header(lambda h: h.update(stored=["revocation", "line", "artifact"])),
+    _header(lambda h: h.update(stored=["line", "line", "artifact", "revocation"])),
+    _header(lambda h: h.update(stored=["nothing"])),
+    lambda s: tail_of(s.header["image"]["bytes"], s.header, s.leaves[32:] + s.leaves[:32], {}),
+    lambda s: tail_of(s.header["image"]["bytes"], s.header, s.leaves + bytes(32), {}),
+    lambda s: tail_of(s.header["image"]["bytes"], s.header, s.leaves, {"../x": b""}),
+    lambda s: tail_of(s.header["image"]["bytes"] - PAGE, s.header, s.leaves, {}),
+])  # fmt: skip
 def test_a_tail_that_is_whole_and_lies_is_refused(bundle: Path, forge: Callable[[Sealed], bytes]) -> None:
     sealed = Sealed.open(bundle)
     size = sealed.header["image"]["bytes"]

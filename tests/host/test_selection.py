@@ -49,13 +49,12 @@ def test_a_bound_problem_gets_what_a_lookup_answers(stores: list[Source], tokens
     assert choice.config == NORM.config_type(**winner.config)
     assert choice.provenance == "measured"
     assert choice.cubin is not None
-    assert winner.cubin is not None
     assert choice.cubin.image == winner.cubin.image
 
 
 def test_beyond_the_tuned_interval_the_default_serves(stores: list[Source]) -> None:
-    bindings = Selector(stores, H200)
-    above, near = (bindings.choice(NORM, replace(BETWEEN, num_tokens=t)) for t in (20000, 20001))
+    selector = Selector(stores, H200)
+    above, near = (selector.choice(NORM, replace(BETWEEN, num_tokens=t)) for t in (20000, 20001))
     assert above.source == DEFAULT
     assert above is near, "one default serves the lengths up to the next power of two"
     assert above.config == NORM.default_config(replace(BETWEEN, num_tokens=32768), H200)
@@ -65,39 +64,39 @@ def test_between_two_defaults_the_kernel_prefers_one_of_them() -> None:
     """Of 384 tokens tiles of 256 leave a third empty, of 192 none, and 80 have a tile of their own. Bundles have all:
     defaults of powers of two, and of those `between` them.
     """
-    problem, bindings = GEMM.problem_type(n=43008, k=5376), Selector([], H200)
+    problem, selector = GEMM.problem_type(n=43008, k=5376), Selector([], H200)
     lengths = [length for i in range(14) for length in (1 << i, *selection_module.between(1 << i))]
     defaults = {m: GEMM.default_config(replace(problem, num_tokens=m), H200) for m in lengths}
-    assert [bindings.choice(GEMM, replace(problem, num_tokens=m)).config.block_m for m in (40, 80, 81)] == [48, 80, 96]
-    chosen = bindings.choice(GEMM, replace(problem, num_tokens=384))
+    assert [selector.choice(GEMM, replace(problem, num_tokens=m)).config.block_m for m in (40, 80, 81)] == [48, 80, 96]
+    chosen = selector.choice(GEMM, replace(problem, num_tokens=384))
     assert (chosen.config.block_m, defaults[512].block_m) == (192, 256)
-    assert chosen is bindings.choice(GEMM, replace(problem, num_tokens=380))
+    assert chosen is selector.choice(GEMM, replace(problem, num_tokens=380))
     known = set(defaults.values())
-    assert all(bindings.choice(GEMM, replace(problem, num_tokens=m)).config in known for m in range(9, 2000, 7))
-    assert all(bindings.choice(GEMM, replace(problem, num_tokens=1 << i)).config == defaults[1 << i] for i in range(14))
+    assert all(selector.choice(GEMM, replace(problem, num_tokens=m)).config in known for m in range(9, 2000, 7))
+    assert all(selector.choice(GEMM, replace(problem, num_tokens=1 << i)).config == defaults[1 << i] for i in range(14))
 
 
 def test_a_default_does_not_depend_on_who_asked_first() -> None:
     """Batches of 19 and 20 share one, and 19's own would deal each sequence's keys out to more blocks."""
     few, many = (replace(GLOBAL, batch=batch, kv_len=4096) for batch in (19, 20))
-    bindings = Selector([], H200)
-    assert bindings.choice(DECODE, few) is bindings.choice(DECODE, many)
-    assert bindings.choice(DECODE, few).config == DECODE.default_config(many, H200) != DECODE.default_config(few, H200)
+    selector = Selector([], H200)
+    assert selector.choice(DECODE, few) is selector.choice(DECODE, many)
+    assert selector.choice(DECODE, few).config == DECODE.default_config(many, H200) != DECODE.default_config(few, H200)
 
 
 def test_a_field_may_have_defaults_at_finer_steps() -> None:
     """The SMs are dealt to sequences: of seven each gets more than of eight. What is tuned lies at powers of two."""
     problem = DECODE.problem_type(head_dim=512, num_q_heads=16, num_kv_heads=2, q_len=5, kv_len=8192)
-    bindings = Selector([], H200)
+    selector = Selector([], H200)
     sizes = [1, 2, 3, 4, 5, 7, 8, 13, 16, *range(18, 33, 2), *range(36, 65, 4)]
     assert sizes == sorted({*sizes} & {n for power in (1, 2, 4, 8, 16, 32, 64) for n in _steps_to(power)})
     for batch in sizes:
         own = DECODE.default_config(replace(problem, batch=batch), H200)
-        assert bindings.choice(DECODE, replace(problem, batch=batch)).config == own
-    seven, eight = (bindings.choice(DECODE, replace(problem, batch=batch)).config for batch in (7, 8))
+        assert selector.choice(DECODE, replace(problem, batch=batch)).config == own
+    seven, eight = (selector.choice(DECODE, replace(problem, batch=batch)).config for batch in (7, 8))
     assert (seven.num_splits, eight.num_splits) == (9, 8)
     between = replace(problem, batch=33)
-    assert bindings.choice(DECODE, between) is bindings.choice(DECODE, replace(problem, batch=36))
+    assert selector.choice(DECODE, between) is selector.choice(DECODE, replace(problem, batch=36))
     assert bucketed(DECODE, between) == {"batch": 64}
     assert not selection_module.finer(BETWEEN), "other kernels have none"
 
@@ -127,16 +126,16 @@ def test_a_length_never_seen_costs_a_bisection(
     stores: list[Source], kernel: Any, base: Any, with_stores: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Microseconds a problem, the problem's own checks included; no SQL, no rendering; memory bounded."""
-    bindings = Selector(stores if with_stores else [], H200)
+    selector = Selector(stores if with_stores else [], H200)
     lengths = [n for n in range(1, 8192) if n & (n - 1)]
     for n in lengths:  # bind, and verify the points
-        bindings.choice(kernel, replace(base, **{base.DYNAMIC: 1 << n.bit_length()}))
+        selector.choice(kernel, replace(base, **{base.DYNAMIC: 1 << n.bit_length()}))
     for owner, name in ((Freshness, "is_current"), (rendering, "render"), (Reader, "_rows")):
         monkeypatch.setattr(owner, name, _no)
     times, chosen = [], set()
     for n in lengths[:3000]:
         began = time.perf_counter()
-        chosen.add(id(bindings.choice(kernel, replace(base, **{base.DYNAMIC: n}))))
+        chosen.add(id(selector.choice(kernel, replace(base, **{base.DYNAMIC: n}))))
         times.append(1e6 * (time.perf_counter() - began))
     assert len(chosen) <= 24, "choices are shared by the lengths between two points"
     assert statistics.median(times) < MOST_US, f"{statistics.median(times):.1f} us"
@@ -146,16 +145,16 @@ def test_what_was_asked_before_is_looked_up_once_and_not_for_ever(
     stores: list[Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(selection_module, "CHOICES_KEPT", 5)
-    bindings = Selector(stores, H200)
+    selector = Selector(stores, H200)
     problems = [replace(BETWEEN, num_tokens=t) for t in (1, 2, 4)] + [replace(GLOBAL, kv_len=512)]
-    first = [bindings.choice(NORM if isinstance(p, type(BETWEEN)) else DECODE, p) for p in problems]
+    first = [selector.choice(NORM if isinstance(p, type(BETWEEN)) else DECODE, p) for p in problems]
     with monkeypatch.context() as patch:
         patch.setattr(selection_module.KernelSelector, "choice", _no)
-        assert [bindings.choice(c.kernel, p) for c, p in zip(first, problems, strict=True)] == first
+        assert [selector.choice(c.kernel, p) for c, p in zip(first, problems, strict=True)] == first
     for tokens in range(8, 40):
-        bindings.choice(NORM, replace(BETWEEN, num_tokens=tokens))
-        assert len(bindings._known) <= 5
-    assert [bindings.choice(c.kernel, p) for c, p in zip(first, problems, strict=True)] == first
+        selector.choice(NORM, replace(BETWEEN, num_tokens=tokens))
+        assert len(selector._known) <= 5
+    assert [selector.choice(c.kernel, p) for c, p in zip(first, problems, strict=True)] == first
 
 
 def test_where_the_buckets_default_cannot_run_a_length_its_own_default_serves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +171,7 @@ def test_where_the_buckets_default_cannot_run_a_length_its_own_default_serves(mo
 
     monkeypatch.setattr(kernel_type, "default_config", chosen)
     monkeypatch.setattr(kernel_type, "why_invalid", refuses_wide)
-    bindings = Selector([], H200)
-    choices = [bindings.choice(GEMM, replace(DOWN, num_tokens=t)) for t in (32768, 20000, 20001)]
+    selector = Selector([], H200)
+    choices = [selector.choice(GEMM, replace(DOWN, num_tokens=t)) for t in (32768, 20000, 20001)]
     assert [c.config for c in choices] == [wide, narrow, narrow]
     assert choices[1] is choices[2]

@@ -131,16 +131,6 @@ def test_a_completion(client: TestClient, played: tuple[Service, PlayedEngine]) 
     assert played[1].asked[1][1] == 16, "OpenAI's default"
 
 
-def test_typed_control_tokens_are_text(client: TestClient, played: tuple[Service, PlayedEngine]) -> None:
-    codec = played[0].codec
-    (end,) = codec.end_of_turn_ids
-    said = f"a{codec.token(end)}b"
-    client.post(CHAT, json={"messages": [{"role": "user", "content": said}]})
-    client.post(CHAT, json={"messages": [{"role": "user", "content": "ab"}]})
-    with_token, without = [asked[0].count(end) for asked in played[1].asked]
-    assert with_token == without
-
-
 def test_how_tokens_are_chosen(client: TestClient, played: tuple[Service, PlayedEngine]) -> None:
     asked = {"min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1,
              "min_tokens": 2, "logit_bias": {"7": -100, "9": 3}, "top_k": -1}  # fmt: skip
@@ -227,22 +217,19 @@ def test_what_is_off_is_let_pass(client: TestClient) -> None:
                 assert answer.status_code == 200, (path, name, value, answer.text)
 
 
-@pytest.mark.parametrize(
-    ("asked", "instead"),
-    [
-        ({"guided_grammar": "root ::= 'a'"}, "guided_regex"),
-        ({"structured_outputs": {"grammar": "root ::= 'a'"}}, "json, regex"),
-        ({"structured_outputs": {"structural_tag": "{}"}}, "tool_choice"),
-        ({"structured_outputs": {"json": {}, "disable_additional_properties": True}}, "additionalProperties"),
-        ({"bad_words": ["a"]}, "logit_bias"), ({"allowed_token_ids": [5]}, "guided_choice"),
-        ({"prompt_logprobs": 1}, "echo"), ({"truncate_prompt_tokens": -1}, "/tokenize"),
-        ({"use_beam_search": True}, "temperature of 0"), ({"functions": [{"name": "f"}]}, "tools"),
-        ({"function_call": {"name": "f"}}, "tool_choice"), ({"continue_final_message": True}, "/v1/completions"),
-        ({"add_generation_prompt": False}, "/v1/completions"), ({"chat_template": "{{ messages }}"}, "/v1/completions"),
-        ({"echo": True}, "/v1/completions"), ({"best_of": 2, "n": 2}, "the n that are sent"),
-        ({"top_logprobs": 2}, "logprobs: true"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("asked", "instead"), [
+    ({"guided_grammar": "root ::= 'a'"}, "guided_regex"),
+    ({"structured_outputs": {"grammar": "root ::= 'a'"}}, "json, regex"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "tool_choice"),
+    ({"structured_outputs": {"json": {}, "disable_additional_properties": True}}, "additionalProperties"),
+    ({"bad_words": ["a"]}, "logit_bias"), ({"allowed_token_ids": [5]}, "guided_choice"),
+    ({"prompt_logprobs": 1}, "echo"), ({"truncate_prompt_tokens": -1}, "/tokenize"),
+    ({"use_beam_search": True}, "temperature of 0"), ({"functions": [{"name": "f"}]}, "tools"),
+    ({"function_call": {"name": "f"}}, "tool_choice"), ({"continue_final_message": True}, "/v1/completions"),
+    ({"add_generation_prompt": False}, "/v1/completions"), ({"chat_template": "{{ messages }}"}, "/v1/completions"),
+    ({"echo": True}, "/v1/completions"), ({"best_of": 2, "n": 2}, "the n that are sent"),
+    ({"top_logprobs": 2}, "logprobs: true"),
+])  # fmt: skip
 def test_what_is_known_and_not_there_is_refused(client: TestClient, asked: dict[str, Any], instead: str) -> None:
     ((name, value),) = list(asked.items())[:1]
     only_chats = {"functions", "function_call", "continue_final_message", "add_generation_prompt", "chat_template",
@@ -266,46 +253,43 @@ def test_ends_that_are_asked_for(client: TestClient, played: tuple[Service, Play
     assert played[1].asked[0][3] == (token,)
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "says", "param"),
-    [
-        (CHAT, {}, 400, "messages", "messages"),
-        (CHAT, {"messages": []}, 400, "messages", "messages"),
-        (CHAT, {"messages": "Hi"}, 400, "messages", "messages"),
-        (CHAT, {"messages": [{"role": "wizard", "content": "Hi"}]}, 400, "messages[0] has no role", None),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "reads text", None),
-        (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages[0]", None),
-        (CHAT, HI | {"temperature": -1}, 400, "temperature", "temperature"),
-        (CHAT, HI | {"temperature": "hot"}, 400, "temperature", "temperature"),
-        (CHAT, HI | {"n": 0}, 400, "n:", "n"),
-        (CHAT, HI | {"n": 10**30}, 400, "n:", "n"),
-        (CHAT, HI | {"max_tokens": MAX_LEN}, 400, "this model's maximum context length is 256", "messages"),
-        (CHAT, HI | {"model": "gpt-9"}, 404, "there is tiny, also", "model"),
-        (CHAT, HI | {"stop": ""}, 400, "empty stop string", None),
-        (CHAT, HI | {"seed": 1 << 70}, 400, "seed", None),
-        (CHAT, HI | {"logit_bias": {"x": 2}}, 400, "no token's number", "logit_bias"),
-        (CHAT, HI | {"logit_bias": {"1": 200}}, 400, "logit_bias", None),
-        (CHAT, HI | {"tool_choice": "required"}, 400, "there are no tools", "tool_choice"),
-        (CHAT, HI | {"response_format": {"type": "json_schema"}}, 400, "schema is missing", "response_format"),
-        (CHAT, HI | {"guided_json": "{"}, 400, "not JSON", "guided_json"),
-        (CHAT, HI | {"structured_outputs": {"json": "{"}}, 400, "not JSON", "structured_outputs.json"),
-        (TEXT, {"prompt": "a", "response_format": {"type": "json_schema"}}, 400, "missing", "response_format"),
-        (CHAT, HI | {"structured_outputs": {"regex": "a", "choice": ["b"]}}, 400, "one grammar", None),
-        (CHAT, HI | {"guided_regex": "a", "guided_choice": ["b"]}, 400, "one grammar", None),
-        (TEXT, {"prompt": "a", "best_of": 3, "n": 2}, 400, "best_of 3", "best_of"),
-        (CHAT, HI | {"tools": [{"type": "gun"}]}, 400, "tools", "tools.0.type"),
-        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "not Unicode", None),
-        (TEXT, {"prompt": []}, 400, "empty", "prompt"),
-        (TEXT, {"prompt": [-1]}, 400, "outside the vocabulary", "prompt"),
-        (TEXT, {"prompt": [1, "a"]}, 400, "prompt", None),
-        (TEXT, {"prompt": "a" * 10_000}, 400, "this model's maximum context length is 256", "prompt"),
-        (TEXT, {"prompt": "a", "suffix": "b"}, 400, "suffix", "suffix"),
-        ("/tokenize", {}, 400, "either prompt or messages", None),
-        ("/tokenize", HI | {"chat_template": "{{ messages }}"}, 400, "the checkpoint's own", "chat_template"),
-        ("/tokenize", HI | {"continue_final_message": True}, 400, "is not there", "continue_final_message"),
-        ("/detokenize", {"tokens": [10**9]}, 400, "outside the vocabulary", "tokens"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("path", "body", "status", "says", "param"), [
+    (CHAT, {}, 400, "messages", "messages"),
+    (CHAT, {"messages": []}, 400, "messages", "messages"),
+    (CHAT, {"messages": "Hi"}, 400, "messages", "messages"),
+    (CHAT, {"messages": [{"role": "wizard", "content": "Hi"}]}, 400, "messages[0] has no role", None),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "reads text", None),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages[0]", None),
+    (CHAT, HI | {"temperature": -1}, 400, "temperature", "temperature"),
+    (CHAT, HI | {"temperature": "hot"}, 400, "temperature", "temperature"),
+    (CHAT, HI | {"n": 0}, 400, "n:", "n"),
+    (CHAT, HI | {"n": 10**30}, 400, "n:", "n"),
+    (CHAT, HI | {"max_tokens": MAX_LEN}, 400, "this model's maximum context length is 256", "messages"),
+    (CHAT, HI | {"model": "gpt-9"}, 404, "there is tiny, also", "model"),
+    (CHAT, HI | {"stop": ""}, 400, "empty stop string", None),
+    (CHAT, HI | {"seed": 1 << 70}, 400, "seed", None),
+    (CHAT, HI | {"logit_bias": {"x": 2}}, 400, "no token's number", "logit_bias"),
+    (CHAT, HI | {"logit_bias": {"1": 200}}, 400, "logit_bias", None),
+    (CHAT, HI | {"tool_choice": "required"}, 400, "there are no tools", "tool_choice"),
+    (CHAT, HI | {"response_format": {"type": "json_schema"}}, 400, "schema is missing", "response_format"),
+    (CHAT, HI | {"guided_json": "{"}, 400, "not JSON", "guided_json"),
+    (CHAT, HI | {"structured_outputs": {"json": "{"}}, 400, "not JSON", "structured_outputs.json"),
+    (TEXT, {"prompt": "a", "response_format": {"type": "json_schema"}}, 400, "missing", "response_format"),
+    (CHAT, HI | {"structured_outputs": {"regex": "a", "choice": ["b"]}}, 400, "one grammar", None),
+    (CHAT, HI | {"guided_regex": "a", "guided_choice": ["b"]}, 400, "one grammar", None),
+    (TEXT, {"prompt": "a", "best_of": 3, "n": 2}, 400, "best_of 3", "best_of"),
+    (CHAT, HI | {"tools": [{"type": "gun"}]}, 400, "tools", "tools.0.type"),
+    (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "not Unicode", None),
+    (TEXT, {"prompt": []}, 400, "empty", "prompt"),
+    (TEXT, {"prompt": [-1]}, 400, "outside the vocabulary", "prompt"),
+    (TEXT, {"prompt": [1, "a"]}, 400, "prompt", None),
+    (TEXT, {"prompt": "a" * 10_000}, 400, "this model's maximum context length is 256", "prompt"),
+    (TEXT, {"prompt": "a", "suffix": "b"}, 400, "suffix", "suffix"),
+    ("/tokenize", {}, 400, "either prompt or messages", None),
+    ("/tokenize", HI | {"chat_template": "{{ messages }}"}, 400, "the checkpoint's own", "chat_template"),
+    ("/tokenize", HI | {"continue_final_message": True}, 400, "is not there", "continue_final_message"),
+    ("/detokenize", {"tokens": [10**9]}, 400, "outside the vocabulary", "tokens"),
+])  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_cannot_be_right_is_said_in_openais_form(
     client: TestClient, path: str, body: dict[str, Any], status: int, says: str, param: str | None, stream: bool

@@ -17,14 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from kerngen.errors import UsageError
-from kerngen.runtime.serve.grammars import (
-    MAX_GRAMMAR_CHARS,
-    Guide,
-    Guides,
-    choice_grammar,
-    json_grammar,
-    regex_grammar,
-)
+from kerngen.runtime.serve.grammars import MAX_GRAMMAR_CHARS, Guide, Guides, choice_grammar, json_grammar, regex_grammar
 from kerngen.runtime.serve.messages import template_tools
 from kerngen.runtime.serve.output_parser import ContentDelta, Output, ReasoningDelta, ToolCallDelta
 from kerngen.runtime.serve.tool_grammar import _ANNOTATIONS, _KNOWN
@@ -371,40 +364,34 @@ def test_control_tokens_never_stand_in_strings(guides: Guides) -> None:
     assert not special & set(allowed(guide))
 
 
-@pytest.mark.parametrize(
-    ("schema", "wrong"),
-    [
-        ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
-        ({"type": "string", "format": "colour"}, "colour"), ({"type": "string", "pattern": "(?=a)"}, "look-around"),
-        ({"type": "what"}, "what"), (False, "is an object"), ([], "is an object"), ({"$ref": "#"}, "nothing that ends"),
-        ({"const": {1, 2}}, "JSON can hold"), ({"const": "x" * MAX_GRAMMAR_CHARS}, "characters"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("schema", "wrong"), [
+    ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
+    ({"type": "string", "format": "colour"}, "colour"), ({"type": "string", "pattern": "(?=a)"}, "look-around"),
+    ({"type": "what"}, "what"), (False, "is an object"), ([], "is an object"), ({"$ref": "#"}, "nothing that ends"),
+    ({"const": {1, 2}}, "JSON can hold"), ({"const": "x" * MAX_GRAMMAR_CHARS}, "characters"),
+])  # fmt: skip
 def test_a_schema_that_cannot_be_enforced_is_refused(guides: Guides, schema: Any, wrong: str) -> None:
     with pytest.raises(UsageError, match=wrong):
         guides.guide(json_grammar(schema))
 
 
-@pytest.mark.parametrize(
-    ("schema", "wrong"),
-    [
-        ({"not": {}}, r"parameters.x: not cannot be enforced"),
-        ({"type": "array", "uniqueItems": True, "contains": {}}, r"x: contains, uniqueItems cannot"),
-        ({"type": "string", "format": "colour"}, "format 'colour'"),
-        ({"type": "string", "pattern": "(?=a)"}, "look-around"), ({"type": "string", "pattern": "("}, "unclosed group"),
-        ({"type": "string", "minLength": -1}, "minLength is -1"),
-        ({"type": "string", "minLength": 3, "maxLength": 2}, "more than"),
-        ({"type": "integer", "minimum": "3"}, "bounds are numbers"), ({"type": "what"}, "x.type is none of"),
-        ({"minLength": 1, "minimum": 1}, "keywords of string and of number, and no type"),
-        ({"enum": []}, "enum is no list"), ({"type": "string", "enum": [1]}, "no value of enum"),
-        ({"anyOf": []}, "anyOf is no list"), ({"allOf": [{}, {}]}, "allOf of several schemas"),
-        ({"anyOf": [{}], "type": "string"}, "type beside anyOf"), ({"$ref": "#/$defs/none"}, "leads nowhere"),
-        ({"$ref": "http://x"}, "leads nowhere"), ({"$ref": "#/properties/x"}, "leads nowhere"),
-        ({"type": "array", "prefixItems": [{}], "items": False, "minItems": 2}, "no array has as many"),
-        (False, "no schema that a value can satisfy"), (3, "no schema that a value can satisfy"),
-        ({"type": "object", "properties": {"y": {"$ref": "#"}}, "required": ["y"]}, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("schema", "wrong"), [
+    ({"not": {}}, r"parameters.x: not cannot be enforced"),
+    ({"type": "array", "uniqueItems": True, "contains": {}}, r"x: contains, uniqueItems cannot"),
+    ({"type": "string", "format": "colour"}, "format 'colour'"),
+    ({"type": "string", "pattern": "(?=a)"}, "look-around"), ({"type": "string", "pattern": "("}, "unclosed group"),
+    ({"type": "string", "minLength": -1}, "minLength is -1"),
+    ({"type": "string", "minLength": 3, "maxLength": 2}, "more than"),
+    ({"type": "integer", "minimum": "3"}, "bounds are numbers"), ({"type": "what"}, "x.type is none of"),
+    ({"minLength": 1, "minimum": 1}, "keywords of string and of number, and no type"),
+    ({"enum": []}, "enum is no list"), ({"type": "string", "enum": [1]}, "no value of enum"),
+    ({"anyOf": []}, "anyOf is no list"), ({"allOf": [{}, {}]}, "allOf of several schemas"),
+    ({"anyOf": [{}], "type": "string"}, "type beside anyOf"), ({"$ref": "#/$defs/none"}, "leads nowhere"),
+    ({"$ref": "http://x"}, "leads nowhere"), ({"$ref": "#/properties/x"}, "leads nowhere"),
+    ({"type": "array", "prefixItems": [{}], "items": False, "minItems": 2}, "no array has as many"),
+    (False, "no schema that a value can satisfy"), (3, "no schema that a value can satisfy"),
+    ({"type": "object", "properties": {"y": {"$ref": "#"}}, "required": ["y"]}, None),
+])  # fmt: skip
 def test_parameters_that_cannot_be_enforced_are_refused(guides: Guides, schema: Any, wrong: str | None) -> None:
     tools = [tool("f", {"type": "object", "properties": {"x": schema}, "required": ["x"]})]
     if wrong is None:  # it never ends: the guide says so when it is too long

@@ -85,17 +85,14 @@ def test_tokens_that_stand_for_images_are_refused(client: TestClient, played: tu
     assert (answer.status_code, "token 7 stands for an image" in answer.text) == (400, True)
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (TEXT, {"prompt": "a" * (LEAST_CHARS + 1)}),
-        (TEXT, {"prompt": ["a", "a" * (LEAST_CHARS + 1)]}),
-        (CHAT, {"messages": [{"role": "user", "content": "a" * (LEAST_CHARS + 1)}]}),
-        (CHAT, HI | {"chat_template_kwargs": {"x": ["a" * LEAST_CHARS] * 2}}),
-        ("/tokenize", {"prompt": "<bos>" * LEAST_CHARS}),
-        ("/detokenize", {"tokens": [5] * 1_100_000}),
-    ],
-)
+@pytest.mark.parametrize(("path", "body"), [
+    (TEXT, {"prompt": "a" * (LEAST_CHARS + 1)}),
+    (TEXT, {"prompt": ["a", "a" * (LEAST_CHARS + 1)]}),
+    (CHAT, {"messages": [{"role": "user", "content": "a" * (LEAST_CHARS + 1)}]}),
+    (CHAT, HI | {"chat_template_kwargs": {"x": ["a" * LEAST_CHARS] * 2}}),
+    ("/tokenize", {"prompt": "<bos>" * LEAST_CHARS}),
+    ("/detokenize", {"tokens": [5] * 1_100_000}),
+])  # fmt: skip
 def test_a_text_that_no_sequence_can_hold_is_not_read(path: str, body: dict[str, Any]) -> None:
     service, _ = played_service(limits=Limits(values=10**7))
     with TestClient(make_app(service)) as client:

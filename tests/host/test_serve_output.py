@@ -16,13 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from kerngen.errors import UsageError
 from kerngen.runtime.chat import render_chat
 from kerngen.runtime.serve.messages import template_messages, template_tools
-from kerngen.runtime.serve.output_parser import (
-    ContentDelta,
-    Delta,
-    Output,
-    ReasoningDelta,
-    ToolCallDelta,
-)
+from kerngen.runtime.serve.output_parser import ContentDelta, Delta, Output, ReasoningDelta, ToolCallDelta
 from kerngen.runtime.text import TextCodec
 
 TINY = TextCodec(ROOT / "examples/tiny/gemma-4-tiny", 2)
@@ -100,34 +94,28 @@ def test_a_call_comes_in_pieces() -> None:
     assert output.finish() == [ToolCallDelta(0, None, None, "12")]
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("{}", {}),
-        ("{a:1,b:-2.5e3,c:true,d:false,e:null}", {"a": 1, "b": -2500.0, "c": True, "d": False, "e": None}),
-        (f'{{a:{Q}"x"\n{{y:[\\{Q}}}', {"a": '"x"\n{y:[\\'}),
-        (f"{{a:{{b:[1,{{c:{Q}{Q}}}],d:[]}},e:{{}}}}", {"a": {"b": [1, {"c": ""}], "d": []}, "e": {}}),
-        (f"{{{Q}a b{Q}:1, c d :2 }}", {"a b": 1, "c d": 2}),
-        ('{"city": "Gr\\u00e4z, \\"x\\"",n: 1,}', {"city": 'Gräz, "x"', "n": 1}),
-        ("{a:None,day:2024-01-02,time:10:30,word: all of it,v:01}",
-         {"a": None, "day": "2024-01-02", "time": "10:30", "word": "all of it", "v": "01"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "value"), [
+    ("{}", {}),
+    ("{a:1,b:-2.5e3,c:true,d:false,e:null}", {"a": 1, "b": -2500.0, "c": True, "d": False, "e": None}),
+    (f'{{a:{Q}"x"\n{{y:[\\{Q}}}', {"a": '"x"\n{y:[\\'}),
+    (f"{{a:{{b:[1,{{c:{Q}{Q}}}],d:[]}},e:{{}}}}", {"a": {"b": [1, {"c": ""}], "d": []}, "e": {}}),
+    (f"{{{Q}a b{Q}:1, c d :2 }}", {"a b": 1, "c d": 2}),
+    ('{"city": "Gr\\u00e4z, \\"x\\"",n: 1,}', {"city": 'Gräz, "x"', "n": 1}),
+    ("{a:None,day:2024-01-02,time:10:30,word: all of it,v:01}",
+     {"a": None, "day": "2024-01-02", "time": "10:30", "word": "all of it", "v": "01"}),
+])  # fmt: skip
 def test_arguments_become_json(text: str, value: Any) -> None:
     assert json.loads(arguments(text)) == value
 
 
-@pytest.mark.parametrize(
-    ("text", "got"),
-    [
-        ("{a}", "{a}"), ("{a:}", '{"a":}'), ("{a:1]}", '{"a":1]}'), ("{a:1,,b:2}", '{"a":1,,b:2}'), ("{", "{"),
-        (f"{{a:{Q}x{Q} y}}", '{"a":"x"y}'), (f"{{a:{Q}x", '{"a":"x'), ("{a:1}}", '{"a":1}}'),
-        ("{a:b{c:1}}", '{"a":b{c:1}}'),
-        (f"{{a:b{Q}c{Q}}}", f'{{"a":b{Q}c{Q}}}'), ("{a:12", '{"a":12'), ('{a:"b', '{"a":"b'),
-        ("[1]}", None), ("{[1]}", "{[1]}"),
-        ("{a:[1", '{"a":[1'), (f"{{{Q}a{Q} 1}}", '{"a"1}'), ('{a:"\\x"}', '{"a":"\\x"}'),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "got"), [
+    ("{a}", "{a}"), ("{a:}", '{"a":}'), ("{a:1]}", '{"a":1]}'), ("{a:1,,b:2}", '{"a":1,,b:2}'), ("{", "{"),
+    (f"{{a:{Q}x{Q} y}}", '{"a":"x"y}'), (f"{{a:{Q}x", '{"a":"x'), ("{a:1}}", '{"a":1}}'),
+    ("{a:b{c:1}}", '{"a":b{c:1}}'),
+    (f"{{a:b{Q}c{Q}}}", f'{{"a":b{Q}c{Q}}}'), ("{a:12", '{"a":12'), ('{a:"b', '{"a":"b'),
+    ("[1]}", None), ("{[1]}", "{[1]}"),
+    ("{a:[1", '{"a":[1'), (f"{{{Q}a{Q} 1}}", '{"a"1}'), ('{a:"\\x"}', '{"a":"\\x"}'),
+])  # fmt: skip
 def test_what_cannot_be_read_is_given_as_it_is(text: str, got: str | None) -> None:
     if got is None:
         whole = f"<|tool_call>call:f{text}<tool_call|>"
@@ -305,24 +293,21 @@ def test_an_older_template_finds_answers_with_the_calls() -> None:
     assert got[-1]["tool_responses"] == [{"name": "f", "response": "sunny"}]
 
 
-@pytest.mark.parametrize(
-    ("messages", "wrong"),
-    [
-        ([{"role": "robot"}], r"messages\[0\] has no role of system"),
-        ([{"role": "user", "content": 3}], r"messages\[0\].content is neither"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "is of type 'image_url'"),
-        ([{"role": "user", "tool_calls": [{}]}], "which the assistant makes"),
-        ([asks("x", "{")], r"messages\[0\].tool_calls\[0\].function.arguments is no JSON"),
-        ([asks("x", '{"a": NaN}')], "NaN is no JSON"),
-        ([asks("x", "[" * 100_000)], "is no JSON"),
-        ([asks("x", "[1]")], "no JSON object"),
-        ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], "no call of a function"),
-        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}], "has no id"),
-        ([{"role": "tool", "tool_call_id": "x", "content": ""}], "answers call 'x', which"),
-        ([asks("x", "{}"), {"role": "user"}, {"role": "tool", "tool_call_id": "x"}], "answers call 'x'"),
-        ([{"role": "assistant", "function_call": {}}], "no longer"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("messages", "wrong"), [
+    ([{"role": "robot"}], r"messages\[0\] has no role of system"),
+    ([{"role": "user", "content": 3}], r"messages\[0\].content is neither"),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "is of type 'image_url'"),
+    ([{"role": "user", "tool_calls": [{}]}], "which the assistant makes"),
+    ([asks("x", "{")], r"messages\[0\].tool_calls\[0\].function.arguments is no JSON"),
+    ([asks("x", '{"a": NaN}')], "NaN is no JSON"),
+    ([asks("x", "[" * 100_000)], "is no JSON"),
+    ([asks("x", "[1]")], "no JSON object"),
+    ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], "no call of a function"),
+    ([{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}], "has no id"),
+    ([{"role": "tool", "tool_call_id": "x", "content": ""}], "answers call 'x', which"),
+    ([asks("x", "{}"), {"role": "user"}, {"role": "tool", "tool_call_id": "x"}], "answers call 'x'"),
+    ([{"role": "assistant", "function_call": {}}], "no longer"),
+])  # fmt: skip
 def test_turns_that_cannot_be_told_are_refused(messages: list[dict[str, Any]], wrong: str) -> None:
     with pytest.raises(UsageError, match=wrong):
         template_messages(messages)

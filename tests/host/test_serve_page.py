@@ -456,18 +456,14 @@ def test_again_changed_cleared_and_back(chat: Chat) -> None:
     assert chat.replies() == ["Two.", "Second."]
 
 
-@pytest.mark.parametrize(
-    ("play", "told", "left"),
-    [
-        ({"status": 429, "body": json.dumps({"error": {"message": "3 requests wait"}})},
-         "The server has too much to do now: 3 requests wait.", ""),
-        ({"status": 502, "body": "<h1>Bad gateway</h1>"}, "The server refuses this: 502 .", ""),
-        ({"pieces": _stream({"content": "Half"})[:1]}, "The connection ended before the answer was complete.", "Half"),
-        ({"pieces": [*_stream({"content": "Half"})[:1], 'data: {"error":{"message":"the engine has ended"}}\n\n']},
-         "The server gave up: the engine has ended.", "Half"),
-    ],
-    ids=["busy", "gateway", "cut off", "gave up"],
-)  # fmt: skip
+@pytest.mark.parametrize(("play", "told", "left"), [
+    ({"status": 429, "body": json.dumps({"error": {"message": "3 requests wait"}})},
+     "The server has too much to do now: 3 requests wait.", ""),
+    ({"status": 502, "body": "<h1>Bad gateway</h1>"}, "The server refuses this: 502 .", ""),
+    ({"pieces": _stream({"content": "Half"})[:1]}, "The connection ended before the answer was complete.", "Half"),
+    ({"pieces": [*_stream({"content": "Half"})[:1], 'data: {"error":{"message":"the engine has ended"}}\n\n']},
+     "The server gave up: the engine has ended.", "Half"),
+], ids=["busy", "gateway", "cut off", "gave up"])  # fmt: skip
 def test_an_error_is_told_and_tried_again(chat: Chat, play: dict[str, Any], told: str, left: str) -> None:
     chat.play(play, _said("Whole."))
     chat.send("Well?")

@@ -36,11 +36,10 @@ def _until(is_so: object, seconds: float = 60.0) -> None:
 
 
 def test_it_says_what_run_says(server: Served, kerngen: Kerngen) -> None:
-    code, out, _ = kerngen(
+    out = kerngen.ok(
         "run", str(TINY), "--prompt", ASKED["messages"][0]["content"], "--max-new-tokens", "40", "--json",  # type: ignore[index]
         "--backend", "torch", "--temperature", "0",
     )  # fmt: skip
-    assert code == 0
     with ThreadPoolExecutor(6) as threads:
         answers = threads.map(
             lambda _: server.http.post(f"{server.url}/v1/chat/completions", json=ASKED).json(), range(6)

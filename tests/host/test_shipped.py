@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from kerngen.arch import Target, find_device
 from kerngen.errors import DatabaseError
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import default_stores, lookup
+from kerngen.tuning_db.dist.results_parser import parse
 from kerngen.tuning_db.read import boards, places
 from kerngen.tuning_db.read.reader import Reader
 from kerngen.tuning_db.read.sealed import Sealed
@@ -47,19 +48,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def problem() -> Any:
-    (found,) = {p.dynamic for p in _points()[:1]}
-    stated = _cells()[0].static
-    return GATE.problem_type(**stated, num_tokens=found)
+    return GATE.problem_type(**_fields())
 
 
-def _cells() -> Any:
-    from kerngen.tuning_db.dist.results_file import parse
-
-    return parse((SHEETS / "gelu_gate.txt").read_text()).cells
-
-
-def _points() -> Any:
-    return _cells()[0].points
+def _fields() -> Mapping[str, Any]:
+    """Of the first problem that is shipped."""
+    file = parse((SHEETS / "gelu_gate.txt").read_text())
+    return file.fields(*next(iter(file.points())))
 
 
 def here() -> boards.Board:
@@ -97,8 +92,9 @@ def test_reading_it_takes_no_sqlalchemy_and_no_jinja(cache: Path) -> None:
         "p = k.problem_type(**json.loads(sys.argv[1]));"
         "print(lookup(default_sources(), k, p, Target.of(find_device('H200'))).provenance)"
     )
-    asked = json.dumps({**_cells()[0].static, "num_tokens": _points()[0].dynamic})
-    done = subprocess.run([sys.executable, "-c", code, asked], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(_fields())], capture_output=True, text=True, check=False
+    )
     assert (done.stdout.strip(), done.stderr) == ("measured", "")
 
 

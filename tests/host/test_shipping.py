@@ -143,16 +143,13 @@ def _change(path: Path, sql: str) -> None:
     path.write_bytes(bytes(image) + data[head:])
 
 
-@pytest.mark.parametrize(
-    ("sql", "lost"),
-    [
-        ("UPDATE winner SET latency_us = 0.5 WHERE latency_us = 6.0", 1),
-        ("UPDATE build SET image_sha = 'x' WHERE id IN (SELECT build_id FROM winner WHERE latency_us = 6.0)", 1),
-        ("UPDATE measurement SET p50_us = 0.5 WHERE p50_us = 6.0", 1),
-        ("DELETE FROM winner WHERE latency_us = 6.0", 1),
-        ("UPDATE artifact SET blob = x'00'", 0),
-    ],
-)
+@pytest.mark.parametrize(("sql", "lost"), [
+    ("UPDATE winner SET latency_us = 0.5 WHERE latency_us = 6.0", 1),
+    ("UPDATE build SET image_sha = 'x' WHERE id IN (SELECT build_id FROM winner WHERE latency_us = 6.0)", 1),
+    ("UPDATE measurement SET p50_us = 0.5 WHERE p50_us = 6.0", 1),
+    ("DELETE FROM winner WHERE latency_us = 6.0", 1),
+    ("UPDATE artifact SET blob = x'00'", 0),
+])  # fmt: skip
 def test_a_changed_row_is_found_and_not_served(
     store: Store, caplog: pytest.LogCaptureFixture, sql: str, lost: int
 ) -> None:
@@ -253,8 +250,7 @@ def test_the_commands(kerngen: Kerngen) -> None:
         assert all(fault.startswith("lacks rmsnorm(") for fault in last["faults"])
     code, out, _ = kerngen("db", "import", "sm90.kgdb", "--dry-run", "--json")
     would = json.loads(out)
-    code, out, _ = kerngen("db", "import", "sm90.kgdb", "--json")
-    assert code == 0
+    out = kerngen.ok("db", "import", "sm90.kgdb", "--json")
     assert json.loads(out)["added"] == would["added"]
     code, out, _ = kerngen("db", "import", "sm90.kgdb")
     assert "nothing that was not there" in out

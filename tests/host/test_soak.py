@@ -245,16 +245,12 @@ def growing_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "num_graphs", property(lambda self: next(captured)))
 
 
-@pytest.mark.parametrize(
-    ("plant", "found"),
-    [
-        (lost_page, "pages of the"),
-        (failing_step, "RuntimeError: an illegal memory access was encountered \\(test_soak.py, line"),
-        (nan_in_the_cache, "the model computed NaN or infinity"),
-        (growing_memory, r"device memory grew by \d+ MB after the warm-up, more than 256; \d+ graphs were captured"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
+@pytest.mark.parametrize(("plant", "found"), [
+    (lost_page, "pages of the"),
+    (failing_step, "RuntimeError: an illegal memory access was encountered \\(test_soak.py, line"),
+    (nan_in_the_cache, "the model computed NaN or infinity"),
+    (growing_memory, r"device memory grew by \d+ MB after the warm-up, more than 256; \d+ graphs were captured"),
+], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
 def test_a_planted_fault_is_found(
     opened: Opened, by_steps: None, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None],
     found: str,
@@ -383,16 +379,13 @@ def test_what_stops_it_gets_the_report_so_far(kerngen: Kerngen, monkeypatch: pyt
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (("--drafting", "off", "--num-draft-tokens", "2"), "contradicts"),
-        (("--max-prompt", "5000"), "5008 tokens of context; the model takes 2,048"),
-        (("--kv-memory", "1e-6"), "a larger --kv-memory"),
-        (("--draft", "nowhere"), "nowhere"),
-        (("--concurrency", "3"), "--concurrency is of a server"),
-    ],
-)
+@pytest.mark.parametrize(("args", "said"), [
+    (("--drafting", "off", "--num-draft-tokens", "2"), "contradicts"),
+    (("--max-prompt", "5000"), "5008 tokens of context; the model takes 2,048"),
+    (("--kv-memory", "1e-6"), "a larger --kv-memory"),
+    (("--draft", "nowhere"), "nowhere"),
+    (("--concurrency", "3"), "--concurrency is of a server"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused(kerngen: Kerngen, args: tuple[str, ...], said: str) -> None:
     if "off" in args:
         code, _, err = kerngen("soak", ARGS[1], *args)

@@ -84,13 +84,11 @@ def test_every_line_knows_its_template_line(template: Path) -> None:
         if "PART 32" in line:
             assert place == "kernels/scale/part.cuh.jinja:2"
         elif "@@" in line:
-            assert place is not None
             file, _, at = place.rpartition(":")
             assert file == "kernels/scale/kernel.cu.jinja"
             assert "@@" in wanted[int(at) - 1], f"{line!r} is not from line {at}"
             seen += 1
         elif "struct Half" in line:
-            assert place is not None
             assert place.startswith("templates/common/ptx/types.cuh:")
             file, _, at = place.rpartition(":")
             assert (Path(__file__).parents[2] / file).read_text().splitlines()[int(at) - 1] == line

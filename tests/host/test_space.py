@@ -233,11 +233,7 @@ def test_a_space_that_cannot_be_known_whole_says_so(monkeypatch: pytest.MonkeyPa
     assert not found.complete
     assert len(found.valid) + found.points.num_refused == 20 < found.space_size
     assert all(kernel.why_invalid(found.problem, c, target) is None for c in found.valid)
-    code, out, err = kerngen("kernel", "show", "attn_prefill", "--arch", "sm70", "--no-source")
-    assert code == 0, err
+    out = kerngen.ok("kernel", "show", "attn_prefill", "--arch", "sm70", "--no-source")
     assert f"of a sample of 20 of {found.space_size} configurations, too irregular to be known whole, can run" in out
-    code, out, err = kerngen(
-        "tune", "--arch", "sm70", "--model", "gemma-4-31b", "--kernel", "attn_prefill", "--dry-run"
-    )
-    assert code == 0, err
+    out = kerngen.ok("tune", "--arch", "sm70", "--model", "gemma-4-31b", "--kernel", "attn_prefill", "--dry-run")
     assert "attn_prefill: a space is too irregular to be known whole; a sample stands for it" in out

@@ -118,13 +118,11 @@ def test_the_step_overrules_the_clock(scale: Kernel, tmp_path: Path) -> None:
     assert {t: (c["threads"], c["vectors"]) for t, c in won.items()} == {
         4096: (256, 4), 8192: (256, 4), 16384: (32, 4), 64: (32, 4)
     }, "two wide ones together, which neither the clock nor one exchange at a time finds"  # fmt: skip
-    assert objective.descent is not None
     assert objective.descent.complete
     assert any(i.excess < -0.01 for i in objective.descent.interactions)
     assert report.remarks
     assert "faster than with the defaults" in report.remarks[0]
     wide = next(r.winner for r in report.results if r.item.problem.num_tokens == 8192)
-    assert wide is not None
     assert wide.latency_us == pytest.approx(64.0), "its time alone"
     assert "in the step" in wide.reason
     with Store.open(tmp_path / "a.db", read_only=True) as store:
@@ -231,7 +229,6 @@ def test_out_of_time_what_was_chosen_by_then_stands(scale: Kernel, tmp_path: Pat
 
     timers = {_key(): Slow(scale)}
     report, objective = _tune(scale, tmp_path, timers, (64, *TOKENS), time_budget_s=120, clock=lambda: now[0])
-    assert objective.descent is not None
     assert objective.descent.num_evaluations > 1
     assert not objective.descent.complete
     assert len(_won(report)) == 4

@@ -135,7 +135,7 @@ def test_an_interrupted_plan_loses_no_wipe() -> None:
 
 
 def test_another_process_makes_the_same_tokens_of_the_plans() -> None:
-    """Of prefills, joint steps, drafts, masks, penalties, log-probabilities, preempted, cancelled and interrupted."""
+    """Of prefills, mixed steps, drafts, masks, penalties, log-probabilities, preempted, cancelled and interrupted."""
     engine = plan_replay.engine()
     recorded = Recorded(engine)
     handles = played(engine, random.Random(46), 200)
@@ -154,7 +154,7 @@ def test_another_process_makes_the_same_tokens_of_the_plans() -> None:
 
     found = recorded.plans
     decodes = [plan.decode for plan in found if plan.decode is not None]
-    assert {kind_of(plan) for plan in found} == {"prefill", "joint", "decode"}
+    assert {kind_of(plan) for plan in found} == {"prefill", "mixed", "decode"}
     assert {decode.num_drafts for decode in decodes} == {0, 1, 3}
     assert any(len(row) > 1 for plan, tokens in zip(found, made, strict=True) if plan.decode for row in tokens[0])
     assert any(decode.masks for decode in decodes)
@@ -172,13 +172,10 @@ LIMITS = Limits(max_batch=4, max_len=64, max_drafts=7, vocab_size=100, page_size
 MASK = bytes(16)
 CHUNK = PrefillChunk((5, 6, 7), 16, ((1, 2), (0, 9)), NewRow(40, Sampling(0.5, 3, seed=-9), mask=MASK))
 PLAN = StepPlan(
-    num_running=2,
-    update=RowUpdate(moves=((0, 2),), new_pages=(NewPage("sliding", 1, 3, 29),)),
+    num_running=2, update=RowUpdate(moves=((0, 2),), new_pages=(NewPage("sliding", 1, 3, 29),)),
     decode=DecodeRows(batch=3, longest=50, mode=SamplingMode(masked=True, guided=True), masks=((1, MASK),)),
-    chunks=(CHUNK,),
-    first_mode=SamplingMode(sampled=True, cut=64, masked=True, guided=True),
-    num_tokens=8,
-)
+    chunks=(CHUNK,), first_mode=SamplingMode(sampled=True, cut=64, masked=True, guided=True), num_tokens=8,
+)  # fmt: skip
 
 
 def test_a_plan_survives_being_written_down() -> None:

@@ -73,8 +73,7 @@ def test_a_profile_is_printed_in_80_columns_and_drawn(kerngen: Kerngen, monkeypa
     )
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("kerngen.cli.tables.line_width", lambda **_: 80)  # as on a terminal
-    code, out, err = kerngen("bench", "profile", "gemma-4-31b", "--untuned", "--report", "p.html")
-    assert code == 0, err
+    out = kerngen.ok("bench", "profile", "gemma-4-31b", "--untuned", "--report", "p.html")
     assert all(len(line) <= 80 for line in out.splitlines())
     assert "vectorized_elementwise_kernel " in out
     assert out.splitlines()[-1].split()[:2] == ["all", "14.0"]
@@ -83,15 +82,12 @@ def test_a_profile_is_printed_in_80_columns_and_drawn(kerngen: Kerngen, monkeypa
     assert [r["kernel"] for r in run["rows"]] == ["attn_decode", long, "(idle)", "add_norm"]
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--phase", "prefill", "--batch", "2"], "a prefill is of one sequence"),
-        (["--tokens", "4"], "decode has one a sequence"),
-        (["--untuned", "--db", "x.sqlite"], "leave out --db"),
-        (["--batch", "0"], "0 is not in the range"),
-    ],
-)
+@pytest.mark.parametrize(("options", "told"), [
+    (["--phase", "prefill", "--batch", "2"], "a prefill is of one sequence"),
+    (["--tokens", "4"], "decode has one a sequence"),
+    (["--untuned", "--db", "x.sqlite"], "leave out --db"),
+    (["--batch", "0"], "0 is not in the range"),
+])  # fmt: skip
 def test_options_that_do_not_go_together_are_refused(kerngen: Kerngen, options: list[str], told: str) -> None:
     code, _, err = kerngen("bench", "profile", "gemma-4-31b", *options)
     assert code == 2

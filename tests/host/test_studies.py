@@ -92,14 +92,11 @@ def test_the_command(database: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["studies", "report"])
-@pytest.mark.parametrize(
-    ("asked", "says"),
-    [
-        (("--kernel", "rmsnrm"), "did you mean rmsnorm"),
-        (("--arch", "sm71"), "known: sm70"),
-        (("--device", "H2O"), "H200"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "says"), [
+    (("--kernel", "rmsnrm"), "did you mean rmsnorm"),
+    (("--arch", "sm71"), "known: sm70"),
+    (("--device", "H2O"), "H200"),
+])  # fmt: skip
 def test_what_is_drawn_is_named_right(
     database: Path, tmp_path: Path, command: str, asked: tuple[str, str], says: str
 ) -> None:

@@ -89,16 +89,13 @@ def test_what_is_believed_moves_nothing_but_makes_sure() -> None:
 # -- features
 
 
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("w4a16_gemm", {"n": 4096, "k": 2048}),
-        ("attn_decode", {"kv_len": 512}),
-        ("dense_gemv", {"n": 128, "k": 512}),
-        ("greedy_head", {"vocab_size": 4096}),
-        ("moe_w4a16", {"num_experts": 8, "top_k": 2, "hidden": 512, "inner": 256}),
-    ],
-)
+@pytest.mark.parametrize(("name", "problem"), [
+    ("w4a16_gemm", {"n": 4096, "k": 2048}),
+    ("attn_decode", {"kv_len": 512}),
+    ("dense_gemv", {"n": 128, "k": 512}),
+    ("greedy_head", {"vocab_size": 4096}),
+    ("moe_w4a16", {"num_experts": 8, "top_k": 2, "hidden": 512, "inner": 256}),
+])  # fmt: skip
 def test_features_tell_configurations_apart(name: str, problem: dict[str, Any]) -> None:
     kernel = find_kernel(name)
     made = kernel.problem_type(**problem)

@@ -24,10 +24,14 @@ EPOCH = 1_764_000_000_000_000_000  # of the clock: nanoseconds, more digits than
     ("model", "step"), [("gemma-4-31b", Step.verify(1, 4, 512)), ("gemma-4-26b-a4b", Step.decode(4, 512))]
 )
 def test_every_kernel_of_a_step_takes_clocks(model: str, step: Step) -> None:
-    target = Target.of(find_device("H100"))
+    """One problem of each body: the clocks are put into its text."""
+    target, seen = Target.of(find_device("H100")), set()
     for name, problem in dict.fromkeys((x.kernel, x.problem) for x in sequence(find_model(model), step, target.arch)):
         kernel = find_kernel(name)
         config = kernel.default_config(problem, target)
+        if (body := (name, kernel.body(config, target.arch).template)) in seen:
+            continue
+        seen.add(body)
         entries = {x.entry: (3, prod(x.grid)) for x in kernel.launches(problem, config, target)}
         cubin = compile_cubin(with_clocks(render(kernel, problem, config, target), entries), target.arch)
         assert entries.keys() <= cubin.entries.keys()

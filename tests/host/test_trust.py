@@ -107,23 +107,20 @@ def test_a_secret_of_another_user_is_not_signed_with(tmp_path: Path, monkeypatch
 CODE = base64.b64encode(PUBLIC).decode()
 
 
-@pytest.mark.parametrize(
-    ("data", "says"),
-    [
-        (b"", "does not begin"),
-        (b"ssh-ed25519 AAAA", "does not begin"),
-        (f"kerngen-ed25519-secret {CODE}".encode(), "does not begin"),
-        (b"kerngen-ed25519", "32 bytes"),
-        (b"kerngen-ed25519 AAAA", "32 bytes"),
-        (f"kerngen-ed25519 {CODE[:-1]}".encode(), "base64"),
-        (f"kerngen-ed25519 {CODE[:-2]}x=".encode(), "32 bytes"),  # bits that base64 ignores
-        (f"kerngen-ed25519 !{CODE}".encode(), "base64"),
-        (f"kerngen-ed25519 {CODE} a\nb".encode(), "one printable line"),
-        (f"kerngen-ed25519 {CODE} \x1b[2J".encode(), "one printable line"),
-        (f"kerngen-ed25519 {CODE} {'x' * 2000}".encode(), "no line of text"),
-        (b"\xff\xfe", "no line of text"),
-    ],
-)
+@pytest.mark.parametrize(("data", "says"), [
+    (b"", "does not begin"),
+    (b"ssh-ed25519 AAAA", "does not begin"),
+    (f"kerngen-ed25519-secret {CODE}".encode(), "does not begin"),
+    (b"kerngen-ed25519", "32 bytes"),
+    (b"kerngen-ed25519 AAAA", "32 bytes"),
+    (f"kerngen-ed25519 {CODE[:-1]}".encode(), "base64"),
+    (f"kerngen-ed25519 {CODE[:-2]}x=".encode(), "32 bytes"),  # bits that base64 ignores
+    (f"kerngen-ed25519 !{CODE}".encode(), "base64"),
+    (f"kerngen-ed25519 {CODE} a\nb".encode(), "one printable line"),
+    (f"kerngen-ed25519 {CODE} \x1b[2J".encode(), "one printable line"),
+    (f"kerngen-ed25519 {CODE} {'x' * 2000}".encode(), "no line of text"),
+    (b"\xff\xfe", "no line of text"),
+])  # fmt: skip
 def test_what_is_no_key_is_refused(tmp_path: Path, data: bytes, says: str) -> None:
     (tmp_path / "k").write_bytes(data)
     with pytest.raises(TrustError, match=says):
@@ -277,8 +274,7 @@ def test_a_key_is_made_trusted_listed_and_removed(kerngen: Kerngen) -> None:
     key = SecretKey.read("release.key")
     assert (made["key"], made["comment"], made["line"]) == (key.public.id, "ours", key.public.line.strip())
     assert "nobody is trusted" in kerngen("db", "trust")[1]
-    code, out, _ = kerngen("db", "trust", made["public"], "--digest", DIGEST)
-    assert code == 0
+    out = kerngen.ok("db", "trust", made["public"], "--digest", DIGEST)
     assert f"trusts {key.public.id} (ours): {user_folder() / 'trusted'}" in out
     code, out, _ = kerngen("db", "trust", "--list", "--json")
     assert json.loads(out)["keys"] == [{"key": made["key"], "comment": "ours", "line": made["line"]}]
@@ -291,27 +287,23 @@ def test_a_key_is_made_trusted_listed_and_removed(kerngen: Kerngen) -> None:
 
 
 def test_the_users_key_is_made_where_no_file_is_named(kerngen: Kerngen) -> None:
-    code, out, _ = kerngen("db", "keygen")
-    assert code == 0
+    out = kerngen.ok("db", "keygen")
     assert f"secret  {user_key_path()} " in out
     assert user_key() == SecretKey.read(user_key_path())
     code, _, err = kerngen("db", "keygen")
     assert (code, "a key is never written over" in err) == (1, True)
 
 
-@pytest.mark.parametrize(
-    ("args", "code", "says"),
-    [
-        (("trust", "nothing.pub"), 1, "nothing.pub: No such file or directory"),
-        (("trust", "."), 1, ".: is no regular file"),
-        (("trust", "k"), 1, "k is no public key: it does not begin with 'kerngen-ed25519'"),
-        (("trust", "--digest", "abc"), 1, "'abc' is no SHA-256"),
-        (("trust", "--remove", "0123456789abcdef"), 2, "0123456789abcdef is not trusted"),
-        (("keygen", "k"), 1, "k is there already"),
-        (("keygen", "k/l"), 1, "k/l: File exists"),
-        (("keygen", "other", "--comment", "two\nlines"), 1, "one printable line"),
-    ],
-)
+@pytest.mark.parametrize(("args", "code", "says"), [
+    (("trust", "nothing.pub"), 1, "nothing.pub: No such file or directory"),
+    (("trust", "."), 1, ".: is no regular file"),
+    (("trust", "k"), 1, "k is no public key: it does not begin with 'kerngen-ed25519'"),
+    (("trust", "--digest", "abc"), 1, "'abc' is no SHA-256"),
+    (("trust", "--remove", "0123456789abcdef"), 2, "0123456789abcdef is not trusted"),
+    (("keygen", "k"), 1, "k is there already"),
+    (("keygen", "k/l"), 1, "k/l: File exists"),
+    (("keygen", "other", "--comment", "two\nlines"), 1, "one printable line"),
+])  # fmt: skip
 def test_mistakes_are_one_clear_line(kerngen: Kerngen, args: tuple[str, ...], code: int, says: str) -> None:
     SecretKey.generate().write("k")
     got, _, err = kerngen("db", *args)

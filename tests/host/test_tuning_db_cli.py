@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -235,35 +232,12 @@ def test_naming_enough_to_mean_one_winner(path: Path) -> None:
     assert "name more of hidden" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["show", "nonsense"], UnknownName),
-        (["show", "abcdef"], UsageError),
-        (["show", "embed"], UsageError),
-        (["show", "embed", "--arch", "sm71"], UnknownName),
-        (["show", "rmsnorm", "--arch", "sm90", "--problem", "x=1"], UsageError),
-        (["ls", "--arch", "sm71"], UnknownName),
-        (["ls", "--kernel", "nonsense"], UnknownName),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error"), [
+    (["show", "nonsense"], UnknownName), (["show", "abcdef"], UsageError), (["show", "embed"], UsageError),
+    (["show", "embed", "--arch", "sm71"], UnknownName),
+    (["show", "rmsnorm", "--arch", "sm90", "--problem", "x=1"], UsageError),
+    (["ls", "--arch", "sm71"], UnknownName), (["ls", "--kernel", "nonsense"], UnknownName),
+])  # fmt: skip
 def test_mistakes(path: Path, arguments: list[str], error: type[Exception]) -> None:
     with pytest.raises(error):
         run(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("content", "code", "says"),
-    [(b"Dear diary, " * 20, 1, "is not an SQLite database"), (None, 1, "no such file")],
-)
-def test_bad_files_end_in_one_clear_line(tmp_path: Path, content: bytes | None, code: int, says: str) -> None:
-    if content is not None:
-        (tmp_path / "bad.db").write_bytes(content)
-    done = subprocess.run(
-        [sys.executable, "-m", "kerngen", "db", "ls", "--db", str(tmp_path / "bad.db")],
-        capture_output=True, text=True, env=os.environ, check=False,
-    )  # fmt: skip
-    assert done.returncode == code
-    assert done.stdout == ""
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr

@@ -6,8 +6,6 @@ import random
 import re
 import shutil
 import sqlite3
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,51 +88,46 @@ def test_a_byte_that_is_no_text_costs_its_own_row_alone(
         assert damaged in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("statement", "says"),
-    [
-        ("UPDATE build SET config = json_set(config, '$.rows_per_block', 0)", "its own digest"),
-        ("UPDATE build SET config = '[1]'", "cannot be read"),
-        ("UPDATE build SET config = replace(printf('%.9999c', '['), '', '')", "cannot be read"),
-        ("UPDATE winner SET latency_us = 'soon'", "its own seal"),
-        ("UPDATE winner SET latency_us = -1", "its own seal"),
-        ("UPDATE winner SET why = '7'", "its own seal"),
-        ("UPDATE problem SET dynamic = dynamic + 1", "its problem does not match its digest"),
-        ("UPDATE device SET props = replace(props, '132', '\"many\"')", "its device does not match its digest"),
-        ("UPDATE artifact SET raw_bytes = 'many'", "does not match its own digest"),
-        ("UPDATE winner SET problem_id = 'x'", "its problem is not there"),
-        ("UPDATE device SET id = id || 'x'", "its device is not there"),
-        ("UPDATE winner SET build_id = 'x'", "its build is not there"),
-        ("UPDATE measurement SET id = id || 'x'", "its trial is not there"),
-    ],
-)
-def test_a_damaged_winner_is_skipped_with_a_warning_that_names_it(path: Path, statement: str, says: str) -> None:
+@pytest.mark.parametrize(("statement", "says"), [
+    ("UPDATE build SET config = json_set(config, '$.rows_per_block', 0)", "its own digest"),
+    ("UPDATE build SET config = '[1]'", "cannot be read"),
+    ("UPDATE build SET config = replace(printf('%.9999c', '['), '', '')", "cannot be read"),
+    ("UPDATE winner SET latency_us = 'soon'", "its own seal"),
+    ("UPDATE winner SET latency_us = -1", "its own seal"),
+    ("UPDATE winner SET why = '7'", "its own seal"),
+    ("UPDATE problem SET dynamic = dynamic + 1", "its problem does not match its digest"),
+    ("UPDATE device SET props = replace(props, '132', '\"many\"')", "its device does not match its digest"),
+    ("UPDATE artifact SET raw_bytes = 'many'", "does not match its own digest"),
+    ("UPDATE winner SET problem_id = 'x'", "its problem is not there"),
+    ("UPDATE device SET id = id || 'x'", "its device is not there"),
+    ("UPDATE winner SET build_id = 'x'", "its build is not there"),
+    ("UPDATE measurement SET id = id || 'x'", "its trial is not there"),
+])  # fmt: skip
+def test_a_damaged_winner_is_skipped_with_a_warning_that_names_it(
+    path: Path, kerngen: Kerngen, caplog: pytest.LogCaptureFixture, statement: str, says: str
+) -> None:
     """Through the command: an error in words, not a traceback."""
     with Store.open(path, read_only=True) as store:
         (winner,) = store.winners("rmsnorm")
     run(path, statement)
-    show = [sys.executable, "-m", "kerngen", "db", "show", "rmsnorm", "--arch", "sm90", "--db", str(path)]
-    done = subprocess.run(show, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    assert re.search("^(TuningMiss: no record for rmsnorm|CorruptRecord: )", done.stderr, re.MULTILINE), done.stderr
-    assert winner.id[:16] in done.stderr
-    assert says in done.stderr
-    assert "skipped" in done.stderr
+    code, _, err = kerngen("db", "show", "rmsnorm", "--arch", "sm90", "--db", str(path))
+    assert code == 1, err
+    assert "Traceback" not in err
+    assert re.search("^(TuningMiss: no record for rmsnorm|CorruptRecord: )", err, re.MULTILINE), err
+    told = err + caplog.text
+    assert winner.id[:16] in told
+    assert says in told
+    assert "skipped" in told
 
 
-@pytest.mark.parametrize(
-    ("statement", "command", "code", "says"),
-    [
-        ("UPDATE build SET entries = '{}' WHERE config LIKE '%:0}'", "dump -o text", 0, "build that cannot be read; s"),
-        ("UPDATE build SET static_key = CAST(static_key || x'ff' AS TEXT) WHERE config LIKE '%:0}'", "gc", 0,
-         "is no name of a line; skipped"),
-        ("UPDATE line SET static_key = CAST(x'ff' AS TEXT) WHERE kernel = 'toy'", "verify", 1, "is no name of a line"),
-        ("UPDATE problem SET static_key = CAST(x'ff' AS TEXT) WHERE dynamic = 64", "rm --kernel toy", 1,
-         "tuning.db is damaged\n  restore a copy"),
-    ],
-    ids=lambda v: v.split()[0] if isinstance(v, str) else "",
-)  # fmt: skip
+@pytest.mark.parametrize(("statement", "command", "code", "says"), [
+    ("UPDATE build SET entries = '{}' WHERE config LIKE '%:0}'", "dump -o text", 0, "build that cannot be read; s"),
+    ("UPDATE build SET static_key = CAST(static_key || x'ff' AS TEXT) WHERE config LIKE '%:0}'", "gc", 0,
+     "is no name of a line; skipped"),
+    ("UPDATE line SET static_key = CAST(x'ff' AS TEXT) WHERE kernel = 'toy'", "verify", 1, "is no name of a line"),
+    ("UPDATE problem SET static_key = CAST(x'ff' AS TEXT) WHERE dynamic = 64", "rm --kernel toy", 1,
+     "tuning.db is damaged\n  restore a copy"),
+], ids=lambda v: v.split()[0] if isinstance(v, str) else "")  # fmt: skip
 def test_what_is_damaged_ends_no_command_in_a_traceback(
     kerngen: Kerngen, path: Path, caplog: pytest.LogCaptureFixture, statement: str, command: str, code: int, says: str
 ) -> None:

@@ -59,7 +59,6 @@ def derive(store: Store, kernel: Kernel = KERNEL) -> Any:
 
 def test_what_was_judged_once_is_not_rendered_again(store: Store, renders: Renders, path: Path) -> None:
     found = ask([store], KERNEL)
-    assert found is not None
     assert found.cubin is not None
     assert derive(store).config == {"block_n": 2}
     with Store.open(path, read_only=True) as again:
@@ -72,13 +71,11 @@ def test_another_closure_that_renders_the_same_is_adopted(store: Store, renders:
     renders.closure = "second"
     for _ in range(2):
         found = ask([store], KERNEL)
-        assert found is not None
         assert not found.stale
     assert renders.count == 2, "a lookup reads, and notes nothing"
     assert not derive(store).stale
     renders.count = 0
     found = ask([store], KERNEL)
-    assert found is not None
     assert found.cubin is not None
     derive(store)
     assert renders.count == 0
@@ -94,7 +91,6 @@ def test_of_one_configuration_one_source_is_current(store: Store, renders: Rende
     assert renders.count == 1, "of the other configuration, which nobody built since"
     for kernel, us in ((newer, 15.0), (KERNEL, 10.0)):
         found = ask([store], kernel)
-        assert found is not None
         assert (found.latency_us, found.stale) == (us, False), "each version of the kernel is served its own"
 
 
@@ -105,7 +101,6 @@ def test_a_build_with_other_options_than_todays_is_stale(store: Store, renders: 
         store.revoke(build_of(store, block_n), "leave the other alone")
     assert derive(store).stale
     found = ask([store], KERNEL)
-    assert found is not None
     assert (found.config, found.stale, found.cubin) == ({"block_n": 3}, True, None)
 
 
@@ -120,7 +115,6 @@ def test_an_altered_note_is_not_believed(
     newer = make_kernel(version=2)
     damage(path, "UPDATE rendered SET closure = 'first 2'")
     found = ask([store], newer)
-    assert found is not None
     assert found.stale
     assert found.cubin is None
     assert "does not match its own seal" in caplog.text
@@ -132,7 +126,6 @@ def test_what_is_taken_along_is_known_there_too(store: Store, renders: Renders, 
     export([store], Selection(), tmp_path / "part.kgdb")
     with open_bundle(tmp_path / "part.kgdb", allow_unsigned=True) as part:
         taken = ask([part], KERNEL)
-    assert taken is not None
     assert taken.cubin is not None
     assert renders.count == 0
 

@@ -236,7 +236,6 @@ def _asked(kernel: Kernel, **more: Any) -> Any:
 
 def _found(store: Store, kernel: Kernel, problem: Any) -> Winner:
     found = lookup([store], kernel, problem, H200, strict=True)
-    assert found is not None
     assert found.cubin is not None, f"{kernel.name} was changed since it was shipped: ask another kernel here"
     return found
 
@@ -306,7 +305,6 @@ def test_what_was_measured_before_a_new_field_is_found_and_compared(
         wider, new = kernel.problem_type(hidden=1024), fields_of(kernel.default_config(problem, H200))
         assert new["unroll"] == 1
         found = store.find_build(kernel.name, source, new, static_fields(wider), H200.arch)
-        assert found is not None
         assert (found.id, found.config, found.static) == (build, new, static_fields(wider))
         (seen,) = store.measurements("rmsnorm", problem=problem_key(kernel, wider))
         assert seen.measurement.config == new

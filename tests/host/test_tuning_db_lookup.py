@@ -125,9 +125,7 @@ def test_a_hit_brings_its_cubin_and_says_who_spoke(stores: list[Store], kernel: 
     assert ask(stores, kernel) is None
     record(stores[1], kernel, 32, 10.0)
     found = ask(stores, kernel)
-    assert found is not None
     assert (found.config, found.source, found.latency_us) == ({"block_n": 32}, "user: exact device", 10.0)
-    assert found.cubin is not None
     assert found.cubin.image == b"code 32" * 99
     assert not found.stale
 
@@ -138,7 +136,6 @@ def test_the_order_of_asking(stores: list[Store], kernel: Kernel) -> None:
 
     def now(source: str) -> None:
         found = ask(stores, kernel)
-        assert found is not None
         assert found.source == source
 
     record(prebuilt, make_kernel(version=0), 1, 1.0)
@@ -169,24 +166,20 @@ A100, A100_40 = find_device("A100"), find_device("A100-40")
 SLICE = replace(H200, name="H200 MIG 1g.18gb", num_sms=16, mem_gib=16)
 
 
-@pytest.mark.parametrize(
-    ("tuned_on", "asked_on", "provenance", "how"),
-    [
-        (A100, A100, "measured", "exact device"),
-        (A100, A100_40, "measured", "measured on A100, the same arch"),
-        (A100_40, A100, "predicted", "predicted for A100-40"),
-        (replace(A100_40, name="A100"), A100, "measured", "measured on A100, the same arch"),  # an older kerngen's name
-        (replace(A100, mem_gbps=2000), A100, "measured", "exact device"),  # as a driver reports it
-        (H100, H200, "measured", None),
-        (H200, H100, "predicted", None),
-        (H200, SLICE, "measured", None),
-        (SLICE, H200, "measured", None),
-        (SLICE, SLICE, "measured", "exact device"),
-        (SLICE, replace(SLICE, name="H200 MIG 2g.35gb", num_sms=32, mem_gib=33), "measured", None),
-        (H200, replace(H200, mem_gbps=0), "measured", None),  # who knows
-    ],
-    ids=lambda v: v if isinstance(v, str | None) else f"{v.name} {v.mem_gbps:.0f}",
-)
+@pytest.mark.parametrize(("tuned_on", "asked_on", "provenance", "how"), [
+    (A100, A100, "measured", "exact device"),
+    (A100, A100_40, "measured", "measured on A100, the same arch"),
+    (A100_40, A100, "predicted", "predicted for A100-40"),
+    (replace(A100_40, name="A100"), A100, "measured", "measured on A100, the same arch"),  # an older kerngen's name
+    (replace(A100, mem_gbps=2000), A100, "measured", "exact device"),  # as a driver reports it
+    (H100, H200, "measured", None),
+    (H200, H100, "predicted", None),
+    (H200, SLICE, "measured", None),
+    (SLICE, H200, "measured", None),
+    (SLICE, SLICE, "measured", "exact device"),
+    (SLICE, replace(SLICE, name="H200 MIG 2g.35gb", num_sms=32, mem_gib=33), "measured", None),
+    (H200, replace(H200, mem_gbps=0), "measured", None),  # who knows
+], ids=lambda v: v if isinstance(v, str | None) else f"{v.name} {v.mem_gbps:.0f}")  # fmt: skip
 def test_what_holds_on_another_board(
     stores: list[Store], kernel: Kernel, tuned_on: Device, asked_on: Device, provenance: str, how: str | None
 ) -> None:
@@ -244,7 +237,6 @@ def test_a_corrupt_cubin_is_named_and_the_next_is_served(
     record(stores[2], kernel, 16, 20.0)
     damage(Path(stores[1].where), "UPDATE artifact SET blob = zeroblob(50)")
     found = ask(stores, kernel)
-    assert found is not None
     assert found.source == "prebuilt: exact device"
     assert build in caplog.text
 
@@ -287,14 +279,12 @@ def test_a_configuration_that_no_longer_runs_is_skipped(
 def test_a_stale_winner_gives_its_configuration_alone(stores: list[Store], kernel: Kernel) -> None:
     record(stores[1], kernel, 32, 10.0)
     found = ask(stores, make_kernel(version=2))
-    assert found is not None
     assert (found.config, found.cubin, found.stale) == ({"block_n": 32}, None, True)
 
 
 def test_an_image_that_was_not_kept(stores: list[Store], kernel: Kernel) -> None:
     record(stores[1], kernel, 32, 10.0, keep_image=False)
     found = ask(stores, kernel)
-    assert found is not None
     assert (found.cubin, found.stale) == (None, False)
 
 

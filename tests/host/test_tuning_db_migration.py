@@ -180,19 +180,16 @@ def test_damage_is_not_laundered(migrated: Store, caplog: pytest.LogCaptureFixtu
         migrated.build(build)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "DELETE FROM build WHERE kernel = 'rmsnorm' AND static NOT LIKE '%1024%'",
-        "DELETE FROM problem WHERE kernel = 'embed'",
-        "DELETE FROM device WHERE name = 'H100'",
-        "UPDATE winner SET provenance = 'guessed' WHERE kernel = 'embed'",
-        "UPDATE winner SET latency_us = 'soon' WHERE kernel = 'embed'",
-        "UPDATE measurement SET tags = '{' WHERE run = 'r0'",
-        "UPDATE measurement SET id = CAST(id || x'ff' AS TEXT) WHERE run = 'r0'",
-        "UPDATE problem SET static = '[' WHERE kernel = 'embed'",
-    ],
-)
+@pytest.mark.parametrize("damage", [
+    "DELETE FROM build WHERE kernel = 'rmsnorm' AND static NOT LIKE '%1024%'",
+    "DELETE FROM problem WHERE kernel = 'embed'",
+    "DELETE FROM device WHERE name = 'H100'",
+    "UPDATE winner SET provenance = 'guessed' WHERE kernel = 'embed'",
+    "UPDATE winner SET latency_us = 'soon' WHERE kernel = 'embed'",
+    "UPDATE measurement SET tags = '{' WHERE run = 'r0'",
+    "UPDATE measurement SET id = CAST(id || x'ff' AS TEXT) WHERE run = 'r0'",
+    "UPDATE problem SET static = '[' WHERE kernel = 'embed'",
+])  # fmt: skip
 def test_a_damaged_row_does_not_hold_up_the_others(path: Path, damage: str) -> None:
     with closing(sqlite3.connect(path)) as c, c:  # without foreign keys and checks, as damage knows none
         c.execute("PRAGMA ignore_check_constraints = ON")
@@ -258,18 +255,12 @@ def test_what_schema_2_called_a_trial_stays_revoked(path2: Path, tmp_path: Path)
         assert store.renamed(mine.revoked()) == {now}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "latency_us = latency_us / 2",
-        "latency_us = latency_us * 2",
-        "measurement_id = (SELECT id FROM measurement WHERE kernel_of = 'embed')",
-        "build_id = (SELECT id FROM build WHERE kernel = 'embed' LIMIT 1)",
-        "provenance = 'predicted'",
-        "cell = static_key",
-        "id = 'x' || id",
-    ],
-)
+@pytest.mark.parametrize("change", [
+    "latency_us = latency_us / 2", "latency_us = latency_us * 2",
+    "measurement_id = (SELECT id FROM measurement WHERE kernel_of = 'embed')",
+    "build_id = (SELECT id FROM build WHERE kernel = 'embed' LIMIT 1)", "provenance = 'predicted'",
+    "cell = static_key", "id = 'x' || id",
+])  # fmt: skip
 def test_a_winner_that_was_altered_before_there_were_seals_is_not_sealed(
     path2: Path, change: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -298,15 +289,12 @@ def test_migrating_twice_is_nothing(path: Path) -> None:
     assert _dump(path) == once
 
 
-@pytest.mark.parametrize(
-    ("of", "at"),
-    [
-        *(("path", at) for at in ("CREATE TABLE former", "INSERT INTO winner", "DELETE FROM measurement",
-                                  "UPDATE kerngen")),
-        *(("path2", at) for at in ("ALTER TABLE winner", "UPDATE measurement", "INSERT INTO winner", "UPDATE search",
-                                   "INSERT INTO former", "UPDATE kerngen")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("of", "at"), [
+    *(("path", at) for at in ("CREATE TABLE former", "INSERT INTO winner", "DELETE FROM measurement",
+                              "UPDATE kerngen")),
+    *(("path2", at) for at in ("ALTER TABLE winner", "UPDATE measurement", "INSERT INTO winner", "UPDATE search",
+                               "INSERT INTO former", "UPDATE kerngen")),
+])  # fmt: skip
 def test_a_migration_that_is_killed_leaves_the_old_database(of: str, at: str, request: pytest.FixtureRequest) -> None:
     path: Path = request.getfixturevalue(of)
     before = _dump(path)
@@ -409,7 +397,6 @@ def test_the_migration_rests_on_defaults_that_still_hold() -> None:
     """It has them in its own words. What was filed by others would be found no more."""
     scripts = migrate._scripts()
     revision = scripts.get_revision("0002")
-    assert revision is not None
     defaults = revision.module._DEFAULTS
     assert set(defaults) <= set(FILED)
     for name, (problem, config) in defaults.items():

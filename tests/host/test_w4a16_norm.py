@@ -30,14 +30,11 @@ def test_w_is_cut_as_w4a16_gemm_cuts_it(num_tokens: int, target: Target) -> None
     assert replace(cut, prefetch_stages=0) == replace(gemm_config, prefetch_stages=0)
 
 
-@pytest.mark.parametrize(
-    ("n", "k", "num_tokens", "asks"),
-    [
-        (5376, 8192, 1, False), (5376, 8192, 4, True), (5376, 8192, 5, False), (5376, 16384, 5, True),
-        (5376, 21504, 8, True), (5376, 21504, 9, False), (3840, 15360, 8, True), (3840, 8192, 8, False),
-        (2560, 10240, 8, False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("n", "k", "num_tokens", "asks"), [
+    (5376, 8192, 1, False), (5376, 8192, 4, True), (5376, 8192, 5, False), (5376, 16384, 5, True),
+    (5376, 21504, 8, True), (5376, 21504, 9, False), (3840, 15360, 8, True), (3840, 8192, 8, False),
+    (2560, 10240, 8, False),
+])  # fmt: skip
 def test_where_steps_ask_for_it(n: int, k: int, num_tokens: int, asks: bool) -> None:
     problem = Problem(n, k, num_tokens=num_tokens)
     answers = {KERNEL.why_unsupported(problem, t) is None and pays(problem, t) for t in (H100, H200)}

@@ -35,12 +35,12 @@ class Judging(Reference):
 
     def __init__(self) -> None:
         super().__init__()
-        self._bindings = Selector([], Target.of(find_device("H200")))
+        self._selector = Selector([], Target.of(find_device("H200")))
         self.built: set[Any] = set()
         self.needed: dict[Any, str] = {}
 
     def _key(self, name: str, problem: Any) -> Any:
-        config = self._bindings.choice(find_kernel(name), problem).config
+        config = self._selector.choice(find_kernel(name), problem).config
         return name, tuple(static_fields(problem).items()), config
 
     def build(self, asked: Iterable[tuple[str, Any]], say: Say) -> None:

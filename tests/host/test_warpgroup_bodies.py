@@ -24,7 +24,7 @@ def _has_warpgroups(kernel: Kernel, body: Body) -> bool:
 
 
 BODIES = [(k, b) for k in map(find_kernel, kernel_names()) for b in k.spec.BODIES if _has_warpgroups(k, b)]
-SAMPLE = 4  # configurations of each that are compiled
+SAMPLE = 3  # configurations of each that are compiled
 DRAWS = 1000  # of a problem, until one is valid
 
 

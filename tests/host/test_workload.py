@@ -20,17 +20,14 @@ from kerngen.workload.workload import BATCHES, CONTEXTS, MODELS, VERIFY_LENS, It
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 
 
-@pytest.mark.parametrize(
-    ("model", "params_m"),
-    [
-        # Quantised weights of a decode step, in millions, from the models' published parameter counts.
-        ("gemma-4-31b", 50 * 478.94 + 10 * 533.99),
-        ("gemma-4-12b", 10_900),
-        ("gemma-4-e4b", 3_973),
-        ("gemma-4-e2b", 1_877),
-        ("gemma-4-26b-a4b", 25 * 34.60 + 5 * 49.02 + 30 * 17.84),
-    ],
-)
+@pytest.mark.parametrize(("model", "params_m"), [
+    # Quantised weights of a decode step, in millions, from the models' published parameter counts.
+    ("gemma-4-31b", 50 * 478.94 + 10 * 533.99),
+    ("gemma-4-12b", 10_900),
+    ("gemma-4-e4b", 3_973),
+    ("gemma-4-e2b", 1_877),
+    ("gemma-4-26b-a4b", 25 * 34.60 + 5 * 49.02 + 30 * 17.84),
+])  # fmt: skip
 def test_gemms_add_up_to_the_published_sizes(model: str, params_m: float) -> None:
     """Launch by launch, as long contexts go, and where one kernel takes all layers of a token."""
     for arch, context in (("sm89", 512), ("sm90", 512), ("sm90", 131072), ("sm90", 262144)):

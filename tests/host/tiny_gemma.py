@@ -33,14 +33,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "layer_types": [S, F, S, S, F],
     },
     "shared_ple": {
-        "num_hidden_layers": 7,
-        "layer_types": [S, S, F, S, S, F, F],
-        "num_kv_shared_layers": 4,
-        "hidden_size_per_layer_input": 16,
-        "use_double_wide_mlp": True,
+        "num_hidden_layers": 7, "layer_types": [S, S, F, S, S, F, F], "num_kv_shared_layers": 4,
+        "hidden_size_per_layer_input": 16, "use_double_wide_mlp": True,
     },
     "moe": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24},
-}
+}  # fmt: skip
 CPU = torch.device("cpu")
 torch.set_num_threads(1)  # the models are tiny: a second thread only costs
 

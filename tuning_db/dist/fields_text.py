@@ -1,4 +1,4 @@
-"""Values and lines in results and prediction files: how each is written and read.
+"""Values and lines of results files: how each is written and read.
 
 There is one way to write each: what was read is written again to the letter, or was not well written.
 """
@@ -13,6 +13,8 @@ from typing import Any
 from kerngen.errors import DatabaseError
 
 SOURCE_DIGITS = 12  # of a source's SHA-256, in hex
+PREDICTED_DIGITS = 4  # of a predicted winner's time: finer than any prediction
+STEP_DIGITS = 7  # of a step's time: a ratio of two that differ by 0.2 % decides
 NAME = re.compile(r"[A-Za-z_]\w*")
 SHOWN = re.compile(r"\S+")
 SOURCE = re.compile(rf"[0-9a-f]{{{SOURCE_DIGITS}}}")
@@ -47,9 +49,9 @@ def number(value: float | None) -> str:
     return repr(float(value)).removesuffix(".0") if value is not None else "none"
 
 
-def rounded(value: float | None) -> float | None:
-    """As sheets have figures: five digits, which is finer than any timing."""
-    return None if value is None else float(f"{value:.5g}")
+def rounded(value: float, digits: int = 5) -> float:
+    """As results files have figures. Five digits are finer than any timing."""
+    return float(f"{value:.{digits}g}")
 
 
 def read_lines(text: str, where: str, take: Callable[[int, str], None]) -> None:
@@ -78,27 +80,69 @@ class Line:
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
 
-    def take(self, literal: str) -> bool:
-        """True, and behind it, if this comes next."""
-        found = self.text.startswith(literal, self.at)
+    def sees(self, *literals: str) -> bool:
+        return self.text.startswith(literals, self.at)
+
+    def take(self, literal: str, *, unless: tuple[str, ...] = ()) -> bool:
+        """True, and behind it, if this comes next, and none of `unless`."""
+        found = self.sees(literal) and not self.sees(*unless)
         self.at += len(literal) if found else 0
         return found
 
     def expect(self, literal: str) -> None:
         if not self.take(literal):
-            raise ValueError(f"{literal.strip()!r} is missing at {self.text[self.at : self.at + 20]!r}")
+            raise self._missing(repr(literal.strip()) if literal.strip() else "a space")
 
-    def word(self, pattern: re.Pattern[str], what: str) -> str:
+    def _missing(self, what: str) -> ValueError:
+        rest = self.text[self.at : self.at + 20]
+        return ValueError(f"{what} is missing at {repr(rest) if rest else 'the end'}")
+
+    def end(self) -> None:
+        if self.at != len(self.text):
+            raise ValueError(f"{self.text[self.at :]!r} is too much")
+
+    # ---- values, each behind the literal `after`
+
+    def word(self, pattern: re.Pattern[str], what: str, *, after: str = "") -> str:
+        """What `pattern` matches. what: it names, for messages."""
+        self.expect(after)
         if (found := pattern.match(self.text, self.at)) is None:
-            raise ValueError(f"{what} is missing at {self.text[self.at : self.at + 20]!r}")
+            raise self._missing(what)
         self.at = found.end()
         return found.group()
 
-    def json(self) -> Any:
+    def number(self, *, after: str = "") -> float:
+        return float(self.word(_NUMBER, "a number", after=after))
+
+    def above_zero(self, what: str, *, after: str = "") -> float:
+        if not 0 < (value := self.number(after=after)) < float("inf"):
+            raise ValueError(f"{what} is above zero and finite, not {value}")
+        return value
+
+    def whole(self, *, after: str = "") -> int:
+        return int(self.word(_WHOLE, "a whole number", after=after))
+
+    def version(self, *, after: str = "") -> tuple[int, int]:
+        return self.whole(after=after), self.whole(after=".")
+
+    def json(self, *, after: str = "") -> Any:
+        self.expect(after)
         value, self.at = _DECODER.raw_decode(self.text, self.at)
         return value
 
+    def object(self, *, after: str = "") -> dict[str, Any]:
+        if not isinstance(value := self.json(after=after), dict):
+            raise ValueError(f"{value!r:.40} is no JSON object")
+        return value
+
+    def reason(self) -> str:
+        """Of a wrong result."""
+        if not isinstance(value := self.json(after=" "), str) or not value:
+            raise ValueError("a wrong result says what was wrong")
+        return value
+
     def value(self) -> Any:
+        """JSON, or a plain word."""
         found = _BARE.match(self.text, self.at)
         if found is None or found.group() in _NOT_BARE:
             return self.json()
@@ -106,23 +150,15 @@ class Line:
         return found.group()
 
     def text_value(self, what: str, *, after: str = "") -> str:
-        """A value that is text, behind `after`. what: it names, for messages."""
-        if after:
-            self.expect(after)
+        self.expect(after)
         if not isinstance(name := self.value(), str):
             raise ValueError(f"{name!r:.40} does not name {what}")
         return name
 
-    def number(self) -> float:
-        return float(self.word(_NUMBER, "a number"))
-
-    def whole(self) -> int:
-        return int(self.word(_WHOLE, "a whole number"))
-
     def pairs(self, until: str) -> dict[str, Any]:
         """name=value, each followed by a space, up to what begins with `until`; "", to the line's end."""
         found: dict[str, Any] = {}
-        while self.at < len(self.text) and not (until and self.text.startswith(until, self.at)):
+        while self.at < len(self.text) and not (until and self.sees(until)):
             name = self.word(NAME, "a field")
             self.expect("=")
             if name in found:
@@ -131,14 +167,3 @@ class Line:
             if self.at < len(self.text):
                 self.expect(" ")
         return found
-
-    def end(self) -> None:
-        if self.at != len(self.text):
-            raise ValueError(f"{self.text[self.at :]!r} is too much")
-
-
-def as_object(value: Any) -> dict[str, Any]:
-    """`value`, if it is a JSON object. Raises ValueError."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{value!r:.40} is no JSON object")
-    return value

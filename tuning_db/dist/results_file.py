@@ -1,56 +1,54 @@
-"""Results files: measured winners as text that a reviewer can read and diff, one file for each kernel and board.
+"""Results files: winners as text that a reviewer can read and diff, one file for each kernel and board.
 
-    kerngen-text 1 rmsnorm sm90 H200
+    kerngen-results 2 attn_prefill sm90 H200
     board {"arch":"sm90","clock_mhz":1980,…}
     run r1 4ec058fd0543 2026-11-21T09:06:01.250000+00:00 nvrtc 13.0 {"driver":"580.159.04",…}
+    model m1 roofline-5 nvrtc 12.9
     step s1 gemma-4-31b decode batch=1 q_len=1 context=8192 chunk=0 layers=12 weight=0.25 of a91f… {}
     base b1 77aa…
 
-    problem dtype=fp16 hidden=5376 | batch=8
-     num_tokens=64
-      = 16.602 measured r1+53.77 final n=15 16.52..16.71 min 16.49 err 0.0039 0.01 | block_m=2 stream=true @a91f03c2b7d0
-      = 16.602 measured r1+90.2 step n=15 16.52..16.71 min 16.49 err 0.0039 0.01 in s1 4321.55/4330.2 b1 | block_m=2 …
-      + 17.021 measured r1+54.01 final n=15 16.91..17.11 min 16.88 err 0.0039 0.01 | block_m=4 @0c3fb1a2d4e5
-      ! wrong_result measured r1+12.5 "[3, 4] is off by 0.5" | block_m=8 @77aa01c2b3d4
+    problem head_dim=512 page_size=64
+     a @a91f03c2b7d0
+     b block_m=64 num_stages=3 @0c3fb1a2d4e5
+     c block_m=128 @77aa01c2b3d4 revision 2
+     kv_len=1024 | num_tokens 1=3.412a 64=4.02a 512=7.771b
+     kv_len=2048 | num_tokens=64
+      = 16.602a r1+53.77 final n=15 16.52..16.71 min 16.49 err 0.0039 0.01
+      = 16.602a r1+90.2 step n=15 16.52..16.71 min 16.49 err 0.0039 0.01 in s1 4321.55/4330.2 b1
+      + 17.021b r1+54.01 final n=15 16.91..17.11 min 16.88 err 0.0039 0.01
+      + 17.1b m1
+      ! c r1+12.5 "[3, 4] is off by 0.5"
       # 31 invalid, 2 launch_failed
 
-A problem has its compiled-in fields, then its bucketed ones; a point its dynamic one, and, where these do not say it,
-all of the problem that was tuned. "=" won, "+" came near, "!" is wrong and so is never chosen; "#" counts what else was
-tried. Of each: median, how it is known, 10th to 90th percentile, least, errors, configuration, and the first digits of
-its source's SHA-256. What was tried in a step of a model says in which, the step's time with it and without, and which
-base all else was as: the head names steps, whose sequence of launches is a digest, and bases, which are digests. A
-prediction is `16.602 predicted roofline-3 | …`: it has no run, no samples and no errors to
-show, and what is called measured without them is refused. Fields that have their default are left out.
+The head names what the trials refer to: tuning runs, cost models, steps of a model (the sequence of launches is a
+digest), and bases (digests of the configurations that a step otherwise had). A problem has its compiled-in fields, then
+the configurations that its trials name, each with a letter and the first digits of the SHA-256 of the source that was
+timed, and the revision that its body had then (Body.revision), where that is not 1; 0 where nobody noted it. A line of a
+tuned point has the bucketed fields, then the dynamic one ("point" for a kernel without one), and `as {…}` with the whole
+problem where these do not state it. Fields that have their default are left out.
 
-`parse(dump(x)) == x`; and what `parse` takes, `dump` writes again, to the letter: there is one way to say a thing.
+A point that m1 predicts, winner alone, is one word, `1=3.412a`: 3.412 us with configuration a. Any other has its trials
+below: "=" won, "+" came near, "!" gave a wrong result; "#" counts what else was tried. A trial has its median in
+microseconds and its letter. A measured one names its run and the seconds since that began, then stage, samples, 10th to
+90th percentile, least, errors; in a step of a model also the step, its time with the configuration and without, and the
+base. A predicted one names its model and nothing else. What names neither is refused.
+
+results_parser.py reads it: `parse(dump(x)) == x`, and what `parse` takes, `dump` writes again, to the letter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from string import ascii_lowercase
 from typing import Any
 
-from kerngen.errors import DatabaseError
-from kerngen.tuning_db.read.values import OUTCOMES, STAGES
-from kerngen.tuning_db.dist.fields_text import (
-    NAME,
-    SHOWN,
-    SOURCE,
-    Line,
-    as_json,
-    as_object,
-    number,
-    pairs,
-    read_lines,
-    require_as_written,
-    word,
-)
+from kerngen.tuning_db.dist.fields_text import as_json, number, pairs, stated, word
+from kerngen.tuning_db.read.values import StepKey
 
-VERSION = 1
-_HEAD = "kerngen-text"
-_WON, _NEAR, _WRONG = "=", "+", "!"
+FORMAT, VERSION = "kerngen-results", 2
+WON, NEAR, WRONG = "=", "+", "!"
+STEP_NUMBERS = ("batch", "q_len", "context", "chunk", "layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +62,16 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A step of a model, as StepKey has it, but for the arch, which is the sheet's."""
+class Model:
+    """A cost model. nvrtc: what compiled the kernels that it was asked about, None where a file does not tell."""
 
-    model: str
-    phase: str
-    batch: int
-    q_len: int
-    context: int
-    chunk: int
-    layers: int
-    weight: float
-    sequence: str
-    props: Mapping[str, Any] = field(default_factory=dict)
+    name: str
+    nvrtc: tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
 class StepTrial:
-    """What a step took with a configuration, and without. step, base: indices of the sheet's. Times in microseconds."""
+    """A step's time with a configuration, and without. step, base: indices of the file's. Times in microseconds."""
 
     step: int
     step_us: float
@@ -91,18 +81,18 @@ class StepTrial:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One observation. won: of the build that won. run: its index in the sheet's runs.
+    """One observation. config: index of the problem's configurations. won: of the configuration that won.
 
-    run None: a prediction, which has a model instead. after: seconds since that run's `at`. Times in microseconds.
-    p50_us None: it gave a wrong result, says `reason`. look: of stage "step", and of no other.
+    us: the median, None for a wrong result, which has its `reason`. run or model: index of the file's, of exactly one.
+    after: seconds since the run's `at`. stage to in_step: of what was measured. Times in microseconds.
+    in_step: of stage "step", and of no other.
     """
 
-    won: bool
-    p50_us: float | None
-    config: Mapping[str, Any]
-    source: str
+    config: int
+    us: float | None
+    won: bool = False
     run: int | None = None
-    model: str = ""
+    model: int | None = None
     after: float = 0.0
     stage: str = "trial"
     samples: int = 0
@@ -112,16 +102,16 @@ class Trial:
     error_abs: float | None = None
     error_rel: float | None = None
     reason: str = ""
-    look: StepTrial | None = None
+    in_step: StepTrial | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A tuned point. dynamic: None for a kernel that has no such field. fields: the problem, where the rest differs.
-
-    refused: outcome -> how often, of what is not told one by one.
+    """A tuned point. runtime: its bucketed fields. dynamic: None for a kernel that has no such field. fields: the whole
+    problem, where these do not state it. refused: outcome -> how often, of trials that are not listed.
     """
 
+    runtime: Mapping[str, Any]
     dynamic: int | None
     trials: tuple[Trial, ...]
     fields: Mapping[str, Any] | None = None
@@ -129,9 +119,20 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class Config:
+    """A configuration, the first digits of the SHA-256 of its source, and the revision of its body; 0: not known."""
+
+    fields: Mapping[str, Any]
+    source: str
+    revision: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """All points with the same compiled-in fields."""
+
     static: Mapping[str, Any]
-    runtime: Mapping[str, Any]
+    configs: tuple[Config, ...]
     points: tuple[Point, ...]
 
 
@@ -139,7 +140,7 @@ class Cell:
 class ResultsFile:
     """One kernel on one board. device: the fields of its Device. dynamic: the dynamic field's name, "" for none.
 
-    steps, bases: that looks refer to; a base is a digest of the configurations that a step otherwise had.
+    runs, models, steps, bases: those that trials name.
     """
 
     kernel: str
@@ -148,287 +149,103 @@ class ResultsFile:
     device: Mapping[str, Any]
     dynamic: str
     runs: tuple[Run, ...]
-    cells: tuple[Cell, ...]
-    steps: tuple[Step, ...] = ()
-    bases: tuple[str, ...] = ()
+    models: tuple[Model, ...]
+    steps: tuple[StepKey, ...]
+    bases: tuple[str, ...]
+    problems: tuple[Problem, ...]
+
+    def points(self) -> Iterator[tuple[Problem, Point]]:
+        return ((problem, point) for problem in self.problems for point in problem.points)
+
+    def fields(self, problem: Problem, point: Point) -> Mapping[str, Any]:
+        """Those of the problem that was tuned, but for those that have their default."""
+        if point.fields is not None:
+            return point.fields
+        return stated(problem.static, point.runtime, self.dynamic, point.dynamic)
+
+
+def label(index: int) -> str:
+    """a, b, … z, aa, ab, …"""
+    text = ""
+    index += 1
+    while index:
+        index, letter = divmod(index - 1, 26)
+        text = ascii_lowercase[letter] + text
+    return text
 
 
 # ---- writing
 
 
-def dump(sheet: ResultsFile) -> str:
+def dump(file: ResultsFile) -> str:
     lines = [
-        f"{_HEAD} {VERSION} {' '.join(map(word, (sheet.kernel, sheet.arch, sheet.board)))}",
-        f"board {as_json(sheet.device)}",
+        f"{FORMAT} {VERSION} {' '.join(map(word, (file.kernel, file.arch, file.board)))}",
+        f"board {as_json(file.device)}",
     ]
-    for i, run in enumerate(sheet.runs, 1):
-        version = f"{run.nvrtc[0]}.{run.nvrtc[1]}"
-        lines.append(f"run r{i} {word(run.id)} {run.at} nvrtc {version} {as_json(run.environment)}")
-    lines += [f"step s{i} {_step(step)}" for i, step in enumerate(sheet.steps, 1)]
-    lines += [f"base b{i} {word(base)}" for i, base in enumerate(sheet.bases, 1)]
-    for cell in sheet.cells:
-        lines += ["", " ".join(["problem", *pairs(cell.static), "|", *pairs(cell.runtime)])]
-        for point in cell.points:
-            lines += _point_lines(sheet, point)
+    for i, run in enumerate(file.runs, 1):
+        lines.append(f"run r{i} {word(run.id)} {run.at}{_nvrtc(run.nvrtc)} {as_json(run.environment)}")
+    lines += [f"model m{i} {word(model.name)}{_nvrtc(model.nvrtc)}" for i, model in enumerate(file.models, 1)]
+    for i, s in enumerate(file.steps, 1):
+        numbers = " ".join(f"{name}={getattr(s, name)}" for name in STEP_NUMBERS)
+        lines.append(f"step s{i} {word(s.model)} {word(s.phase)} {numbers} weight={number(s.weight)} "
+                     f"of {word(s.sequence)} {as_json(s.props)}")  # fmt: skip
+    lines += [f"base b{i} {word(base)}" for i, base in enumerate(file.bases, 1)]
+    for problem in file.problems:
+        lines += ["", " ".join(["problem", *pairs(problem.static)])]
+        for i, config in enumerate(problem.configs):
+            revision = [] if config.revision == 1 else [f"revision {config.revision}"]
+            lines.append(" ".join(["", label(i), *pairs(config.fields), f"@{config.source}", *revision]))
+        lines += _point_lines(problem.points, file.dynamic)
     return "\n".join(lines) + "\n"
 
 
-def _step(s: Step) -> str:
-    numbers = f"batch={s.batch} q_len={s.q_len} context={s.context} chunk={s.chunk} layers={s.layers}"
-    return (
-        f"{word(s.model)} {word(s.phase)} {numbers} weight={number(s.weight)} of {word(s.sequence)} {as_json(s.props)}"
-    )
+def _nvrtc(version: tuple[int, int] | None) -> str:
+    return "" if version is None else f" nvrtc {version[0]}.{version[1]}"
 
 
-def _point_lines(sheet: ResultsFile, point: Point) -> Iterator[str]:
-    here = "point" if point.dynamic is None else f"{sheet.dynamic}={point.dynamic}"
-    yield f" {here}" + ("" if point.fields is None else f" as {as_json(point.fields)}")
-    for trial in point.trials:
-        yield f"  {_trial(trial)} | {' '.join([*pairs(trial.config), '@' + trial.source])}"
-    if point.refused:
-        yield "  # " + ", ".join(f"{count} {outcome}" for outcome, count in point.refused.items())
+def _point_lines(points: Sequence[Point], dynamic: str) -> list[str]:
+    lines, shared = list[str](), ""  # the head of the last line, where a point of one word may follow in it
+    for point in points:
+        head = " ".join(["", *pairs(point.runtime), "|", dynamic or "point"])
+        if _is_one_word(point):
+            if head != shared:
+                lines.append(head)
+            at, (t,) = "" if point.dynamic is None else f"{point.dynamic}=", point.trials
+            lines[-1] += f" {at}{number(t.us)}{label(t.config)}"
+            shared = head
+            continue
+        shared = ""
+        at = "" if point.dynamic is None else f"={point.dynamic}"
+        lines.append(head + at + ("" if point.fields is None else f" as {as_json(point.fields)}"))
+        lines += map(_trial, point.trials)
+        if point.refused:
+            lines.append("  # " + ", ".join(f"{count} {outcome}" for outcome, count in point.refused.items()))
+    return lines
+
+
+def _is_one_word(point: Point) -> bool:
+    """Whether m1 predicts it, winner alone."""
+    if len(point.trials) != 1 or point.refused or point.fields is not None:
+        return False
+    (t,) = point.trials
+    return t == Trial(t.config, t.us, won=True, model=0)
 
 
 def _trial(t: Trial) -> str:
-    when = "" if t.run is None else f"measured r{t.run + 1}+{number(t.after)}"
-    if t.p50_us is None:
-        return f"{_WRONG} wrong_result {when or f'predicted {word(t.model)}'} {as_json(t.reason)}"
-    mark = _WON if t.won else _NEAR
-    if t.run is None:
-        return f"{mark} {number(t.p50_us)} predicted {word(t.model)}"
-    spread = "" if t.p10_us is None or t.p90_us is None else f" {number(t.p10_us)}..{number(t.p90_us)}"
-    least = "" if t.min_us is None else f" min {number(t.min_us)}"
-    relative = "" if t.error_rel is None else f" {number(t.error_rel)}"
-    figures = f"{t.stage} n={t.samples}{spread}{least} err {number(t.error_abs)}{relative}"
-    return f"{mark} {number(t.p50_us)} {when} {figures}" + ("" if t.look is None else f" {_look(t.look)}")
-
-
-def _look(k: StepTrial) -> str:
-    return f"in s{k.step + 1} {number(k.step_us)}/{number(k.base_step_us)} b{k.base + 1}"
-
-
-# ---- reading
-
-
-def parse(text: str, where: str = "text") -> ResultsFile:
-    """The sheet that `text` is. where: its name, for messages.
-
-    Raises DatabaseError, naming the line, for whatever `dump` would not write just so.
-    """
-    reading = _Reading()
-    read_lines(text, where, reading.take)
-    sheet = reading.sheet(where)
-    require_as_written(text, dump(sheet), where)
-    return sheet
-
-
-class _Reading:
-    """A sheet, as far as its lines were read."""
-
-    def __init__(self) -> None:
-        self.names: tuple[str, str, str] | None = None
-        self.device: dict[str, Any] | None = None
-        self.dynamic = ""
-        self.runs: list[Run] = []
-        self.steps: list[Step] = []
-        self.bases: list[str] = []
-        self.cells: list[tuple[dict[str, Any], dict[str, Any], list[Point]]] = []
-
-    def take(self, number: int, text: str) -> None:
-        line = Line(text)
-        if number == 1:
-            self._head(line)
-        elif number == 2:
-            line.expect("board ")
-            self.device = as_object(line.json())
-        elif line.take("run "):
-            self._run(line)
-        elif line.take("step "):
-            self._step(line)
-        elif line.take("base "):
-            self._base(line)
-        elif line.take("problem "):
-            static = line.pairs("|")
-            line.expect("|")
-            runtime = line.pairs("") if line.take(" ") else {}
-            self.cells.append((static, runtime, []))
-        elif line.take("  # "):
-            self._refused(line)
-        elif line.take("  "):
-            point = self._point()
-            trial = self._trial(line)
-            self._put(Point(point.dynamic, (*point.trials, trial), point.fields, point.refused))
-        elif line.take(" "):
-            self._new_point(line)
-        line.end()
-
-    def sheet(self, where: str) -> ResultsFile:
-        if self.names is None or self.device is None:
-            raise DatabaseError(f"{where} is no text of a tuning database: it has no board")
-        cells = tuple(Cell(static, runtime, tuple(points)) for static, runtime, points in self.cells)
-        steps, bases = tuple(self.steps), tuple(self.bases)
-        return ResultsFile(*self.names, self.device, self.dynamic, tuple(self.runs), cells, steps, bases)
-
-    def _head(self, line: Line) -> None:
-        line.expect(f"{_HEAD} ")
-        if (version := line.whole()) != VERSION:
-            raise ValueError(f"it is of version {version}; this kerngen reads {VERSION}")
-        kernel, arch, board = (line.text_value(what, after=" ") for what in ("a kernel", "an arch", "a board"))
-        self.names = kernel, arch, board
-
-    def _run(self, line: Line) -> None:
-        line.expect(f"r{len(self.runs) + 1} ")
-        id = line.text_value("a run")
-        line.expect(" ")
-        at = line.word(SHOWN, "a time")
-        if datetime.fromisoformat(at).tzinfo is None:
-            raise ValueError(f"{at} has no time zone")
-        line.expect(" nvrtc ")
-        major = line.whole()
-        line.expect(".")
-        minor = line.whole()
-        line.expect(" ")
-        self.runs.append(Run(id, at, (major, minor), as_object(line.json())))
-
-    def _step(self, line: Line) -> None:
-        line.expect(f"s{len(self.steps) + 1} ")
-        model, phase = line.text_value("a model"), line.text_value("a phase", after=" ")
-        numbers = []
-        for name in ("batch", "q_len", "context", "chunk", "layers"):
-            line.expect(f" {name}=")
-            numbers.append(line.whole())
-        line.expect(" weight=")
-        if not 0 < (weight := line.number()) < float("inf"):
-            raise ValueError(f"a step of weight {weight} counts nothing")
-        sequence = line.text_value("a sequence of launches", after=" of ")
-        line.expect(" ")
-        batch, q_len, context, chunk, layers = numbers
-        props = as_object(line.json())
-        self.steps.append(Step(model, phase, batch, q_len, context, chunk, layers, weight, sequence, props))
-
-    def _base(self, line: Line) -> None:
-        line.expect(f"b{len(self.bases) + 1} ")
-        self.bases.append(line.text_value("a base"))
-
-    def _new_point(self, line: Line) -> None:
-        if not self.cells:
-            raise ValueError("it stands before any problem")
-        dynamic = None
-        if not line.take("point"):
-            name = line.word(NAME, "the dynamic field")
-            if name != (self.dynamic or name):
-                raise ValueError(f"the dynamic field is {self.dynamic}, not {name}")
-            self.dynamic = name
-            line.expect("=")
-            dynamic = line.whole()
-        self.cells[-1][2].append(Point(dynamic, (), as_object(line.json()) if line.take(" as ") else None))
-
-    def _point(self) -> Point:
-        if not self.cells or not self.cells[-1][2]:
-            raise ValueError("it stands before any tuned point")
-        point = self.cells[-1][2][-1]
-        if point.refused:
-            raise ValueError("it stands behind the count of what was refused")
-        return point
-
-    def _put(self, point: Point) -> None:
-        if len({(as_json(t.config), t.source) for t in point.trials if t.won}) > 1:
-            raise ValueError("there is one winner of a point")
-        self.cells[-1][2][-1] = point
-
-    def _refused(self, line: Line) -> None:
-        point, counts = self._point(), {}
-        while True:
-            count = line.whole()
-            line.expect(" ")
-            outcome = line.word(NAME, "an outcome")
-            if outcome not in OUTCOMES or outcome == "ok" or outcome in counts or count < 1:
-                raise ValueError(f"{count} {outcome}: it is no outcome that counts here")
-            counts[outcome] = count
-            if not line.take(", "):
-                break
-        self._put(Point(point.dynamic, point.trials, point.fields, counts))
-
-    def _trial(self, line: Line) -> Trial:
-        given: dict[str, Any] = {"won": line.take(f"{_WON} "), "p50_us": None}
-        if wrong := not given["won"] and line.take(f"{_WRONG} "):
-            line.expect("wrong_result")
-        else:
-            if not given["won"]:
-                line.expect(f"{_NEAR} ")
-            given["p50_us"] = line.number()
-            if not 0 < given["p50_us"] < float("inf"):
-                raise ValueError(f"{given['p50_us']} us is no time")
-        line.expect(" ")
-        if line.take("predicted "):
-            given["model"] = line.value()
-            if not isinstance(given["model"], str) or not given["model"]:
-                raise ValueError("a prediction names its model")
-        else:
-            line.expect("measured ")
-            self._measured(line, given, wrong)
-        if wrong:
-            line.expect(" ")
-            given["reason"] = line.json()
-            if not isinstance(given["reason"], str) or not given["reason"]:
-                raise ValueError("a wrong result says what was wrong")
-        line.expect(" | ")
-        config = line.pairs("@")
-        line.expect("@")
-        return Trial(config=config, source=line.word(SOURCE, "the source's digest"), **given)
-
-    def _measured(self, line: Line, given: dict[str, Any], wrong: bool) -> None:
-        """What nobody has who did not measure: a run that is named, samples, and errors against the reference."""
-        line.expect("r")
-        run = line.whole()
-        if not 1 <= run <= len(self.runs):
-            raise ValueError(f"there is no run r{run}: what was measured names the run that did")
-        given["run"] = run - 1
-        line.expect("+")
-        given["after"] = line.number()
-        if wrong:
-            return
-        line.expect(" ")
-        given["stage"] = line.word(NAME, "a stage")
-        if given["stage"] not in STAGES:
-            raise ValueError(f"{given['stage']} is none of {', '.join(STAGES)}")
-        line.expect(" n=")
-        given["samples"] = line.whole()
-        if given["samples"] < 1:
-            raise ValueError("what was measured has a sample at least")
-        if not line.text.startswith((" min ", " err "), line.at):
-            line.expect(" ")
-            given["p10_us"] = line.number()
-            line.expect("..")
-            given["p90_us"] = line.number()
-        if line.take(" min "):
-            given["min_us"] = line.number()
-        line.expect(" err ")
-        given["error_abs"] = line.number()
-        if not line.text.startswith((" |", " in "), line.at):
-            line.expect(" ")
-            given["error_rel"] = line.number()
-        if given["stage"] == "step":
-            given["look"] = self._look(line)
-
-    def _look(self, line: Line) -> StepTrial:
-        line.expect(" in s")
-        step = line.whole()
-        line.expect(" ")
-        with_it = line.number()
-        line.expect("/")
-        without = line.number()
-        line.expect(" b")
-        base = line.whole()
-        for us in (with_it, without):
-            if not 0 < us < float("inf"):
-                raise ValueError(f"{us} us is no time of a step")
-        for name, index, named in (("s", step, self.steps), ("b", base, self.bases)):
-            if not 1 <= index <= len(named):
-                raise ValueError(f"there is no {name}{index}: a look names the step and the base of the head")
-        return StepTrial(step - 1, with_it, without, base - 1)
-
-
-def moment(run: Run, after: float) -> str:
-    """When a trial was, as its row says."""
-    return (datetime.fromisoformat(run.at) + timedelta(seconds=after)).isoformat(timespec="microseconds")
+    result = f"{WRONG} " if t.us is None else f"{WON if t.won else NEAR} {number(t.us)}"
+    parts = [f"  {result}{label(t.config)}"]
+    parts.append(f"r{t.run + 1}+{number(t.after)}" if t.run is not None else f"m{(t.model or 0) + 1}")
+    if t.us is None:
+        parts.append(as_json(t.reason))
+    elif t.run is not None:
+        parts.append(f"{t.stage} n={t.samples}")
+        if t.p10_us is not None and t.p90_us is not None:
+            parts.append(f"{number(t.p10_us)}..{number(t.p90_us)}")
+        if t.min_us is not None:
+            parts.append(f"min {number(t.min_us)}")
+        parts.append(f"err {number(t.error_abs)}")
+        if t.error_rel is not None:
+            parts.append(number(t.error_rel))
+        if (k := t.in_step) is not None:
+            parts.append(f"in s{k.step + 1} {number(k.step_us)}/{number(k.base_step_us)} b{k.base + 1}")
+    return " ".join(parts)

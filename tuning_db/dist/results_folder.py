@@ -1,7 +1,7 @@
 """Writes a database as a folder of results files (results_file.py), and reads such a folder into a database.
 
 Text has no machine code: it is rendered and compiled anew, with the NVRTC that is here. A trial is taken over if
-today's kernel renders the source that was timed. Its figures are rounded, so it is an observation of its own beside the
+today's kernel renders the source that was timed, or the body has the revision today that it had then. Its figures are rounded, so it is an observation of its own beside the
 one that it was written from; winners are chosen from these, and have to be those that the text says won.
 """
 
@@ -10,60 +10,58 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from kerngen.arch import Device, Target, find_arch
-from kerngen.compiler.source_digest import source_digest_of
+from kerngen.arch import Arch, Device, Target, find_arch
 from kerngen.compiler.compile import Cubin
+from kerngen.compiler.render import source_of
+from kerngen.compiler.source_digest import source_digest_of
 from kerngen.errors import DatabaseError, KerngenError
 from kerngen.system.files import read_regular
 from kerngen.system.interrupts import heed, result_of
-from kerngen.compiler.render import source_of
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Kernel, fields_of, filled, static_fields, trimmed
-from kerngen.tuning_db.store.rows import version_of
-from kerngen.tuning_db.store.store import Store
-from kerngen.tuning_db.read.ids import ProblemKey, canonical, digest, problem_key
-from kerngen.tuning_db.read.canonical_fields import device_from, filed_device, filed_kernel, canonical_fields_of, named_kernel
-from kerngen.tuning_db.read.freshness import is_filed_by, notes_of
-from kerngen.tuning_db.read.values import Build, Measurement, Observation, StepKey, Winner
-from kerngen.tuning_db.dist import prediction_file
 from kerngen.tuning_db.dist import results_file
 from kerngen.tuning_db.dist.export import Selection, trials_of
-from kerngen.tuning_db.dist.results_file import Cell, StepTrial, Point, Run, ResultsFile, Step, Trial
-from kerngen.tuning_db.dist.fields_text import SOURCE_DIGITS, rounded, stated
+from kerngen.tuning_db.dist.fields_text import PREDICTED_DIGITS, SOURCE_DIGITS, STEP_DIGITS, rounded, stated
+from kerngen.tuning_db.dist.former_results import parse_any
+from kerngen.tuning_db.dist.results_file import Config, Model, Point, Problem, ResultsFile, Run, StepTrial, Trial
+from kerngen.tuning_db.read.canonical_fields import (
+    canonical_fields_of,
+    device_from,
+    filed_device,
+    filed_kernel,
+    named_kernel,
+)
+from kerngen.tuning_db.read.freshness import is_filed_by, notes_of, revision_noted
+from kerngen.tuning_db.read.ids import ProblemKey, canonical, digest, problem_key
+from kerngen.tuning_db.read.values import TIMED, Build, Measurement, Observation, StepKey, Winner
+from kerngen.tuning_db.store.rows import version_of
+from kerngen.tuning_db.store.store import Store
 
 if TYPE_CHECKING:
     from kerngen.compiler.cache import CachedCompiler
 
 log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 SUFFIX = ".txt"
-MAX_SHEET_BYTES = 64 * 1024 * 1024  # the largest that is shipped has less than 1 MB
-Told = ResultsFile | prediction_file.PredictionFile
+MAX_BYTES = 64 * 1024 * 1024  # the largest file that is shipped has less than 1 MB
 
 
 def dump(sources: Sequence[Store], selection: Selection) -> dict[str, str]:
     """The selected winners and their rivals as text, by path: BOARD/KERNEL.txt. The first source of a point counts."""
-    chosen: dict[tuple[str, Device], dict[str, tuple[Store, Winner]]] = {}
-    for source in sources:
-        for w in source.winners():
-            if selection.has(w):
-                chosen.setdefault((w.kernel, w.device), {}).setdefault(w.problem.id, (source, w))
     files: dict[str, str] = {}
-    ordered = sorted(chosen.items(), key=lambda item: (item[0][0], canonical(filed_device(item[0][1]))))
-    for (kernel, device), found in ordered:
-        filed = filed_kernel(kernel)
-        path = f"{_file_name(device.name)}/{filed}{SUFFIX}"
-        if path in files:  # a profile and a probe of one board are two sheets
-            path = f"{_file_name(device.name)}/{filed}-{digest(filed_device(device))[:8]}{SUFFIX}"
-        if (sheet := _sheet(kernel, device, list(found.values()))).cells:
-            files[path] = results_file.dump(sheet)
+    for file in results_of(sources, selection):
+        path = f"{_file_name(file.board)}/{file.kernel}{SUFFIX}"
+        if path in files:  # a profile and a probe of one board are two files
+            path = f"{_file_name(file.board)}/{file.kernel}-{digest(file.device)[:8]}{SUFFIX}"
+        files[path] = results_file.dump(file)
     return files
 
 
@@ -71,165 +69,181 @@ def _file_name(name: str) -> str:
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
 
 
-def _sheet(kernel: str, device: Device, found: Sequence[tuple[Store, Winner]]) -> ResultsFile:
-    dynamic = canonical_fields_of(kernel).dynamic if kernel in kernel_names() else "dynamic"
-    rows: dict[str, tuple[Winner, list[Observation], dict[str, Build]]] = {}
+def results_of(sources: Sequence[Store], selection: Selection, *, rivals: bool = True) -> list[ResultsFile]:
+    """The selected winners as results files, one for each kernel and board. The same rows give the same files.
+
+    rivals: with what they won against, and what else was tried. False is for predictions, of which the model would say
+    the same again: winners alone, and none that are stale. The first source of a point counts.
+    """
+    chosen: dict[tuple[str, Device], dict[str, tuple[Store, Winner]]] = {}
+    for source in sources:
+        for w in source.winners():
+            if selection.has(w) and (rivals or not w.stale):
+                chosen.setdefault((w.kernel, w.device), {}).setdefault(w.problem.id, (source, w))
+    ordered = sorted(chosen, key=lambda key: (key[0], canonical(filed_device(key[1]))))
+    files = [_results(kernel, device, list(chosen[kernel, device].values()), rivals) for kernel, device in ordered]
+    return [file for file in files if file.problems]
+
+
+class _Row(NamedTuple):
+    """A winner with the trials that are told of it, each with its build and the configuration as a file has it. key: the
+    problem as it is filed.
+    """
+
+    winner: Winner
+    key: ProblemKey
+    trials: list[tuple[Measurement, Build, Config]]
+
+
+def _results(kernel: str, device: Device, found: Sequence[tuple[Store, Winner]], rivals: bool) -> ResultsFile:
     groups: dict[tuple[int, str], list[tuple[Store, Winner]]] = {}
     for source, w in found:
         groups.setdefault((id(source), w.problem.static_key), []).append((source, w))
-    for (_, static_key), members in groups.items():
-        source, winners = members[0][0], [w for _, w in members]
-        kept, builds = trials_of(source, kernel, static_key, winners, brief=True), source.builds(static_key)
-        everything = source.measurements(kernel, static_key=static_key, arch=device.arch, device=device)
-        for w in winners:
-            here = [o for o in everything if o.measurement.problem.id == w.problem.id]
-            here = [o for o in here if o.measurement.build_id in builds]  # the others' cannot be read
-            told = [o for o in here if o.id in kept and o.measurement.outcome in ("ok", "wrong_result")]
-            if w.build_id in builds:
-                rows[w.problem.id] = w, _of_one_kind(told, w), builds
-            else:
-                log.warning("%s: winner %s rests on a build that cannot be read; skipped", source.where, w.id)
-    runs, looks = (
-        _Runs(rows.values()),
-        _StepTrials(rows.values(), {id: s for source, _ in found for id, s in _steps(source)}),
-    )
-    cells: dict[str, tuple[ProblemKey, list[Point]]] = {}
-    for w, observations, builds in rows.values():
-        key = w.problem.filed()
-        cells.setdefault(w.problem.cell, (key, []))[1].append(_point(w, observations, builds, runs, looks, dynamic))
-    ordered = sorted(cells.values(), key=lambda c: (canonical(c[0].static), canonical(c[0].runtime)))
+    steps: dict[str, StepKey] = {}
+    for source in {id(source): source for source, _ in found}.values():
+        steps |= source.steps()
+    rows = [row for members in groups.values() for row in _rows(members, steps, rivals)]
+    head = _Head(rows, steps)
+    problems: dict[str, list[_Row]] = {}
+    for row in rows:
+        problems.setdefault(canonical(row.key.static), []).append(row)
+    dynamic = canonical_fields_of(kernel).dynamic if kernel in kernel_names() else "dynamic"
+    is_dynamic = any(row.key.dynamic is not None for row in rows)
     return ResultsFile(
-        filed_kernel(kernel), device.arch, device.name, filed_device(device),
-        dynamic if _is_dynamic(ordered) else "", runs.sheets,
-        tuple(Cell(key.static, key.runtime, tuple(sorted(points, key=lambda p: p.dynamic or 0)))
-              for key, points in ordered),
-        looks.steps, looks.bases,
+        filed_kernel(kernel), device.arch, device.name, filed_device(device), dynamic if is_dynamic else "",
+        head.runs, head.models, head.steps, head.bases,
+        tuple(_problem(problems[static], head, dynamic, rivals) for static in sorted(problems)),
     )  # fmt: skip
 
 
-def _is_dynamic(cells: Sequence[tuple[ProblemKey, list[Point]]]) -> bool:
-    return any(p.dynamic is not None for _, points in cells for p in points)
+def _rows(
+    members: Sequence[tuple[Store, Winner]], known_steps: Container[str | None], rivals: bool
+) -> Iterator[_Row]:
+    """Of one source's winners with the same compiled-in fields, on one board."""
+    source, first = members[0]
+    winners = [w for _, w in members]
+    static_key = first.problem.static_key
+    builds, notes = source.builds(static_key), source.digests(static_key)  # those that can be read
+    defaults = canonical_fields_of(first.kernel).config
+    kept = trials_of(source, first.kernel, static_key, winners, brief=True) if rivals else set()
+    observed: dict[str, list[Observation]] = {}
+    for o in source.measurements(first.kernel, static_key=static_key, arch=first.device.arch, device=first.device):
+        observed.setdefault(o.measurement.problem.id, []).append(o)
+    for w in winners:
+        if w.build_id not in builds:
+            log.warning("%s: winner %s rests on a build that cannot be read; skipped", source.where, w.id)
+            continue
+        trials = []
+        for o in observed.get(w.problem.id, ()):
+            m = o.measurement
+            is_kept = o.id in kept if rivals else (m.build_id, m.p50_us) == (w.build_id, w.latency_us)
+            if not is_kept or m.outcome not in ("ok", "wrong_result") or (m.build_id or "") not in builds:
+                continue
+            # Where something was measured, predictions decide nothing, and would only be read as if they did. Nor does
+            # a trial in a step that the database does not know (any more).
+            if m.provenance == w.provenance and (m.stage != "step" or m.outcome != "ok" or m.step_id in known_steps):
+                build = builds[m.build_id or ""]
+                timed = m.tags.get(TIMED, build.source_sha)[:SOURCE_DIGITS]
+                config = Config(trimmed(build.config, defaults), timed, revision_noted(notes.get(build.id, ())))
+                trials.append((m, build, config))
+        yield _Row(w, w.problem.filed(), trials)
 
 
-def _of_one_kind(observations: Sequence[Observation], w: Winner) -> list[Observation]:
-    """Where something was measured, predictions decide nothing, and would only be read as if they did."""
-    return [o for o in observations if o.measurement.provenance == w.provenance]
+class _Head:
+    """What the head of a file names, each with its index: runs, models, steps, bases.
 
+    Runs and bases are in the order of their first trial, models and steps in that of what they are.
+    """
 
-class _Runs:
-    """The runs that a sheet names, in order of their first trial in it."""
+    def __init__(self, rows: Sequence[_Row], steps: Mapping[str, StepKey]) -> None:
+        runs: dict[tuple[str, tuple[int, int], str], Run] = {}
+        bases: dict[str, str] = {}  # when each was first tried
+        models, named = set[Model](), set[str]()
+        for m, build, _ in (trial for row in rows for trial in row.trials):
+            if m.provenance == "predicted":
+                models.add(Model(m.model, build.nvrtc))
+                continue
+            key = _run_key(m, build)
+            if key not in runs or m.at < runs[key].at:
+                runs[key] = Run(m.run, m.at, key[1], m.environment)
+            if m.stage == "step" and m.step_id is not None and m.step_id in steps:
+                named.add(m.step_id)
+                if m.base_id is not None:
+                    bases[m.base_id] = min(bases.get(m.base_id, m.at), m.at)
+        self._run = _indices(runs, lambda key: (runs[key].at, key))
+        self._model = _indices(models, lambda model: (model.name, model.nvrtc))
+        self._step = _indices(named, lambda id: (steps[id].name, id))
+        self._base = _indices(bases, lambda id: (bases[id], id))
+        self.runs, self.models = tuple(runs[key] for key in self._run), tuple(self._model)
+        self.steps, self.bases = tuple(steps[id] for id in self._step), tuple(self._base)
 
-    def __init__(self, rows: Any) -> None:
-        first: dict[tuple[str, tuple[int, int], str], tuple[str, Mapping[str, Any]]] = {}
-        for _, observations, builds in rows:
-            for o in observations:
-                m = o.measurement
-                if m.provenance == "measured":
-                    key = self._key(m, builds)
-                    first[key] = min(first.get(key, (m.at, m.environment)), (m.at, m.environment), key=lambda v: v[0])
-        ordered = sorted(first, key=lambda key: (first[key][0], key))
-        self._index = {key: i for i, key in enumerate(ordered)}
-        self.sheets = tuple(Run(key[0], first[key][0], key[1], first[key][1]) for key in ordered)
-
-    @staticmethod
-    def _key(m: Measurement, builds: Mapping[str, Build]) -> tuple[str, tuple[int, int], str]:
-        told = m.tags.get("nvrtc")  # where it came out of text itself, and was compiled anew
-        version = version_of(told) if isinstance(told, str) else builds[m.build_id or ""].nvrtc
-        return m.run, version, canonical(m.environment)
-
-    def of(self, m: Measurement, builds: Mapping[str, Build]) -> tuple[int, float]:
-        index = self._index[self._key(m, builds)]
+    def who(self, m: Measurement, build: Build) -> dict[str, Any]:
+        """The fields of a Trial that say who observed it, and when."""
+        if m.provenance == "predicted":
+            return {"model": self._model[Model(m.model, build.nvrtc)]}
+        run = self._run[_run_key(m, build)]
         try:
-            after = (datetime.fromisoformat(m.at) - datetime.fromisoformat(self.sheets[index].at)).total_seconds()
+            after = (datetime.fromisoformat(m.at) - datetime.fromisoformat(self.runs[run].at)).total_seconds()
         except (ValueError, TypeError) as e:
             raise DatabaseError(
                 f"a trial of run {m.run!r:.40} says when it was as {m.at!r:.40}, which is no time"
             ) from e
-        return index, round(after, 2)
+        return {"run": run, "after": round(after, 2)}
 
-
-class _StepTrials:
-    """The steps and bases that a sheet names: the steps in order of what they are, the bases of their first look."""
-
-    def __init__(self, rows: Any, known: Mapping[str, StepKey]) -> None:
-        told = [o.measurement for _, observations, _ in rows for o in observations if o.measurement.stage == "step"]
-        keys = {m.step_id: known[m.step_id] for m in told if m.step_id in known}
-        ordered = sorted(keys, key=lambda id: (keys[id].name, id))
-        self._step = {id: i for i, id in enumerate(ordered)}
-        self.steps = tuple(_told_step(keys[id]) for id in ordered)
-        first: dict[str, str] = {}
-        for m in told:
-            if m.base_id is not None and m.step_id in keys:
-                first[m.base_id] = min(first.get(m.base_id, m.at), m.at)
-        self.bases = tuple(sorted(first, key=lambda id: (first[id], id)))
-        self._base = {id: i for i, id in enumerate(self.bases)}
-
-    def has(self, m: Measurement) -> bool:
-        """False for what was tried in a step that the database does not know (any more): it decides nothing."""
-        return m.stage != "step" or m.outcome != "ok" or m.step_id in self._step
-
-    def of(self, m: Measurement) -> StepTrial | None:
+    def in_step(self, m: Measurement) -> StepTrial | None:
         if m.stage != "step" or m.step_us is None or m.base_step_us is None:
             return None
         step, base = self._step[m.step_id or ""], self._base[m.base_id or ""]
-        return StepTrial(step, finely(m.step_us), finely(m.base_step_us), base)
+        return StepTrial(step, rounded(m.step_us, STEP_DIGITS), rounded(m.base_step_us, STEP_DIGITS), base)
 
 
-def _steps(source: Store) -> Iterable[tuple[str, StepKey]]:
-    return source.steps().items()
+def _run_key(m: Measurement, build: Build) -> tuple[str, tuple[int, int], str]:
+    told = m.tags.get("nvrtc")  # where it came out of text itself, and was compiled anew
+    return m.run, version_of(told) if isinstance(told, str) else build.nvrtc, canonical(m.environment)
 
 
-def _told_step(k: StepKey) -> Step:
-    return Step(k.model, k.phase, k.batch, k.q_len, k.context, k.chunk, k.layers, k.weight, k.sequence, k.props)
+def _indices(named: Iterable[_T], order: Callable[[_T], Any]) -> dict[_T, int]:
+    return {name: i for i, name in enumerate(sorted(named, key=order))}
 
 
-def finely(us: float) -> float:
-    """As sheets have a step's time: seven digits, since a ratio of two that differ by 0.2 % decides."""
-    return float(f"{us:.7g}")
+def _problem(rows: Sequence[_Row], head: _Head, dynamic: str, rivals: bool) -> Problem:
+    """All rows with the same compiled-in fields, which are of one kernel."""
+    of = canonical_fields_of(rows[0].winner.kernel)
+    configs = {_config_key(config): config for row in rows for *_, config in row.trials}
+    index = {key: i for i, key in enumerate(sorted(configs))}
+    points = []
+    for w, key, observed in rows:
+        trials = dict.fromkeys(_trial(w, m, build, index[_config_key(config)], head, rivals)
+                               for m, build, config in observed)  # fmt: skip
+        fields = stated(key.static, key.runtime, dynamic, key.dynamic)
+        is_said = filled(fields, of.fields) == filled(key.fields, of.fields)
+        refused = {o: n for o, n in w.why.get("refused", {}).items() if rivals and o != "wrong_result"}
+        points.append(Point(key.runtime, key.dynamic, tuple(sorted(trials, key=_order)),
+                            None if is_said else key.fields, refused))  # fmt: skip
+    points.sort(key=lambda p: ([(n, str(type(v)), v) for n, v in sorted(p.runtime.items())], p.dynamic or 0))
+    return Problem(rows[0].key.static, tuple(configs[key] for key in index), tuple(points))
 
 
-def _point(
-    w: Winner,
-    observations: Sequence[Observation],
-    builds: Mapping[str, Build],
-    runs: _Runs,
-    looks: _StepTrials,
-    dynamic: str,
-) -> Point:
-    trials = []
-    key = w.problem.filed()
-    for o in observations:
-        if (build := builds.get(o.measurement.build_id or "")) is not None and looks.has(o.measurement):
-            trials.append(_trial(w, o, build, runs, looks, builds))
-    trials.sort(key=_order)
-    fields = stated(key.static, key.runtime, dynamic, key.dynamic)
-    refused = {outcome: count for outcome, count in w.why.get("refused", {}).items() if outcome != "wrong_result"}
-    defaults = canonical_fields_of(w.kernel).fields
-    is_said = filled(fields, defaults) == filled(key.fields, defaults)
-    return Point(key.dynamic, tuple(trials), None if is_said else key.fields, refused)
+def _config_key(config: Config) -> tuple[str, str, int]:
+    return canonical(config.fields), config.source, config.revision
 
 
 def _order(t: Trial) -> tuple[Any, ...]:
-    look = (-1, 0.0) if t.look is None else (t.look.step, t.look.step_us)
-    return (not t.won, t.p50_us is None, t.p50_us or 0.0, canonical(t.config), *look, t.run or 0, t.after)
+    step = (-1, 0.0) if t.in_step is None else (t.in_step.step, t.in_step.step_us)
+    return (not t.won, t.us is None, t.us or 0.0, t.config, *step, t.run or 0, t.model or 0, t.after)
 
 
-def _trial(w: Winner, o: Observation, build: Build, runs: _Runs, looks: _StepTrials, builds: Mapping[str, Build]) -> Trial:
-    m = o.measurement
-    config = trimmed(build.config, canonical_fields_of(build.kernel).config)
-    known: dict[str, Any] = {"model": m.model}
-    if m.provenance == "measured":
-        run, after = runs.of(m, builds)
-        known = {"run": run, "after": after}
+def _trial(w: Winner, m: Measurement, build: Build, config: int, head: _Head, rivals: bool) -> Trial:
+    known = head.who(m, build)
     if m.outcome != "ok":
-        return Trial(False, None, config, build.source_sha[:SOURCE_DIGITS], reason=m.reason, **known)
+        return Trial(config, None, reason=m.reason, **known)
     if m.provenance == "measured":
-        known |= {
-            "stage": m.stage, "samples": m.samples, "p10_us": rounded(m.p10_us), "p90_us": rounded(m.p90_us),
-            "min_us": rounded(m.min_us), "error_abs": rounded(m.error_abs), "error_rel": rounded(m.error_rel),
-            "look": looks.of(m),
-        }  # fmt: skip
-    return Trial(m.build_id == w.build_id, rounded(m.p50_us), config, build.source_sha[:SOURCE_DIGITS], **known)
+        for name in ("p10_us", "p90_us", "min_us", "error_abs", "error_rel"):
+            value: float | None = getattr(m, name)
+            known[name] = None if value is None else rounded(value)
+        known |= {"stage": m.stage, "samples": m.samples, "in_step": head.in_step(m)}
+    us = m.p50_us or 0.0
+    return Trial(config, rounded(us) if rivals else rounded(us, PREDICTED_DIGITS), m.build_id == w.build_id, **known)
 
 
 # ---- and back
@@ -237,7 +251,7 @@ def _trial(w: Winner, o: Observation, build: Build, runs: _Runs, looks: _StepTri
 
 @dataclass(slots=True)
 class Rebuilt:
-    """What became of text. stale: trials left out, as their kernel renders another source today. faults: in words."""
+    """What became of text. stale: trials left out, as their body has another revision today. faults: in words."""
 
     trials: int = 0
     winners: int = 0
@@ -247,50 +261,55 @@ class Rebuilt:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A trial of a sheet, as today's kernels understand it."""
+    """A trial of a results file, as today's kernels understand it."""
 
-    sheet: ResultsFile
+    file: ResultsFile
     trial: Trial
     key: ProblemKey
     kernel: Kernel
     device: Device
     config: Any
     source: str
+    timed: str  # the first digits of the source that was timed, "" where that is `source`
     static: Mapping[str, Any]
     closure: str  # of the kernel
-    nvrtc: tuple[int, int] | None  # that compiled it where this was observed, None where the text does not say
+
+    @property
+    def observer(self) -> Run | Model:
+        """Who observed it; its NVRTC compiled what was observed."""
+        return self.file.models[self.trial.model or 0] if self.trial.run is None else self.file.runs[self.trial.run]
 
     def __str__(self) -> str:
-        at = "" if self.key.dynamic is None else f" {self.sheet.dynamic}={self.key.dynamic}"
-        return f"{self.kernel.name} on {self.sheet.board}{at}: {fields_of(self.config)}"
+        at = "" if self.key.dynamic is None else f" {self.file.dynamic}={self.key.dynamic}"
+        return f"{self.kernel.name} on {self.file.board}{at}: {fields_of(self.config)}"
 
 
 def build(
-    texts: Sequence[Told],
+    files: Sequence[ResultsFile],
     into: Store,
     compiler: CachedCompiler | None,
     say: Callable[[int, int, str], None] = lambda done, total, what: None,
     cells: Collection[str] | None = None,
 ) -> Rebuilt:
-    """Fill `into` with what `texts` state, compiled by `compiler`. say: is told (done, of how many, what).
+    """Fill `into` with what `files` state, compiled by `compiler`. say: is told (done, of how many, what).
 
     compiler: None compiles nothing. Builds are then known by their sources alone, and whoever runs one compiles it.
     cells: ProblemKey.cell of what is wanted, None for all.
     Raises UnknownName for a kernel that is not installed, CompileError, DatabaseError.
     """
     done = Rebuilt()
-    cases = [case for told in texts for case in _cases(told, done, cells)]
+    cases = [case for file in files for case in _cases(file, done, cells)]
     images: dict[tuple[str, str], Future[Cubin]] = {}
     for case in cases:
-        what = case.source, case.sheet.arch
+        what = case.source, case.file.arch
         if compiler is not None and what not in images:
-            images[what] = compiler.submit(case.source, find_arch(case.sheet.arch))
+            images[what] = compiler.submit(case.source, find_arch(case.file.arch))
     built: dict[tuple[Any, ...], str] = {}
     observed: list[Measurement] = []
     with into.transaction():
         for i, case in enumerate(cases):
             say(i, len(cases), case.kernel.name)
-            image = images.get((case.source, case.sheet.arch))
+            image = images.get((case.source, case.file.arch))
             heed()
             observed.append(_record(case, into, None if image is None else result_of(image), built))
         into.add_measurements(observed)
@@ -299,98 +318,90 @@ def build(
     return done
 
 
-def as_sheet(told: Told) -> ResultsFile:
-    """An outlook as a sheet of predictions, each the only one of its point; a sheet as it is."""
-    if isinstance(told, ResultsFile):
-        return told
-    cells = []
-    for family in told.families:
-        for cell in family.cells:
-            points = []
-            for p in cell.points:
-                plan = family.plans[p.plan]
-                trial = Trial(True, p.us, plan.config, plan.source, model=told.model)
-                points.append(Point(p.dynamic, (trial,), p.fields))
-            cells.append(Cell(family.static, cell.runtime, tuple(points)))
-    return ResultsFile(told.kernel, told.arch, told.board, told.device, told.dynamic, (), tuple(cells))
-
-
-def _cases(told: Told, done: Rebuilt, cells: Collection[str] | None) -> list[_Case]:
-    sheet, predicted_by = as_sheet(told), None if isinstance(told, ResultsFile) else told.nvrtc
-    kernel, arch, device = find_kernel(named_kernel(sheet.kernel)), find_arch(sheet.arch), _device(sheet)
-    of, found, closure = canonical_fields_of(sheet.kernel), [], source_digest_of(kernel)
-    sources: dict[str, str | None] = {}
-    for cell in sheet.cells:
-        for point in cell.points:
-            fields = stated(cell.static, cell.runtime, sheet.dynamic, point.dynamic)
-            try:
-                problem: Any = kernel.problem_type(**filled(point.fields or fields, of.fields))
-            except (KerngenError, TypeError) as e:
-                done.faults.append(f"{sheet.kernel} on {sheet.board}: {fields} is no problem of it: {e}")
-                continue
-            key = problem_key(kernel, problem)
-            if (key.filed().static, key.filed().runtime, key.dynamic) != (cell.static, cell.runtime, point.dynamic):
-                done.faults.append(f"{sheet.kernel} on {sheet.board}: {fields} is filed otherwise today")
-                continue
-            if cells is not None and key.cell not in cells:
-                continue
-            for trial in point.trials:
-                what = canonical([cell.static, trial.config])
+def _cases(file: ResultsFile, done: Rebuilt, cells: Collection[str] | None) -> Iterator[_Case]:
+    kernel, arch, device = find_kernel(named_kernel(file.kernel)), find_arch(file.arch), _device(file)
+    of, closure = canonical_fields_of(file.kernel), source_digest_of(kernel)
+    last, rendered = None, dict[int, _Rendered | None]()  # of a problem, by index
+    for problem, point in file.points():
+        fields = file.fields(problem, point)
+        if problem is not last:
+            last, rendered = problem, {}
+        try:
+            asked: Any = kernel.problem_type(**filled(fields, of.fields))
+        except (KerngenError, TypeError) as e:
+            done.faults.append(f"{file.kernel} on {file.board}: {fields} is no problem of it: {e}")
+            continue
+        key = problem_key(kernel, asked)
+        if (key.filed().static, key.filed().runtime, key.dynamic) != (problem.static, point.runtime, point.dynamic):
+            done.faults.append(f"{file.kernel} on {file.board}: {fields} is filed otherwise today")
+            continue
+        if cells is not None and key.cell not in cells:
+            continue
+        for trial in point.trials:
+            told = problem.configs[trial.config]
+            if trial.config not in rendered:
                 try:
-                    config = kernel.config_type(**filled(trial.config, of.config))
-                    if what not in sources:
-                        sources[what] = source_of(kernel, problem, config, arch)
+                    config = kernel.config_type(**filled(told.fields, of.config))
+                    rendered[trial.config] = _rendered(kernel, asked, config, arch, told)
                 except (KerngenError, TypeError):
-                    sources[what] = None
-                source = sources[what]
-                if source is None or not is_filed_by(source, trial.source):
-                    done.stale.append(f"{sheet.kernel} on {sheet.board}: {fields}: {dict(trial.config)}")
-                else:
-                    nvrtc = predicted_by if trial.run is None else sheet.runs[trial.run].nvrtc
-                    found.append(
-                        _Case(sheet, trial, key, kernel, device, config, source, static_fields(problem), closure, nvrtc)
-                    )
-    return found
+                    rendered[trial.config] = None
+            if (made := rendered[trial.config]) is None:
+                done.stale.append(f"{file.kernel} on {file.board}: {fields}: {dict(told.fields)}")
+            elif trial.us is not None or not made.timed:  # a wrong result of another source says nothing of today's
+                yield _Case(file, trial, key, kernel, device, *made, static_fields(asked), closure)
 
 
-def _device(sheet: ResultsFile) -> Device:
+class _Rendered(NamedTuple):
+    config: Any
+    source: str
+    timed: str  # as _Case has it
+
+
+def _rendered(kernel: Kernel, problem: Any, config: Any, arch: Arch, told: Config) -> _Rendered | None:
+    """None where what was timed does not hold any more. Raises KerngenError where nothing can be rendered."""
+    source = source_of(kernel, problem, config, arch)
+    if is_filed_by(source, told.source):
+        return _Rendered(config, source, "")
+    return _Rendered(config, source, told.source) if kernel.body(config, arch).revision == told.revision else None
+
+
+def _device(file: ResultsFile) -> Device:
     try:
-        return device_from(sheet.device)
+        return device_from(file.device)
     except TypeError as e:
-        raise DatabaseError(f"the board {sheet.board} of {sheet.kernel} lacks figures: {e}") from e
+        raise DatabaseError(f"the board {file.board} of {file.kernel} lacks figures: {e}") from e
 
 
 def _record(case: _Case, into: Store, image: Cubin | None, known_builds: dict[tuple[Any, ...], str]) -> Measurement:
     """The trial, with its build recorded. known_builds: those that are already."""
-    trial, sheet = case.trial, case.sheet
-    what = (case.source, case.config, *case.static.values(), sheet.arch, case.nvrtc if image is None else None,
+    trial, file, observer = case.trial, case.file, case.observer
+    what = (case.source, case.config, *case.static.values(), file.arch, observer.nvrtc if image is None else None,
             trial.won)  # fmt: skip
     if (built := known_builds.get(what)) is None:
         beside: dict[str, Any] = {"keep_image": trial.won}
         if image is None:
-            beside = {"arch": find_arch(sheet.arch), "nvrtc": case.nvrtc, "status": "uncompiled"}
+            beside = {"arch": find_arch(file.arch), "nvrtc": observer.nvrtc, "status": "uncompiled"}
         built = known_builds[what] = into.add_build(
             image, case.kernel.name, case.source, fields_of(case.config), dict(case.static),
-            notes=notes_of(case.closure, case.kernel, fields_of(case.config), sheet.arch), **beside,
+            notes=notes_of(case.closure, case.kernel, fields_of(case.config), file.arch), **beside,
         )  # fmt: skip
-    run = None if trial.run is None else sheet.runs[trial.run]
-    known: dict[str, Any] = {}
-    if (look := trial.look) is not None:
-        step = sheet.steps[look.step]
-        key = StepKey(step.model, sheet.arch, step.phase, step.batch, step.q_len, step.context, step.chunk, step.layers,
-                      step.sequence, step.weight, dict(step.props))  # fmt: skip
-        known |= {"step_id": into.add_step(key), "step_us": look.step_us, "base_step_us": look.base_step_us,
-                  "base_id": sheet.bases[look.base]}  # fmt: skip
-    if run is not None:
-        known |= {"environment": dict(run.environment), "run": run.id, "at": results_file.moment(run, trial.after)}
-        if image is not None and run.nvrtc != image.nvrtc:  # what was timed is the same source, compiled by another
-            known["tags"] = {"nvrtc": f"{run.nvrtc[0]}.{run.nvrtc[1]}"}
+    known: dict[str, Any] = {"tags": {TIMED: case.timed} if case.timed else {}}
+    if (tried := trial.in_step) is not None:
+        known |= {"step_id": into.add_step(file.steps[tried.step]), "step_us": tried.step_us,
+                  "base_step_us": tried.base_step_us, "base_id": file.bases[tried.base]}  # fmt: skip
+    if isinstance(observer, Model):
+        known["model"] = observer.name
+    else:
+        at = datetime.fromisoformat(observer.at) + timedelta(seconds=trial.after)
+        known |= {"environment": dict(observer.environment), "run": observer.id,
+                  "at": at.isoformat(timespec="microseconds")}  # fmt: skip
+        if image is not None and observer.nvrtc != image.nvrtc:  # the same source was timed, compiled by another NVRTC
+            known["tags"]["nvrtc"] = "{}.{}".format(*observer.nvrtc)
     return Measurement(
-        case.key, sheet.arch, case.device, fields_of(case.config), built,
-        "ok" if trial.p50_us is not None else "wrong_result", "predicted" if run is None else "measured",
-        reason=trial.reason, stage=trial.stage, model=trial.model, p50_us=trial.p50_us, p10_us=trial.p10_us,
-        p90_us=trial.p90_us, min_us=trial.min_us, samples=trial.samples, error_abs=trial.error_abs,
-        error_rel=trial.error_rel, **known,
+        case.key, file.arch, case.device, fields_of(case.config), built,
+        "ok" if trial.us is not None else "wrong_result", "predicted" if trial.run is None else "measured",
+        reason=trial.reason, stage=trial.stage, p50_us=trial.us, p10_us=trial.p10_us, p90_us=trial.p90_us,
+        min_us=trial.min_us, samples=trial.samples, error_abs=trial.error_abs, error_rel=trial.error_rel, **known,
     )  # fmt: skip
 
 
@@ -400,7 +411,7 @@ def _choose(cases: Sequence[_Case], into: Store, done: Rebuilt) -> None:
     for case in cases:
         key = (case.kernel.name, case.key.static_key, case.device)
         if key not in chosen:
-            target = Target(find_arch(case.sheet.arch), key[2])
+            target = Target(find_arch(case.file.arch), key[2])
             chosen[key] = {w.problem.id: w for w in into.recompute_winners(case.kernel, key[1], target)}
             done.winners += len(chosen[key])
     said: Counter[tuple[str, str]] = Counter()
@@ -409,28 +420,23 @@ def _choose(cases: Sequence[_Case], into: Store, done: Rebuilt) -> None:
         is_won = winner is not None and winner.config == fields_of(case.config)
         outranked = winner is not None and winner.provenance == "measured" and case.trial.run is None
         if case.trial.won and not is_won and not outranked:
-            said[case.key.id, case.sheet.board] += 1
-            if said[case.key.id, case.sheet.board] == 1:
+            said[case.key.id, case.file.board] += 1
+            if said[case.key.id, case.file.board] == 1:
                 what = "nothing" if winner is None else winner.config
                 done.faults.append(f"{case} is said to win, and {what} does")
 
 
-def parse(told: str, where: str) -> Told:
-    """A sheet or an outlook, as its first word says. Raises DatabaseError."""
-    return prediction_file.parse(told, where) if told.startswith(prediction_file.HEAD) else results_file.parse(told, where)
-
-
-def read(paths: Sequence[Path]) -> list[Told]:
-    """What is said in files, and in folders, in all that ends in .txt. Raises DatabaseError, OSError."""
-    files = [f for path in paths for f in (sorted(path.rglob(f"*{SUFFIX}")) if path.is_dir() else [path])]
-    sheets = list[Told]()
-    for file in files:
+def read(paths: Sequence[Path]) -> list[ResultsFile]:
+    """The results files among `paths`, and in folders all that ends in .txt. Raises DatabaseError, OSError."""
+    names = [f for path in paths for f in (sorted(path.rglob(f"*{SUFFIX}")) if path.is_dir() else [path])]
+    files = []
+    for name in names:
         try:
-            sheets.append(parse(read_regular(file, MAX_SHEET_BYTES).decode(), os.fspath(file)))
+            files.append(parse_any(read_regular(name, MAX_BYTES).decode(), os.fspath(name)))
         except UnicodeDecodeError as e:
-            raise DatabaseError(f"{file} is no text: {e}") from e
-    if not sheets:
+            raise DatabaseError(f"{name} is no text: {e}") from e
+    if not files:
         raise DatabaseError(
             f"there is no {SUFFIX} file in {', '.join(map(str, paths))}", hint="kerngen db dump -o FOLDER"
         )
-    return sheets
+    return files

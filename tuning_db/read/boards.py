@@ -19,7 +19,7 @@ from kerngen.tuning_db.read.source import Source
 log = logging.getLogger(__name__)
 
 SUFFIX = ".txt"
-_HEAD_BYTES = 4096  # a sheet says in its second line of which board it is
+_HEAD_BYTES = 4096  # a results file names its board in its second line
 
 
 @runtime_checkable
@@ -40,7 +40,7 @@ def at_hand(sources: Sequence[Source | PerBoard], target: Target) -> list[Source
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """A folder of sheets. device: of the first of them."""
+    """A folder of results files. device: of the first of them."""
 
     folder: Path
     device: Device
@@ -49,12 +49,14 @@ class Board:
     def name(self) -> str:
         return self.folder.name
 
-    def sheets(self) -> list[Path]:
+    def files(self) -> list[Path]:
         return sorted(self.folder.glob(f"*{SUFFIX}"))
 
 
 def shipped_boards() -> tuple[Board, ...]:
-    """Those that this installation has sheets of, by name. One whose sheets cannot be read is left out, and said."""
+    """Boards that this installation has results of, by name. One whose files cannot be read is left out, with a
+    warning.
+    """
     return _boards_in(places.PREBUILT)
 
 
@@ -62,23 +64,23 @@ def shipped_boards() -> tuple[Board, ...]:
 def _boards_in(folder: Path) -> tuple[Board, ...]:
     found = []
     for place in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if not place.is_dir() or not (sheets := sorted(place.glob(f"*{SUFFIX}"))):
+        if not place.is_dir() or not (files := sorted(place.glob(f"*{SUFFIX}"))):
             continue
         try:
-            found.append(Board(place, _device_of(sheets[0])))
+            found.append(Board(place, _device_of(files[0])))
         except (OSError, ValueError, TypeError, KeyError) as e:
-            log.warning("%s is no sheet of a board (%s); looking on without %s", sheets[0], e, place.name)
+            log.warning("%s is no results file of a board (%s); looking on without %s", files[0], e, place.name)
     return tuple(found)
 
 
-def _device_of(sheet: Path) -> Device:
-    with sheet.open("rb") as f:
+def _device_of(path: Path) -> Device:
+    with path.open("rb") as f:
         second = f.read(_HEAD_BYTES).split(b"\n")[1]
     stated = json.loads(second.removeprefix(b"board "))
     return device_from(stated)
 
 
 def nearest_board(device: Device) -> Board | None:
-    """The one whose sheets answer for `device`: None where all are of another kind."""
+    """The board whose results serve `device`; None if all are of another kind."""
     near = min(shipped_boards(), key=lambda b: distance(b.device, device), default=None)
     return near if near is not None and distance(near.device, device) <= NEAR else None

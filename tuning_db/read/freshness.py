@@ -50,6 +50,12 @@ def notes_of(closure: str, kernel: Kernel, config: Mapping[str, Any], arch: str)
     return (closure,) if revision is None else (closure, revision)
 
 
+def revision_noted(notes: Iterable[str]) -> int:
+    """The newest revision among what was noted of a build; 0 where none was."""
+    numbers = (note.removeprefix("revision ") for note in notes if note.startswith("revision "))
+    return max((int(n) for n in numbers if n.isdecimal()), default=0)
+
+
 class Freshness:
     """Tells current builds of one static problem from stale ones, and renders no source twice.
 

@@ -107,7 +107,7 @@ class ProblemIds(NamedTuple):
     problem: str
 
 
-# Of problems that were asked about: each of them is, some twenty times, while a board's sheets become a database.
+# A cache: each problem is looked up some twenty times while a board's results files become a database.
 _IDS: dict[tuple[str, str, str, int | None], ProblemIds] = {}
 _MOST_IDS = 20_000
 

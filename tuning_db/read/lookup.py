@@ -14,6 +14,8 @@ from kerngen.tuning_db.read.source import Source
 from kerngen.tuning_db.read.values import Winner
 from kerngen.tuning_db.read.winner_table import WinnerTable
 
+NEAREST = 3  # entries that a miss tells of
+
 
 def lookup(
     sources: Sequence[Source | PerBoard],
@@ -27,10 +29,10 @@ def lookup(
 
     None, or with `strict` TuningMiss with the nearest entries, where nothing serves it.
     """
-    bound = WinnerTable(sources, kernel, problem, target)
-    if (answer := bound.answer(problem)) is not None:
+    table = WinnerTable(sources, kernel, problem, target)
+    if (answer := table.answer(problem)) is not None:
         return answer
-    if strict and (passed := bound.passed_over(problem)) is not None:
+    if strict and (passed := table.passed_over(problem)) is not None:
         raise TuningMiss(
             f"the default configuration serves {kernel.name}{describe(problem)} on {target}: between two tuned points "
             f"it was judged to be faster than their winners, {passed.id[:16]} among them"
@@ -44,9 +46,7 @@ def _fill(kernel: Kernel, target: Target) -> str:
     return f"fill it: kerngen tune --arch {target.arch} --model NAME --kernel {kernel.name}"
 
 
-def miss_report(
-    sources: Sequence[Source | PerBoard], kernel: Kernel, problem: Any, target: Target, *, nearest: int = 3
-) -> str:
+def miss_report(sources: Sequence[Source | PerBoard], kernel: Kernel, problem: Any, target: Target) -> str:
     """Why nothing serves `problem`: where it was looked for, and the nearest entries with the fields that differ."""
     key = problem_key(kernel, problem)
     wanted = _flat(key, kernel) | {"arch": target.arch.name, "device": target.device.name}
@@ -65,7 +65,7 @@ def miss_report(
     near.sort(key=lambda n: n[:2])
     lines = [f"no record for {kernel.name}{describe(problem)} on {target}",
              f"  looked in: {', '.join(counts) or 'no database'}"]  # fmt: skip
-    for _, id, name, differing, has in near[:nearest]:
+    for _, id, name, differing, has in near[:NEAREST]:
         pairs = ", ".join(f"{n} {has.get(n)} there, {wanted.get(n)} asked" for n in differing)
         lines.append(f"  near: {id[:12]} in {name}: {pairs or 'the same, but it could not be served'}")
     return "\n".join(lines)

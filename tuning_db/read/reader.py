@@ -13,7 +13,6 @@ import sqlite3
 import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from kerngen.compiler.compile import Cubin, Ptx
@@ -25,6 +24,7 @@ from kerngen.tuning_db.read.ids import seal_of
 from kerngen.tuning_db.read.images import image_of
 from kerngen.tuning_db.read.kernel_index import COLUMNS, KernelIndex, decode, index_id_of, named
 from kerngen.tuning_db.read.sealed import QUERY_ERRORS, Sealed, Value, is_sealed_file
+from kerngen.tuning_db.read.source import ClosedAtEnd
 from kerngen.tuning_db.read.values import Build, Winner
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _FORMER = ("was", "id", "seal")
 _AT_ONCE = 500  # names in one query
 
 
-class Reader:
+class Reader(ClosedAtEnd):
     """A file that was opened; a Source. Threads may share one."""
 
     def __init__(
@@ -89,17 +89,6 @@ class Reader:
 
     def close(self) -> None:
         self._connection.close()
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"Reader({self.where!r})"
 
     # ---- what a Source does
 

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from types import TracebackType
 from typing import Protocol, Self
 
 from kerngen.compiler.compile import Cubin, Ptx
 from kerngen.tuning_db.read.kernel_index import KernelIndex
 from kerngen.tuning_db.read.values import Build, Winner
+
+
+class ClosedAtEnd:
+    """A database that the end of a `with` closes. where: as Source has it."""
+
+    where: str
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.where!r})"
 
 
 class Source(Protocol):
@@ -45,6 +62,4 @@ class Source(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *exc: object) -> None: ...

@@ -20,6 +20,7 @@ OUTCOMES = ("ok", "invalid", "compile_failed", "wrong_result", "launch_failed", 
 PROVENANCES = ("measured", "predicted")
 BUILD_STATUSES = ("ok", "compile_failed", "uncompiled")
 STAGES = ("trial", "final", "step")
+TIMED = "source"  # a tag: the first digits of the source that was timed, where it is an earlier one than the build's
 
 
 @dataclass(frozen=True, slots=True)

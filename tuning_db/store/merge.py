@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,24 +50,28 @@ class _NotMeant(Exception):
     """Ends the transaction of a dry run."""
 
 
+@contextmanager
+def writing(store: Store, *, dry_run: bool) -> Iterator[Connection]:
+    """As `Store.writing`; of a dry run nothing stays."""
+    with suppress(_NotMeant), store.writing() as connection:
+        yield connection
+        if dry_run:
+            raise _NotMeant
+
+
 def merge(into: Store, others: Sequence[Store], *, dry_run: bool = False) -> Merged:
     """Add all that `others` hold to `into`, and choose the winners anew that this concerns, in one transaction.
 
     dry_run: find out what that would do, and do nothing. Raises DatabaseError.
     """
     done = Merged()
-    try:
-        with into.writing() as connection:
-            union = _Union(into, connection, done)
-            for other in others:
-                for kind in KINDS:
-                    heed()
-                    union.add(other, kind)
-            union.derive()
-            if dry_run:
-                raise _NotMeant
-    except _NotMeant:
-        pass
+    with writing(into, dry_run=dry_run) as connection:
+        union = _Union(into, connection, done)
+        for other in others:
+            for kind in KINDS:
+                heed()
+                union.add(other, kind)
+        union.derive()
     return done
 
 
@@ -164,7 +169,6 @@ class _Union:
         self._touch(kind, new)
 
     def _touch(self, kind: Kind, row: dict[str, Any]) -> None:
-        """Note whose winners may be others now."""
         if kind.table is t.build:
             self._touched.add(row["static_key"])
         elif kind.table is t.measurement:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from sqlalchemy import Connection, Table, delete, func, select
 from kerngen.tuning_db.store import engine as engines
 from kerngen.tuning_db.store import schema as t
 from kerngen.tuning_db.store.fact_tables import batches
+from kerngen.tuning_db.store.merge import writing
 from kerngen.tuning_db.store.rederive import choose_everywhere
 from kerngen.tuning_db.store.store import Store
 
@@ -24,27 +26,19 @@ class Pruned:
     image_bytes: int = 0
 
 
-class _NotMeant(Exception):
-    """Ends the transaction of a dry run."""
-
-
 def gc(store: Store, *, dry_run: bool = False) -> Pruned:
     """Remove machine code of builds that are no winner's, and problems, boards and environments that nothing names.
 
     No observation goes: what was removed is compiled again where it wins later. The file becomes smaller.
     """
     done = Pruned()
-
-    def collect(connection: Connection) -> None:
+    with _pruning(store, dry_run) as connection:
         named = select(t.build.c.image_sha).join(t.winner, t.winner.c.build_id == t.build.c.id)
         idle = t.artifact.c.sha.not_in(named.where(t.build.c.image_sha.is_not(None)))
         sizes = connection.execute(select(func.length(t.artifact.c.blob)).where(idle)).scalars().all()
         done.image_bytes = sum(sizes)
         _delete(connection, done, t.artifact, idle)
         _drop_orphans(connection, done)
-        store.rewrite_lines()  # which name what code there is
-
-    _pruning(store, collect, dry_run)
     if not dry_run and store.engine.dialect.name == "sqlite":
         with engines.clear_errors(store.where):
             engines.vacuum(store.engine)
@@ -64,8 +58,7 @@ def rm(
     With them go their winners, finished searches and builds of which nothing else was observed. Revocations stay.
     """
     done = Pruned()
-
-    def forget(connection: Connection) -> None:
+    with _pruning(store, dry_run) as connection:
         m, p, d = t.measurement.c, t.problem.c, t.device.c
         wanted = (
             select(m.id, m.build_id, m.problem_id, p.static_key)
@@ -93,21 +86,14 @@ def rm(
             select(t.build.c.image_sha).where(t.build.c.image_sha.is_not(None))))  # fmt: skip
         _drop_orphans(connection, done)
         choose_everywhere(store, static_keys)
-        store.rewrite_lines()  # also where nothing is left to choose from
-
-    _pruning(store, forget, dry_run)
     return done
 
 
-def _pruning(store: Store, work: Any, dry_run: bool) -> None:
-    try:
-        with store.writing() as connection:
-            work(connection)
-            store.rewrite_lines()  # what went must not be served
-            if dry_run:
-                raise _NotMeant
-    except _NotMeant:
-        pass
+@contextmanager
+def _pruning(store: Store, dry_run: bool) -> Iterator[Connection]:
+    with writing(store, dry_run=dry_run) as connection:
+        yield connection
+        store.rewrite_lines()  # what went must not be served, also where nothing is left to choose from
 
 
 def _delete(connection: Connection, done: Pruned, table: Table, where: Any) -> None:

@@ -95,21 +95,13 @@ def build_id_of(
     config: dict[str, Any],
     static: dict[str, Any],
     sha: str,
+    *,
+    is_filed: bool = False,
 ) -> str:
-    of = canonical_fields_of(kernel)
-    return _build_id(filed_kernel(kernel), target, nvrtc, options, trimmed(config, of.config),
-                     trimmed(static, of.static), sha)  # fmt: skip
-
-
-def _build_id(
-    kernel: str,
-    target: str,
-    nvrtc: tuple[int, int],
-    options: tuple[str, ...],
-    config: dict[str, Any],
-    static: dict[str, Any],
-    sha: str,
-) -> str:
+    """is_filed: kernel, config and static are as a row has them."""
+    if not is_filed:
+        of = canonical_fields_of(kernel)
+        kernel, config, static = filed_kernel(kernel), trimmed(config, of.config), trimmed(static, of.static)
     return digest({
         "v": ID_VERSION, "kernel": kernel, "target": target, "nvrtc": list(nvrtc), "options": list(options),
         "config": config, "static": static, "source": sha,
@@ -285,9 +277,9 @@ def read_build(row: Row[Any], where: str) -> Build:
             json.loads(row.config), json.loads(row.static), row.source_sha, row.status, row.cache_key,
             row.image_sha, {k: Resources(**v) for k, v in entries.items()}, row.log,
         )  # fmt: skip
-        sound = _seal(build, entries) == row.seal and build.id == _build_id(
+        sound = _seal(build, entries) == row.seal and build.id == build_id_of(
             build.kernel, build.target, build.nvrtc, build.options, build.config, build.static,
-            build.source_sha,
+            build.source_sha, is_filed=True,
         )  # fmt: skip
         if sound:
             of = canonical_fields_of(build.kernel)

@@ -8,7 +8,6 @@ import logging
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import zstandard
@@ -27,6 +26,7 @@ from kerngen.tuning_db.read.ids import ProblemKey, digest, ids_as_filed
 from kerngen.tuning_db.read.images import image_of
 from kerngen.tuning_db.read.kernel_index import KernelIndex, named
 from kerngen.tuning_db.read.places import default_path
+from kerngen.tuning_db.read.source import ClosedAtEnd
 from kerngen.tuning_db.read.values import BUILD_STATUSES, Build, Measurement, Observation, StepKey, Winner
 from kerngen.tuning_db.store import engine as engines
 from kerngen.tuning_db.store import kernel_index, migrate
@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 _AT_ONCE = 500  # ids in one query
 
 
-class Store:
+class Store(ClosedAtEnd):
     """A tuning database. Threads may share one; processes open their own (never use one across a fork)."""
 
     def __init__(self, engine: Engine, where: str, *, name: str, read_only: bool, override: bool) -> None:
@@ -124,17 +124,6 @@ class Store:
         finally:
             self.engine.dispose()
 
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"Store({self.where!r})"
-
     # ---- connections
 
     @contextlib.contextmanager
@@ -184,7 +173,6 @@ class Store:
                 connection.execute(table.update().where(here).values(row))
 
     def _add_all(self, connection: Connection, table: Table, rows: Sequence[dict[str, Any]]) -> None:
-        """As `_add`, of many rows."""
         if self.engine.dialect.name == "postgresql":
             from sqlalchemy.dialects.postgresql import insert as upsert
         else:
@@ -193,7 +181,6 @@ class Store:
             connection.execute(upsert(table).on_conflict_do_nothing(), list(rows))
 
     def _add_all_sealed(self, connection: Connection, table: Table, rows: Sequence[dict[str, Any]]) -> None:
-        """As `_add_sealed`, of many rows of a table whose key is an id."""
         there = set[str]()
         for some in (rows[i : i + _AT_ONCE] for i in range(0, len(rows), _AT_ONCE)):
             ids = [row["id"] for row in some]

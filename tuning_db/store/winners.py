@@ -33,7 +33,7 @@ from typing import Any
 from kerngen.templates.kernel import untrimmed
 from kerngen.tuning_db.read.canonical_fields import canonical_fields_of
 from kerngen.tuning_db.read.ids import canonical
-from kerngen.tuning_db.read.values import Build, Measurement, Observation
+from kerngen.tuning_db.read.values import TIMED, Build, Measurement, Observation
 from kerngen.tuning_db.store.step_trials import judged
 
 NOISE_LEAST = 0.01  # two runs of one cubin on one device differ by this much
@@ -150,7 +150,7 @@ def choose(
     why = {
         "candidates": len(ranked),
         "stale": stale,
-        "earlier": winner.earlier,
+        "earlier": winner.earlier or TIMED in winner.typical.measurement.tags,
         "stage": winner.typical.measurement.stage,
         "noise": first.noise,
         "within_noise": len(near),

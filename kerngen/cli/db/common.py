@@ -31,7 +31,7 @@ def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def boards_for(arch_names: str | None, devices: Sequence[str | None]) -> list[Target] | None:
-    """The boards whose shipped sheets are meant; None where nothing names any. Raises UnknownName for an arch.
+    """The boards whose shipped results are meant; None where nothing names any. Raises UnknownName for an arch.
 
     devices: as options give them, None for one that was not given.
     """
@@ -62,7 +62,7 @@ def _boards_here() -> tuple[list[Target], list[str]]:
 
 @contextmanager
 def reading(url: str | None, targets: Sequence[Target] | None = None, *, own: bool = False) -> Iterator[list[Store]]:
-    """What `--db` names, or all that a run looks in. Read-only. targets: boards whose shipped sheets are looked at too;
+    """What `--db` names, or all that a run looks in. Read-only. targets: boards whose shipped results are read too;
     None for those of this machine's arch, and then the end says which were left out. own: as tuning_db.stores_for.
     """
     from kerngen.tuning_db import stores_for

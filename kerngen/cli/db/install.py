@@ -128,7 +128,7 @@ def _install_prebuilt(board: Board, models: Sequence[str], jobs: int, *, quiet: 
         with Reporter(f"compile {board.name}", quiet=quiet) as bar, CachedCompiler(jobs, CompileCache()) as compiler:
             done = compile_board(board, file, compiler, [user_key()], cells=cells, say=bar.update)
         made = bundles.install(file)
-        left = f", {len(done.stale)} left out, whose sources are others today" if done.stale else ""
+        left = f", {len(done.stale)} left out, whose bodies have another revision today" if done.stale else ""
         return f"installed {_words(made)}: {done.winners} winners{left}, {file.stat().st_size / 1e6:.1f} MB"
 
 

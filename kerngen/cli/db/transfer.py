@@ -149,12 +149,12 @@ def build(
     for path in paths:
         if not path.exists():
             raise UsageError(f"{path} is not there", hint=f"kerngen db dump -o {path} writes such a folder")
-    sheets = read(paths)
+    files = read(paths)
     require_free(output)
     keys = signers(key_files, unsigned)
     with shipment() as made, Reporter("build", quiet=as_json) as bar:
         with CachedCompiler(jobs or usable_cores(), CompileCache()) as compiler:
-            done = rebuild(sheets, made.store, compiler, bar.update)
+            done = rebuild(files, made.store, compiler, bar.update)
         if done.faults:
             more = f"; and {len(done.faults) - 3} more" if len(done.faults) > 3 else ""
             raise DatabaseError("the text contradicts itself: " + "; ".join(done.faults[:3]) + more,
@@ -166,7 +166,7 @@ def build(
                    "winners": done.winners, "stale": done.stale})  # fmt: skip
         return
     for line in done.stale[:_LISTED]:
-        click.echo(f"left out, as its kernel renders another source today: {line}", err=True)
+        click.echo(f"left out, as its body has another revision today: {line}", err=True)
     if len(done.stale) > _LISTED:
         click.echo(f"left out: {len(done.stale) - _LISTED:,} more (--json names all)", err=True)
     click.echo(f"{output}: {done.winners} winners of {done.trials} trials, {size / 1e6:.2f} MB\ndigest {digest}")

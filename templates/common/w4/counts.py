@@ -59,7 +59,7 @@ def _unpack_ops(weights: int, dtype: str, products_scaled: bool) -> int:
 
 
 def _staged(p: Product, c: Tiling, arch: Arch, blocks: int) -> Traffic:
-    """Through a ring of stages. Tiles read W once for each row of tiles and x once for each column, through L2.
+    """Bodies with stages (cp.async). Tiles read W once for each row of tiles and x once for each column, through L2.
 
     Blocks have equal shares. The last to arrive at a tile that several of them share adds up their sums: `parts` of
     them, of which a thread has `quads` quads each.
@@ -111,7 +111,7 @@ def _staged(p: Product, c: Tiling, arch: Arch, blocks: int) -> Traffic:
 
 
 def _register_traffic(p: Product, c: Tiling, arch: Arch) -> Traffic:
-    """Without stages (gemv), or by rings (stream): a block's warps meet at a tile's end alone.
+    """gemv and tma_*: a block's warps synchronise only at a tile's end.
 
     What is on its way early (prefetch_stages, cap_inflight) and who shares stages is no part: of those that differ in
     that alone the first stands.

@@ -1,6 +1,6 @@
 // W4A16 products with up to four tokens by a warp-specialised CTA: one smem pipeline of weights for all warps.
-// w4a16_gemm and w4a16_norm use it where `cta_pipeline` is set; warp_pipeline.cuh gives each warp a pipeline of its
-// own.
+// w4a16_gemm uses it with body=tma_block, w4a16_norm with `cta_pipeline`; warp_pipeline.cuh gives each warp a pipeline of
+// its own.
 //
 // A producer warp loads the weights, one bulk copy a stage. WARPS consumer warps multiply. A reduction warp adds up the
 // consumers' sums of a unit while they multiply the next one. So consumers wait for x and for nothing else. A warp that

@@ -1,10 +1,10 @@
 """Tilings of W4A16 kernels and the resources they need, shared by the specs of w4a16_gemm and moe_w4a16.
 
-Weights are the tensor core's A operand (rows of 32 in a strip), tokens its 8 columns, so one token costs no more MMAs
-than eight. The work is a line of units, (tile, block_k of its K), cut into equal pieces: one a block (stream-K), or one
-tile a block; warpgroups cut what fills no whole round of tiles so, and go through the others whole. The sums of a tile
-that several blocks share are posted in the workspace, in fp32, and added in the order of the blocks. Device code:
-gemm.cuh, and for few tokens gemv.cuh, warp_pipeline.cuh and cta_pipeline.cuh, where blocks share a tile by split_k
+Swap-AB: weights are the tensor core's A operand (in strips, n-tiles of 32 rows), tokens its 8 columns, so one token
+costs no more MMAs than eight. The units of work are block_k columns of a tile. Either each block has one tile, or all
+blocks have equal shares of all units (stream-K); wgmma_ws splits only the partial wave and processes the other tiles
+whole. Partial sums of a shared tile go through the workspace, in fp32, and are added in the order of the blocks. Device
+code: gemm.cuh; for few tokens gemv.cuh, warp_pipeline.cuh and cta_pipeline.cuh, whose blocks share a tile by split_k
 alone.
 """
 
@@ -20,11 +20,11 @@ from kerngen.templates.common.rows.spec import DTYPES
 STRIP = 32  # rows of W, and columns of K, in one packed tile: 512 bytes, 16 a lane
 GROUP_SIZES = (32, 64, 128)
 STREAM_BLOCK_M = (1, 4)  # tokens of a tile with stream (x_registers.cuh)
-MOST_PAIRS = 6  # of tiles, whose digits a warp keeps beside what their sums begin with: see stream_has_many
+MOST_PAIRS = 6  # of tiles, whose limbs a warp keeps beside the start values of their sums: see stream_has_many
 MOST_QUADS = 14  # the same with four tokens
-X_SCRATCH_BYTES = 1024  # of a warp's shared memory, through which four tokens come
-EXTRA_WARPS = 2  # warps of a block whose ring is shared, beside those that multiply: one fetches, one adds up
-MAX_PENDING_UNITS = 2  # whose sums that one has still to add up, at most
+X_SCRATCH_BYTES = 1024  # shared memory of a warp, for the layout change of four tokens
+EXTRA_WARPS = 2  # of tma_block, beside the consumers: producer and reduction warp
+MAX_PENDING_UNITS = 2  # whose sums may wait for the reduction warp
 
 
 # What rows have in place of `body`, which were flags once (templates/kernel.py, defaults_of).
@@ -46,24 +46,25 @@ class Tiling:
     warps_m: int = 1  # warps that share rows of W and differ in tokens
     warps_k: int = 1  # warps that share a tile and differ in K; summed through shared memory
     num_stages: int = 4
-    blocks_per_sm: int = 1  # stream-K over this many blocks an SM (warpgroups: of the last rounds); 0: a block a tile
-    # mma: mma.sync, by stages of cp.async.
-    # wgmma: Hopper's warpgroup products in place of mma.sync.
-    # wgmma_ws: a warpgroup copies, the others multiply 64 rows of W each by all tokens of a tile.
-    # gemv: up to 8 tokens, W from memory straight to registers (gemv.cuh): block_k is what the warps of a tile have
-    #   under way, num_stages is 1, and blocks_per_sm blocks an SM go through all tiles (0: each has its own).
-    # tma_warp: up to four tokens, W by bulk copies through a ring of shared memory for each warp (warp_pipeline.cuh): a
-    #   tile is a strip, block_k is what the warps fetch with a slot each, num_stages are the slots of a warp.
-    # tma_block: two to four tokens, a ring for all warps of a block, which a warp of its own fills, a slot with one
-    #   copy (cta_pipeline.cuh): block_k is a slot, num_stages and prefetch_stages are of the block.
+    blocks_per_sm: int = 1  # stream-K over this many blocks an SM (wgmma_ws: of the last waves); 0: one block a tile
+    # mma: mma.sync, a cp.async pipeline.
+    # wgmma: wgmma in place of mma.sync.
+    # wgmma_ws: warp-specialised; each consumer warpgroup multiplies 64 rows of W by all tokens of a tile.
+    # gemv: up to 8 tokens, W from memory straight to registers (gemv.cuh). block_k is what the warps of a tile have in
+    #   flight, num_stages is 1, and blocks_per_sm blocks an SM loop over all tiles (0: each has its own).
+    # tma_warp: up to four tokens, W by bulk copies into a pipeline of each warp (warp_pipeline.cuh). A tile is a strip,
+    #   block_k is one stage of every warp, num_stages are a warp's.
+    # tma_block: two to four tokens, one pipeline for all warps of a block, which a producer warp fills, one copy a
+    # stage
+    #   (cta_pipeline.cuh). block_k is one stage; num_stages and prefetch_stages are the block's.
     body: str = field(default="mma", metadata={"filed": BODIES_AS_FILED})
-    split_k: int = 1  # with gemv or tma_*: parts of K that are summed by themselves, and added up by one of them
-    cluster: int = 1  # with wgmma_ws: blocks whose tiles differ in rows of W, and which share what they copy of x
+    split_k: int = 1  # with gemv or tma_*: parts of K whose sums one of the blocks adds up
+    cluster: int = 1  # with wgmma_ws: blocks with other rows of W and the same tokens; x is multicast to them
     # With wgmma_ws: stages after the first num_stages whose weights are prefetched into L2.
     l2_prefetch_stages: int = field(default=0, metadata={"filed": "prefetch"})
-    # Stages of weights in flight at most while x is waited for, of a warp with tma_warp, else of a block. 0: all.
+    # The most stages of weights in flight while a block (tma_warp: a warp) waits for x. 0: all.
     prefetch_stages: int = field(default=0, metadata={"filed": "in_flight"})
-    # With tma_block: no more than prefetch_stages are in flight, also once x has come.
+    # With tma_block: at most prefetch_stages are in flight even after x has arrived.
     cap_inflight: bool = field(default=False, metadata={"filed": "throughout"})
 
     @property
@@ -76,7 +77,7 @@ class Tiling:
 
     @property
     def stream(self) -> bool:
-        """Whether W comes by bulk copies, into rings of warps or of a block."""
+        """Whether W is loaded by bulk copies, into pipelines of warps or of a block."""
         return self.body in ("tma_warp", "tma_block")
 
     @property
@@ -89,7 +90,7 @@ class Tiling:
 
     @property
     def shares_tiles(self) -> bool:
-        """Whether blocks add each other's sums, so that the workspace holds some."""
+        """Whether blocks exchange partial sums through the workspace."""
         return self.split_k > 1 if self.gemv or self.stream else self.blocks_per_sm > 0
 
     @property
@@ -112,11 +113,11 @@ class Tiling:
         return -(-used // 1024) * 1024 if self.wgmma else used
 
     def smem_bytes(self, group_size: int) -> int:
-        """The stages, and what the warps that split K exchange. All dynamic.
+        """The stages, and the exchange of the warps that split K. All dynamic.
 
-        With gemv the exchange alone, twice where tiles follow each other, and 16 bytes for who began last; with stream
-        the slots and a barrier for each, and of four tokens what x comes through; with a shared ring the sums of the
-        units that wait, too.
+        gemv: the exchange alone, double-buffered if a block has several tiles, and 16 bytes that say which block
+        started last. tma_warp: the stages, a barrier each, and scratch for x of four tokens. tma_block: also the sums
+        of pending units.
         """
         if self.cta_pipeline:
             places = self.num_stages + MAX_PENDING_UNITS  # two barriers and whose it is
@@ -282,21 +283,22 @@ def why_not_gemv(c: Tiling, rows: int, k: int, arch: Arch) -> str | None:
 
 
 def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) -> str | None:
-    """As why_invalid where `stream` is chosen: of `rows` rows of x, and K = k. Without shared memory."""
+    """As why_invalid, for body=tma_warp and tma_block: `rows` rows of x, and K = k. Without shared memory."""
     if c.l2_prefetch_stages:
         return f"l2_prefetch_stages={c.l2_prefetch_stages} is for body=wgmma_ws"
     if not arch.has_tma:
         return f"body={c.body}: {arch} has no bulk copies; body=gemv serves up to 8 tokens from sm75 on"
     if c.block_m not in STREAM_BLOCK_M or rows > c.block_m or c.block_n != STRIP or c.warp_n != STRIP:
-        return (f"stream takes a strip of W, and rows of x in a tile of {', '.join(map(str, STREAM_BLOCK_M))}: "
-                f"rows={rows} block_m={c.block_m} block_n={c.block_n} warp_n={c.warp_n} are not that")  # fmt: skip
+        return (f"body={c.body} takes block_n=warp_n={STRIP} and rows of x in a block_m of "
+                f"{', '.join(map(str, STREAM_BLOCK_M))}: not rows={rows} block_m={c.block_m} block_n={c.block_n} "
+                f"warp_n={c.warp_n}")  # fmt: skip
     if c.warps_m != 1:
         return f"body={c.body} goes with warps_m=1, not {c.warps_m}"
-    if why := _why_not_prefetch_stages(c, arch, "slots"):
+    if why := _why_not_prefetch_stages(c, arch):
         return why
     if c.warps_k < 2 or c.num_stages < 2 or c.blocks_per_sm < 1:
-        return (f"warps_k={c.warps_k} num_stages={c.num_stages} blocks_per_sm={c.blocks_per_sm}: stream takes 2 warps "
-                "and slots at least, and blocks that go through many strips")  # fmt: skip
+        return (f"warps_k={c.warps_k} num_stages={c.num_stages} blocks_per_sm={c.blocks_per_sm}: body={c.body} takes "
+                "at least 2, 2 and 1")  # fmt: skip
     if c.cta_pipeline and (c.block_m == 1 or c.blocks_per_sm > 1):
         return (f"body=tma_block: a tile of several tokens in one block an SM, not block_m={c.block_m} "
                 f"blocks_per_sm={c.blocks_per_sm}")  # fmt: skip
@@ -305,13 +307,14 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
                 f"prefetch_stages={c.prefetch_stages}")  # fmt: skip
     step = stream_step(c, group_size)
     if c.block_k % (step * c.warps_k):
-        return f"block_k={c.block_k} is not made of warps_k={c.warps_k} slots of whole steps of {step}"
+        return f"block_k={c.block_k} is no multiple of warps_k={c.warps_k} times a step of {step} columns"
     if (warps := stream_warps(c) * c.blocks_per_sm) > 16:
         return f"{warps} warps in {c.blocks_per_sm} blocks an SM; the registers serve 16"
     tiles = stream_tiles(c, k, group_size)
-    slot, most = c.block_k // step // c.warps_k, tiles * STRIP // step
-    if slot > most or k // step < c.split_k:
-        return f"block_k={c.block_k} split_k={c.split_k}: a part of k={k} has {most} steps a warp, a slot takes {slot}"
+    stage, most = c.block_k // step // c.warps_k, tiles * STRIP // step
+    if stage > most or k // step < c.split_k:
+        return (f"block_k={c.block_k} split_k={c.split_k}: a part of k={k} has {most} steps a warp, a stage takes "
+                f"{stage}")  # fmt: skip
     if c.cta_pipeline:
         available = arch.registers_of(32 * stream_warps(c))
     else:
@@ -322,12 +325,12 @@ def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) ->
 
 
 def stream_step(c: Tiling, group_size: int) -> int:
-    """Columns that a warp takes together with stream: of one token those of two tiles."""
+    """Columns of a step with tma_*: those of scales that are shared, and for one token of two tiles."""
     return max(group_size, STRIP if c.block_m > 1 else 2 * STRIP)
 
 
 def stream_registers(c: Tiling, tiles: int) -> int:
-    """About what a thread needs with stream, of a warp with so many tiles of a strip's part."""
+    """Registers of a thread with tma_*, about, if a warp has so many tiles of a strip's part."""
     many = stream_has_many(c, tiles)
     if c.cta_pipeline:
         return 52 + tiles * (3 if many else 6)
@@ -343,7 +346,7 @@ def stream_warps(c: Tiling) -> int:
 
 
 def stream_tiles(c: Tiling, k: int, group_size: int) -> int:
-    """Of a strip's part of K = k, that a warp has with stream at most."""
+    """The most tiles of a strip's part of K = k that a warp has with tma_*."""
     step = stream_step(c, group_size)
     if c.cta_pipeline:
         steps, slot = ceil(ceil(k / step) / c.split_k), c.block_k // step
@@ -398,23 +401,23 @@ def why_not_warpgroups(c: Tiling, k: int, group_size: int, arch: Arch) -> str | 
     if c.warps_m != 1 or c.warps_k != 1 or c.split_k != 1:
         return "body=wgmma_ws goes with warps_m, warps_k and split_k of 1"
     if not 0 <= c.l2_prefetch_stages <= 64:
-        return f"l2_prefetch_stages={c.l2_prefetch_stages}: up to 64 stages may be asked into L2 ahead of the ring"
+        return f"l2_prefetch_stages={c.l2_prefetch_stages}: at most 64 stages may be prefetched into L2"
     if c.blocks_per_sm > 2 or c.cluster not in (1, 2) or c.num_stages < 3:
-        return (f"blocks_per_sm={c.blocks_per_sm} cluster={c.cluster} num_stages={c.num_stages}: warpgroups takes at "
-                "most 2, 1 or 2, and at least 3")  # fmt: skip
+        return (f"blocks_per_sm={c.blocks_per_sm} cluster={c.cluster} num_stages={c.num_stages}: body=wgmma_ws takes "
+                "at most 2, 1 or 2, and at least 3")  # fmt: skip
     if why := _why_not_prefetch_stages(c, arch):
         return why
     if c.block_k % 64 or k % c.block_k:
-        return f"block_k={c.block_k} of k={k}: warpgroups takes whole stages of a multiple of 64"
+        return f"block_k={c.block_k} of k={k}: body=wgmma_ws takes whole stages of a multiple of 64"
     return _why_not_groups(c, group_size)
 
 
-def _why_not_prefetch_stages(c: Tiling, arch: Arch, places: str = "stages") -> str | None:
+def _why_not_prefetch_stages(c: Tiling, arch: Arch) -> str | None:
     if c.prefetch_stages and not arch.has_pdl:
         return (f"prefetch_stages={c.prefetch_stages} is for launches that begin before others end, on sm90 and newer; "
                 "prefetch_stages=0")  # fmt: skip
     if not 0 <= c.prefetch_stages < c.num_stages:
-        return f"prefetch_stages={c.prefetch_stages}: of num_stages={c.num_stages} {places} fewer, or 0 for all"
+        return f"prefetch_stages={c.prefetch_stages}: fewer than num_stages={c.num_stages}, or 0 for all"
     return None
 
 
@@ -431,7 +434,7 @@ def why_invalid(c: Tiling, group_size: int, arch: Arch) -> str | None:
             f"body={c.body} cluster={c.cluster} l2_prefetch_stages={c.l2_prefetch_stages}: only w4a16_gemm's wgmma_ws"
         )
     if c.split_k != 1:
-        return f"split_k={c.split_k}: only gemv and stream split K so; here blocks_per_sm does, and split_k is 1"
+        return f"split_k={c.split_k}: only gemv and tma_* use split_k; here blocks_per_sm splits K, and split_k is 1"
     if c.block_n % c.warp_n or c.warp_n % STRIP:
         return f"block_n={c.block_n} is not made of warps of warp_n={c.warp_n} rows, each a multiple of {STRIP}"
     if not arch.has_ldmatrix and c.warp_n != 64:

@@ -1,5 +1,5 @@
 // W4A16 products with up to four tokens, whose weights go through one smem pipeline a warp. w4a16_gemm uses it where
-// body=stream. S: as for W4Gemm, with MANY_TILES: a warp's part of x leaves no registers beside its limbs.
+// body=tma_warp. S: as for W4Gemm, with MANY_TILES: a warp's part of x leaves no registers beside its limbs.
 //
 // A unit is a strip of 32 rows of W and one of SPLIT_K parts of its columns. Blocks have runs of units, longer runs
 // first, since the last blocks start last. The warps of a block share a unit's columns, in steps. With SPLIT_K = 1 a

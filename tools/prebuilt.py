@@ -1,9 +1,9 @@
-"""Writes the results that kerngen is shipped with: prediction files from the cost model, results files from a GPU.
+"""Writes the results files that kerngen is shipped with: from the cost model, or of what a GPU measured.
 
-    python -m kerngen.tuning.prebuilt --device V100                     tuning_db/prebuilt/V100/*.predicted.txt
-    python -m kerngen.tuning.prebuilt --device A100,T4 --trials 4
-    python -m kerngen.tuning.prebuilt --device A100,T4 --renew          the same, where only device code has changed
-    python -m kerngen.tuning.prebuilt --measured h200.db                tuning_db/prebuilt/H200/*.txt
+    python -m tools.prebuilt --device V100                     tuning_db/prebuilt/V100/*.predicted.txt
+    python -m tools.prebuilt --device A100,T4 --trials 4
+    python -m tools.prebuilt --device A100,T4 --renew          the same, where only device code has changed
+    python -m tools.prebuilt --measured h200.db                tuning_db/prebuilt/H200/*.txt
 
 A board's problems are those of all released models, each once, searched together as `kerngen tune` does, in a database
 of its own that is gone afterwards (--db keeps it, and a run that was killed goes on there). The same kernels, cost
@@ -24,22 +24,21 @@ import click
 from kerngen.arch import Target, find_device
 from kerngen.compiler.cache import CachedCompiler
 from kerngen.compiler.compile import require_target
-from kerngen.errors import UsageError
+from kerngen.errors import DatabaseError, UsageError
 from kerngen.system.files import publish
 from kerngen.system.progress import Reporter
 from kerngen.templates import find_kernel
 from kerngen.tuning.objective import Predicted
-from kerngen.tuning.renew import renewed
 from kerngen.tuning.report import Report
 from kerngen.tuning.tuner import Tuner
 from kerngen.tuning_db import Store
-from kerngen.tuning_db.dist import prediction_file
+from kerngen.tuning_db.dist import results_file
 from kerngen.tuning_db.dist.export import Selection
-from kerngen.tuning_db.dist.predicted import predictions_of
-from kerngen.tuning_db.dist.results_folder import dump
+from kerngen.tuning_db.dist.results_folder import dump, results_of
 from kerngen.tuning_db.read.canonical_fields import named_kernel
 from kerngen.tuning_db.read.places import PREBUILT
 from kerngen.workload.workload import MODELS, Item, find_model, workload
+from tools.renew import renewed
 
 PREDICTED = ".predicted.txt"
 TRIALS = 4  # configurations a problem; docs/tuning-database.md says what twelve would gain
@@ -74,17 +73,20 @@ def predict(
 
 
 def write_predicted(store: Store, target: Target, folder: Path, kernels: Collection[str] = ()) -> dict[Path, int]:
-    """The sheets of what `store` predicts for the target's board, in place of those in `folder` (of `kernels`, or all):
-    their sizes in bytes.
+    """The results files of what `store` predicts for the target's board, in place of those in `folder` (of `kernels`,
+    or all): their sizes in bytes.
 
-    Raises DatabaseError where not all of it is by one cost model and one NVRTC, UsageError where there is nothing.
+    Raises DatabaseError where not all of a file is by one cost model and one NVRTC, UsageError where there is nothing.
     """
-    place = folder / target.device.name
-    texts = {
-        place / f"{o.kernel}{PREDICTED}": prediction_file.dump(o)
-        for o in predictions_of(store, Selection(arches=[target.arch.name], devices=[target.device.name]))
-        if (target.device.name, named_kernel(o.kernel)) not in LEFT_TO_DEFAULTS
-    }
+    place, texts = folder / target.device.name, dict[Path, str]()
+    chosen = Selection(arches=[target.arch.name], devices=[target.device.name], provenances=["predicted"])
+    for file in results_of([store], chosen, rivals=False):
+        if len(file.models) != 1:
+            told = ", ".join(f"{m.name} with NVRTC {'.'.join(map(str, m.nvrtc or ()))}" for m in file.models)
+            raise DatabaseError(f"{file.kernel} for {target.device} is predicted by more than one maker ({told})",
+                                hint="predict it anew, in an empty database")  # fmt: skip
+        if (target.device.name, named_kernel(file.kernel)) not in LEFT_TO_DEFAULTS:
+            texts[place / f"{file.kernel}{PREDICTED}"] = results_file.dump(file)
     if not texts:
         raise UsageError(f"{store.where} predicts nothing for {target.device}")
     for old in place.glob(f"*{PREDICTED}"):
@@ -94,7 +96,8 @@ def write_predicted(store: Store, target: Target, folder: Path, kernels: Collect
 
 
 def write_measured(store: Store, folder: Path) -> dict[Path, int]:
-    """The sheets of what `store` measured, in place of those of the same kernels and boards in `folder`: their sizes.
+    """The results files of what `store` measured, in place of those in `folder` of the same kernels and boards: their
+    sizes.
 
     Raises UsageError where it measured nothing.
     """
@@ -105,14 +108,14 @@ def write_measured(store: Store, folder: Path) -> dict[Path, int]:
 
 
 def renew(target: Target, folder: Path, *, jobs: int = 1) -> dict[Path, int]:
-    """The predicted sheets of the target's board that name other sources than today's, renewed: their builds.
+    """The predicted files of the target's board that name other sources than today's, renewed: their builds.
 
     Raises DatabaseError where that takes a new search (renew.py), UsageError where there are none.
     """
-    if not (sheets := sorted((folder / target.device.name).glob(f"*{PREDICTED}"))):
-        raise UsageError(f"{folder} has no predicted sheets of {target.device}", hint="without --renew they are made")
+    if not (paths := sorted((folder / target.device.name).glob(f"*{PREDICTED}"))):
+        raise UsageError(f"{folder} has no predicted files of {target.device}", hint="without --renew they are made")
     with CachedCompiler(jobs) as compiler:
-        found = {p: renewed(p, target, compiler) for p in sheets}
+        found = {path: renewed(path, target, compiler) for path in paths}
     _put({path: text for path, (text, builds) in found.items() if builds})
     return {path: builds for path, (_, builds) in found.items() if builds}
 
@@ -130,7 +133,7 @@ def _put(texts: dict[Path, str]) -> dict[Path, int]:
 )
 @click.option("--renew", "renewing", is_flag=True, help="Keep the winners of what is there, build and time them anew.")
 @click.option("--model", "models", multiple=True, help="Only these. Default: all released models.")
-@click.option("--kernel", "kernels", multiple=True, help="Predict these alone, and leave other kernels' sheets.")
+@click.option("--kernel", "kernels", multiple=True, help="Predict these alone, and leave other kernels' files.")
 @click.option("--trials", type=click.IntRange(1), default=TRIALS, show_default=True, help="Configurations a problem.")
 @click.option("--jobs", type=click.IntRange(1), default=None, help="Compiler processes. Default: one a core.")
 @click.option("--db", "db", default=None, metavar="FILE", help="Keep what was tried here. One file a board.")
@@ -139,12 +142,12 @@ def main(
     devices: tuple[str, ...], measured: str | None, renewing: bool, models: tuple[str, ...],
     kernels: tuple[str, ...], trials: int, jobs: int | None, db: str | None, output: Path,
 ) -> None:  # fmt: skip
-    """Write the sheets that kerngen is shipped with: predicted for boards, or of a database that was measured.
+    """Write the results files that kerngen is shipped with: predicted for boards, or of a database that was measured.
 
     \b
     Examples:
-      python -m kerngen.tuning.prebuilt --device V100
-      python -m kerngen.tuning.prebuilt --measured h200.db
+      python -m tools.prebuilt --device V100
+      python -m tools.prebuilt --measured h200.db
     """
     boards = [find_device(name) for named in devices for name in named.split(",")]
     kernels = tuple(find_kernel(name).name for name in kernels)
@@ -166,7 +169,7 @@ def main(
             found = renew(target, output, jobs=jobs or os.cpu_count() or 1)
             for path, builds in found.items():
                 click.echo(f"{path}  {builds} builds")
-            click.echo(f"{board}: {len(found)} sheets renewed")
+            click.echo(f"{board}: {len(found)} files renewed")
             continue
         with ExitStack() as stack:
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="kerngen-prebuilt-"))
@@ -187,10 +190,10 @@ def main(
 def _tell(sizes: dict[Path, int]) -> None:
     for path, size in sizes.items():
         click.echo(f"{path}  {size / 1e3:.1f} kB")
-    click.echo(f"{len(sizes)} sheets, {sum(sizes.values()) / 1e3:.1f} kB")
+    click.echo(f"{len(sizes)} files, {sum(sizes.values()) / 1e3:.1f} kB")
 
 
 if __name__ == "__main__":
     from kerngen.cli import run_command
 
-    sys.exit(run_command(main, "python -m kerngen.tuning.prebuilt"))
+    sys.exit(run_command(main, "python -m tools.prebuilt"))

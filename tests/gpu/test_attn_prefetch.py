@@ -1,4 +1,4 @@
-"""Decode attention that has few tiles on their way at once until its ring has been full: every case."""
+"""Decode attention with few tiles in flight until its pipeline has been filled once (prefetch_stages): every case."""
 
 from __future__ import annotations
 

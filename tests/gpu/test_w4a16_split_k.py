@@ -1,4 +1,4 @@
-"""w4a16_gemm's shared tiles on a GPU: what blocks post to each other is right, and gone when the next launch begins."""
+"""w4a16_gemm's shared tiles on a GPU: split-K sums are right, and the mailbox is zero for the next launch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from posts import require_clean, require_right_in_a_graph
+from exchanges import require_clean, require_right_in_a_graph
 
 from kerngen.runtime.launcher import Function, shares_sms
 from kerngen.templates import find_kernel
@@ -63,10 +63,7 @@ CLAIMED = [
         Problem(5376, 1024, num_tokens=2),
         Config(4, 32, 256, 32, 1, 8, 4, 1, body="tma_block", prefetch_stages=1, cap_inflight=True),
     ),
-    (
-        Problem(4224, 2816, num_tokens=4),
-        Config(4, 32, 2048, 32, 1, 8, 5, 1, body="tma_block", prefetch_stages=1),
-    ),
+    (Problem(4224, 2816, num_tokens=4), Config(4, 32, 2048, 32, 1, 8, 5, 1, body="tma_block", prefetch_stages=1)),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Launches whose blocks post to each other in a workspace: how they are repeated, and what they must leave there."""
+"""Launches whose blocks exchange data by LL in a workspace: how they are repeated, and what they must leave there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""attn_decode, its blocks merging the splits among themselves, without a GPU: refusals, launches, pieces, builds."""
+"""attn_decode's fused combine without a GPU: refusals, launches, pieces, builds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""attn_decode on a GPU, its blocks merging the splits among themselves: what they post is right, and then gone."""
+"""attn_decode's fused combine on a GPU: outputs are right, and the LL mailbox is zero afterwards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from posts import require_clean, require_right_in_a_graph
+from exchanges import require_clean, require_right_in_a_graph
 
 from kerngen.arch import ARCHES, Arch
 from kerngen.errors import ToolchainError

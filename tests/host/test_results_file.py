@@ -54,7 +54,7 @@ ERRORS = st.one_of(st.floats(0, 10).map(rounded), st.just(float("inf")))
 VERSIONS = st.tuples(st.integers(11, 14), st.integers(0, 9))
 RUNS = st.builds(Run, WORDS, st.datetimes().map(lambda d: d.isoformat() + "+00:00"), VERSIONS, FIELDS)
 MODELS = st.builds(Model, WORDS.filter(bool), st.none() | VERSIONS)
-CONFIGS = st.builds(Config, FIELDS, st.from_regex(r"[0-9a-f]{12}", fullmatch=True))
+CONFIGS = st.builds(Config, FIELDS, st.from_regex(r"[0-9a-f]{12}", fullmatch=True), st.integers(0, 3))
 
 
 @st.composite
@@ -138,7 +138,7 @@ base b1 a91f03
 
 problem dtype=fp16 hidden=5376
  a @77aa01c2b3d4
- b block_m=2 @a91f03c2b7d0
+ b block_m=2 @a91f03c2b7d0 revision 2
  c block_m=4 @0c3fb1a2d4e5
  batch=1 | num_tokens 64=3.412a 512=4.02b
  batch=8 | num_tokens 1=3.45a
@@ -185,7 +185,9 @@ REFUSED = {  # line -> what is changed, into what
     10: [("block_m=2 @", "block_m=2  @"), ("block_m=2", "block_m=2 block_m=2")],
     11: [("model m1 roofline-5 nvrtc 12.9\n", ""), (" c block_m=4", " d block_m=4"), ("@0c3fb1a2d4e5", "@0c3fb1a2d4e"),
         ("@0c3fb1a2d4e5", "@0c3fb1a2d4e5 "), ("  + 17.02c m1\n", ""),
-        (" c block_m=4 @0c3fb1a2d4e5", " c block_m=2 @a91f03c2b7d0")],
+        (" c block_m=4 @0c3fb1a2d4e5", " c block_m=2 @a91f03c2b7d0 revision 2"),
+        ("@0c3fb1a2d4e5", "@0c3fb1a2d4e5 revision 1"), ("@0c3fb1a2d4e5", "@0c3fb1a2d4e5 revision -1"),
+        ("@0c3fb1a2d4e5", "@0c3fb1a2d4e5 revision 02"), ("@0c3fb1a2d4e5", "@0c3fb1a2d4e5 revision")],
     12: [("512=4.02b", "512=4.02d"), ("batch=8 | num_tokens 1", "batch=1 | num_tokens 1"), ("512=4.02b", "512=4.020b"),
         ("512=4.02b", "512=0b"), ("512=4.02b", "512=-1b"), ("512=4.02b", "4.02b"),
         ("num_tokens 64=", "num_tokens  64="), ("num_tokens 64=", "num_tokens 064="), ("512=4.02b", "64=4.02b")],
@@ -285,7 +287,9 @@ def test_the_grammars_of_before_are_read() -> None:
     assert (file.runs, file.steps, file.bases) == (today.runs, today.steps, today.bases)
     assert file.models == (Model("roofline-3", None),)
     first, second = file.problems
-    assert [today.problems[0].configs.index(replace(c, revision=1)) for c in first.configs] == [1, 2, 0]
+    fields = [c.fields for c in today.problems[0].configs]
+    assert [fields.index(c.fields) for c in first.configs] == [1, 2, 0]
+    assert {c.revision for p in file.problems for c in p.configs} == {0}, "it does not say"
     meant = today.problems[0].points[3]
     told = tuple(replace(t, config=[2, 0, 1][t.config]) for t in meant.trials)
     assert first.points == (replace(meant, trials=told),)
@@ -414,6 +418,27 @@ def test_text_that_contradicts_itself_builds_nothing(kerngen: Kerngen) -> None:
     assert not (kerngen.folder / "none.kgdb").exists()
 
 
+def test_what_an_earlier_source_of_the_revision_gave_is_taken_over(kerngen: Kerngen) -> None:
+    """As what today's source gives, and written again as what it was; but for its wrong results."""
+    config = GATE.config_type(threads=64)
+    board = f"gelu_gate sm90 H200\nboard {as_json(filed_device(H200.device))}\n"
+    text = (
+        f"kerngen-results 2 {board}run r1 a1 2026-11-21T09:06:01+00:00 nvrtc 13.0 {{}}\n\nproblem width=64\n"
+        " a @000000000000\n b threads=64 @111111111111\n | num_tokens=8\n  = 2.5b r1+5 final n=15 min 2.3 err 0\n"
+    )
+    Path("earlier.txt").write_text(f'{text}  ! a r1+2 "[1] is off by 3"\n')
+    code, _, err = kerngen("db", "build", "earlier.txt", "-o", "built.kgdb", "--jobs", "1")
+    assert code == 0, err
+    (winner,) = json.loads(kerngen("db", "ls", "--db", "built.kgdb", "--json")[1])
+    assert (winner["config"], winner["latency_us"], winner["stale"]) == (fields_of(config), 2.5, False)
+    with open_bundle("built.kgdb", allow_unsigned=True) as store:
+        (found,) = store.winners("gelu_gate")
+        assert "earlier source" in found.reason
+        assert store.wrong_sources(found.problem.static_key) == set()
+        (again,) = dump_of([store], Selection()).values()
+    assert parse(again).problems[0].configs == (Config({"threads": 64}, "1" * 12),)
+
+
 def test_files_of_the_grammars_of_before_are_built(kerngen: Kerngen) -> None:
     """As a user may have written them with `kerngen db dump`, or kept them of what was shipped."""
     config = GATE.config_type(threads=64)
@@ -458,8 +483,9 @@ def test_what_was_tried_in_steps_of_a_model_decides_in_the_text_too(tmp_path: Pa
         for config in configs:
             source = render(GATE, PROBLEM, config, H200)
             image = compiler.submit(source, H200.arch).result()
+            notes = notes_of(source_digest_of(GATE), GATE, fields_of(config), "sm90")
             builds.append(store.add_build(image, "gelu_gate", source, fields_of(config), static_fields(PROBLEM),
-                                          notes=notes_of(source_digest_of(GATE), GATE, fields_of(config), "sm90")))  # fmt: skip
+                                          notes=notes))  # fmt: skip
         steps = [store.add_step(StepKey("gemma-4-31b", "sm90", phase, 1, q, 8192, 0, 12, f"{phase}'s launches", weight))
                  for phase, q, weight in (("decode", 1, 0.75), ("verify", 4, 0.25))]  # fmt: skip
         at = "2026-11-22T10:00:{:02}.000000+00:00"

@@ -187,7 +187,10 @@ class Reading:
     @staticmethod
     def config(line: Line) -> Config:
         fields, source = line.pairs("@"), line.word(SOURCE, "the source's digest", after="@")
-        return Config(fields, source, line.whole() if line.take(" revision ") else 1)
+        revision = line.whole() if line.take(" revision ") else 1
+        if revision < 0:
+            raise ValueError("a revision is 0, of which nobody knows it, or above")
+        return Config(fields, source, revision)
 
     def points(self, line: Line, runtime: dict[str, Any]) -> list[Point]:
         """Those of a line: predictions of one word each, or one point whose trials come below."""

@@ -163,7 +163,7 @@ def test_a_bundle_that_is_none(kerngen: Kerngen, place: str) -> None:
     ("db rebuild --jobs 0", "range"), ("db verify x --run slow", "'loads', 'correct', 'fast'"),
     ("db verify x --run fast --time-budget soon", "no duration"), ("db verify x --tolerance -1", "range"),
     ("db explain rmsnorm --top 0", "range"), ("worker --kind nope", "'measure', 'predict', 'compile'"),
-    ("worker --heartbeat 0", "range"), ("worker --jobs 0", "range"), ("tune --submit", "--arch"),
+    ("worker --heartbeat 0", "range"), ("worker --jobs 0", "range"), ("tune --submit", "--model"),
     (f"tune {TUNE} --report .", "directory"), ("db nope", "No such command 'nope'"),
 ])  # fmt: skip
 def test_misuse_says_how_it_is_used(kerngen: Kerngen, command: str, says: str) -> None:

@@ -12,7 +12,7 @@ from kerngen.templates import Case
 from kerngen.templates.kernel import Kernel
 from kerngen.timing.measure import check_case, target_here
 
-MOST_OF_A_SAMPLE = 16  # configurations of one test with --smoke, each of which is compiled
+MOST_OF_A_SAMPLE = 8  # configurations of one test with --smoke, each of which is compiled
 smoke = False  # conftest.py says
 
 

@@ -25,9 +25,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Rewrites what tests/host/test_defaults.py compares defaults with.
+# Rewrites what tests compare with: default configurations, and machine code (tests/host/machine_code.py).
 golden: $(VENV)/.installed-dev
 	$(BIN)/python tests/host/golden.py
+	$(BIN)/python tests/host/machine_code.py
 
 # The site, in build/docs/html: nothing that it shows is fetched from elsewhere. It fails where a link leads nowhere.
 docs: $(VENV)/.installed-docs

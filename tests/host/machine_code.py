@@ -3,7 +3,7 @@
     make golden     # rewrites tests/host/machine_code.txt, after a change of device code that needs no new measurement
 
 What was tuned holds as long as a body's revision does (Body.revision), whatever its source says. So a change that makes
-a body faster or slower has to raise it. test_machine_code.py notices where that may have been forgotten: where most of a
+a body faster or slower has to raise it. test_machine_code.py notices where that may have been forgotten: most of a
 body's sample compiles to something else, and the revision is the same.
 
 A line is `KERNEL PROBLEM -> CONFIG | REVISION SOURCE NVRTC CODE`: of defaults.txt, two configurations of each body, the
@@ -31,9 +31,7 @@ from kerngen.templates.kernel import Body, Kernel, parse_fields
 from kerngen.tuning_db.read.freshness import source_sha
 
 PATH = Path(__file__).parent / "machine_code.txt"
-HEADER = (
-    "# Machine code of a sample of each body's configurations. `make golden` rewrites it (tests/host/machine_code.py)."
-)
+HEADER = "# Machine code of a sample of each body's configurations. `make golden` rewrites it (machine_code.py)."
 SAMPLE = 2  # configurations of a body
 DIGITS = 12
 

@@ -1,4 +1,4 @@
-"""Where the machine code of most of a body's sample changed, its revision was raised, or somebody said that it need not be."""
+"""Where machine code of most of a body's sample changed, its revision was raised, or somebody said that it need not."""
 
 from __future__ import annotations
 

@@ -123,8 +123,8 @@ def test_each_configuration_is_valid_and_fits(board: str) -> None:
 
 @pytest.mark.parametrize("board", [b.name for b in PREDICTED_ON])
 def test_what_is_predicted_holds_today(board: str) -> None:
-    """It is of today's sources, or of the revision that a body has today. Else run `python -m tools.prebuilt` for it: its
-    winners would be left out.
+    """It is of today's sources, or of the revision that a body has today. Else `python -m tools.prebuilt` makes it anew:
+    its winners would be left out.
     """
     arch, known = find_arch(find_device(board).arch), {}
     for kernel, problem, config, told in _cases(board):

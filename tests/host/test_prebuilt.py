@@ -123,7 +123,7 @@ def test_each_configuration_is_valid_and_fits(board: str) -> None:
 
 @pytest.mark.parametrize("board", [b.name for b in PREDICTED_ON])
 def test_what_is_predicted_holds_today(board: str) -> None:
-    """It is of today's sources, or of the revision that a body has today. Else `python -m tools.prebuilt` makes it anew:
+    """It is of today's sources, or of the revision that a body has today. Else `python -m tools.prebuilt` makes it new:
     its winners would be left out.
     """
     arch, known = find_arch(find_device(board).arch), {}

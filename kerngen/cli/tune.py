@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("--arch", "arch_name", default=None,
               help="What to tune for, e.g. sm70. Default: that of --device, or of this machine's GPU.")  # fmt: skip
-@click.option("--model", cls=Needed, help="A model's name, or a folder in Hugging Face format.")
+@click.option("--model", cls=Needed, help="A model's name, or a folder in Hugging Face format; several with commas, or "
+              "all released ones: all. They are tuned one after the other, and share the time budget.")  # fmt: skip
 @click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
 @draft_weights_option
 @click.option("--kernel", "kernels", multiple=True, help="Only this kernel; may be given several times.")
@@ -55,6 +58,8 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Say what would be tried, and how long it would take. Writes nothing.")
 @click.option("--report", "page", type=click.Path(path_type=Path, dir_okay=False), default=None,
               help="Draw what the database then has for this device, as a page: see kerngen db report.")  # fmt: skip
+@click.option("--results", type=click.Path(path_type=Path, file_okay=False), default=None, metavar="FOLDER",
+              help="Write what the database then has for this device as text, as kerngen db dump does.")  # fmt: skip
 @click.option("--submit", is_flag=True, help="Have the workers of --db do it (kerngen worker), and wait for them.")
 @click.option("--status", is_flag=True, is_eager=True, help="Show the queue of --db, and its workers. Tunes nothing.")
 @click.option("--cancel", is_flag=True, is_eager=True, help="Take out of the queue of --db what is not over yet.")
@@ -75,13 +80,14 @@ def tune(
     db_url: str | None,
     dry_run: bool,
     page: Path | None,
+    results: Path | None,
     submit: bool,
     status: bool,
     cancel: bool,
     verbose: bool,
     as_json: bool,
 ) -> None:
-    """Find the best configuration of every kernel a model needs, and remember it.
+    """Find the best configuration of every kernel that a model, or several, need, and remember it.
 
     Works without a GPU: configurations are then ranked by the cost model for the arch's device profile, and every
     record says that it was predicted. A run that was stopped continues where it was. Exit code 1 if a problem has no
@@ -91,25 +97,28 @@ def tune(
     Example:
       kerngen tune --arch sm70 --model gemma-4-31b --time-budget 5m
     """
-    import time
-
     from kerngen.compiler.compile import require_target
     from kerngen.report.document import require_page_place
+    from kerngen.system.files import require_place
     from kerngen.templates import find_kernel
     from kerngen.tuning.worker import present_arch
-    from kerngen.workload.workload import find_model
+    from kerngen.workload.workload import MODELS, find_model
 
     if status or cancel:
         show(db_url, arch_name, model, cancel=cancel, as_json=as_json)
         return
     began = time.monotonic()  # recording a model takes seconds, which are the user's too
     arch = _arch(arch_name, device_name)
-    found = find_model(model, draft, draft_weights)
     names = [name for k in kernels for name in k.split(",")]
     for name in names:
         find_kernel(name)  # one that does not exist is said before the model is recorded, which takes seconds
+    asked = MODELS if model == "all" else [model] if Path(model).exists() else model.split(",")
+    models = [find_model(name, draft, draft_weights) for name in asked]
     if page is not None:
         require_page_place(page)
+    if results is not None:
+        require_place(results / "BOARD")
+    kind = ""
     if submit:
         if dry_run or time_budget is not None or jobs is not None:
             raise UsageError("--submit takes no --time-budget, --jobs or --dry-run: those are of one machine",
@@ -118,22 +127,44 @@ def tune(
         if device is not None and device.arch != arch.name:
             raise UsageError(f"device {device} is {device.arch}, not {arch}", hint=f"--arch {device.arch}")
         kind = kind_for(objective, device is None and present_arch() == arch)
-        load = _workload(found, arch, names)
-        report, where = submitted(load, Target.of(device or arch), kind, trials, seed, db_url, as_json)
-        _end(report, load, where, page, db_url, model, whole=not kernels, verbose=verbose, as_json=as_json)
-        return
-    require_target(arch)
-    with ExitStack() as stack:
-        worker = worker_for(stack, objective, arch, device_name)  # it starts while the model is recorded
-        load = _workload(found, arch, names)
-        chosen, why = objective_for(stack, worker, objective, arch, device_name, found, load, whole=not names)
-        if objective == "auto":
-            click.echo(f"--objective {chosen.name}: {why}", err=True)
-        if dry_run:
-            _dry_run(load, chosen, trials, jobs or usable_cores(), as_json)
-            return
-        report, where = _run(stack, load, chosen, trials, jobs, time_budget, began, seed, db_url, as_json)
-    _end(report, load, where, page, db_url, model, whole=not kernels, verbose=verbose, as_json=as_json)
+    else:
+        require_target(arch)
+    reports: list[Report] = []
+    for number, (found, since, seconds) in enumerate(_shares(models, began, time_budget)):
+        with ExitStack() as stack:
+            if submit:
+                load = _workload(found, arch, names)
+                target = Target.of(find_device(device_name) if device_name else arch)
+                report, where = submitted(load, target, kind, trials, seed, db_url, as_json)
+            else:
+                worker = worker_for(stack, objective, arch, device_name)  # it starts while the model is recorded
+                load = _workload(found, arch, names)
+                chosen, why = objective_for(stack, worker, objective, arch, device_name, found, load, whole=not names)
+                if objective == "auto" and not number:
+                    click.echo(f"--objective {chosen.name}: {why}", err=True)
+                if dry_run:
+                    _dry_run(load, chosen, trials, jobs or usable_cores(), as_json)
+                    continue
+                report, where = _run(stack, load, chosen, trials, jobs, seconds, since, seed, db_url, as_json)
+        reports.append(report)
+        if as_json:
+            click.echo(json.dumps(_as_json(report, load, where)))
+        else:
+            _print(report, load, where, whole=not names, verbose=verbose)
+        if report.interrupted:
+            break
+    if reports:
+        _end(reports, page, results, db_url, [m.name for m in models])
+
+
+def _shares(
+    models: Sequence[Model], began: float, time_budget: float | None
+) -> Iterator[tuple[Model, float, float | None]]:
+    """Of each model when it begins and how many seconds it has: an even share of what the others have left."""
+    ends = None if time_budget is None else began + time_budget
+    for number, model in enumerate(models):
+        since = time.monotonic() if number else began
+        yield model, since, None if ends is None else max(ends - since, 0.0) / (len(models) - number)
 
 
 def _arch(name: str | None, device_name: str | None) -> Arch:
@@ -151,28 +182,30 @@ def _arch(name: str | None, device_name: str | None) -> Arch:
 
 
 def _end(
-    report: Report,
-    load: Workload,
-    where: str,
-    page: Path | None,
-    db_url: str | None,
-    model: str,
-    *,
-    whole: bool,
-    verbose: bool,
-    as_json: bool,
+    reports: Sequence[Report], page: Path | None, results: Path | None, db_url: str | None, models: list[str]
 ) -> None:
-    """Say what came of it. Raises Exit where something failed, KeyboardInterrupt where it was stopped."""
+    """Write what was asked for. Raises Exit where something failed, KeyboardInterrupt where it was stopped."""
     if page is not None:
-        _draw(page, report, db_url, model)
-    if as_json:
-        click.echo(json.dumps(_as_json(report, load, where)))
-    else:
-        _print(report, load, where, whole=whole, verbose=verbose)
-    if report.interrupted:
+        _draw(page, reports, db_url, models)
+    if results is not None:
+        _write_results(results, reports[0].target, db_url)
+    if any(report.interrupted for report in reports):
         raise KeyboardInterrupt
-    if any(r.winner is None and r.num_tried for r in report.results):
+    if any(r.winner is None and r.num_tried for report in reports for r in report.results):
         raise click.exceptions.Exit(1)
+
+
+def _write_results(folder: Path, target: Target, db_url: str | None) -> None:
+    from kerngen.system.files import publish
+    from kerngen.tuning_db import Store
+    from kerngen.tuning_db.dist.export import Selection
+    from kerngen.tuning_db.dist.results_folder import dump
+
+    with Store.open(db_url, read_only=True) as store:
+        files = dump([store], Selection(arches=[target.arch.name], devices=[target.device.name]))
+    for name, text in files.items():
+        publish(text.encode(), folder / name)
+    click.echo(f"{len(files)} results files in {folder}", err=True)
 
 
 def _workload(model: Model, arch: Arch, kernels: list[str]) -> Workload:
@@ -210,16 +243,16 @@ def _run(
     return tuner.run(load.items), store.where
 
 
-def _draw(page: Path, report: Report, db_url: str | None, model: str) -> None:
+def _draw(page: Path, reports: Sequence[Report], db_url: str | None, models: list[str]) -> None:
     """The page of what was tuned here: this device's part of the database that was written to."""
     from kerngen.report.data import Wanted
     from kerngen.report.page import write_report
     from kerngen.tuning_db import Store
 
-    kernels = frozenset(r.item.kernel for r in report.results)
-    wanted = Wanted(kernels, frozenset([report.target.arch.name]), report.target.device.name)
+    kernels, target = frozenset(r.item.kernel for report in reports for r in report.results), reports[0].target
+    wanted = Wanted(kernels, frozenset([target.arch.name]), target.device.name)
     with Store.open(db_url, read_only=True) as store:
-        made = write_report(page, [store], wanted, models=[model], title=f"{model} on {report.target}")
+        made = write_report(page, [store], wanted, models=models, title=f"{', '.join(models)} on {target}")
     click.echo(made.sentence(), err=True)
 
 

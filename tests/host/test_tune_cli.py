@@ -32,7 +32,8 @@ from kerngen.timing.gpu import GpuLock
 from kerngen.tuning.checks import why_not_cubin
 from kerngen.tuning.report import Report, Result
 from kerngen.tuning_db import Store
-from kerngen.workload.workload import find_model, find_workload
+from kerngen.tuning_db.dist.results_parser import parse
+from kerngen.workload.workload import MODELS, find_model, find_workload
 
 TUNE = ("tune", "--arch", "sm70", "--model", "gemma-4-31b")
 
@@ -250,6 +251,43 @@ def test_without_an_arch_it_is_that_of_the_gpu_here(kerngen: Kerngen, monkeypatc
     assert code == 2
     assert "no GPU" in err
     assert "--arch sm70" in err
+
+
+def test_several_models_are_tuned_one_after_the_other(kerngen: Kerngen) -> None:
+    args = ("tune", "--arch", "sm70", "--kernel", "embed", "--trials", "1", "--jobs", "1", "--json")
+    code, out, err = kerngen(*args, "--model", "gemma-4-e2b,gemma-4-31b", "--results", "text")
+    assert code == 0, err
+    reports = [json.loads(line) for line in out.splitlines()]
+    assert [r["model"] for r in reports] == ["gemma-4-e2b", "gemma-4-31b"]
+    (path,) = (kerngen.folder / "text").rglob("*.txt")
+    file = parse(path.read_text())
+    assert (path.name, path.parent.name) == ("embed.txt", "V100")
+    assert {p.static.get("hidden") for p in file.problems} >= {1536, None}  # the 31B's is the default
+    code, out, _ = kerngen(*args, "--model", "all", "--time-budget", "0.001")
+    assert [json.loads(line)["model"] for line in out.splitlines()] == list(MODELS)
+    code, _, err = kerngen(*args, "--model", "gemma-4-e2b,gemma-4-32b")
+    assert code == 2
+    assert "unknown model 'gemma-4-32b'" in err, "before anything is tuned"
+
+
+@pytest.mark.parametrize(
+    ("budget", "took", "shares"),
+    [(None, (5.0, 5.0), [None, None]), (60.0, (50.0, 1.0), [30.0, 10.0]), (60.0, (99.0, 0.0), [30.0, 0.0])],
+)
+def test_models_share_the_time_budget(
+    monkeypatch: pytest.MonkeyPatch, budget: float | None, took: tuple[float, ...], shares: list[float | None]
+) -> None:
+    """What one leaves the next ones have; what one takes too long they lack."""
+    module = import_module("kerngen.cli.tune")
+    clock = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    found = []
+    models: list[Any] = ["a", "b"]
+    for (model, since, seconds), spent in zip(module._shares(models, 100.0, budget), took, strict=True):
+        found.append(seconds)
+        assert (model, since) == (models[len(found) - 1], clock[0])
+        clock[0] += spent
+    assert found == shares
 
 
 def test_a_model_without_such_steps_is_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from kerngen.arch import Arch, Target
 from kerngen.compiler.source import place_of, reason_of, shown
@@ -48,6 +48,14 @@ class Problem(Protocol):
 
     RUNTIME: tuple[str, ...]
     DYNAMIC: str
+
+
+class TokenProblem:
+    """Base of a Problem over rows of tokens: one cubin serves any num_tokens, and tuning has points along it."""
+
+    __slots__ = ()
+    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
+    DYNAMIC: ClassVar[str] = "num_tokens"
 
 
 @dataclass(frozen=True, slots=True)

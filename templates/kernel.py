@@ -421,8 +421,7 @@ class Kernel:
         own: Callable[[Case, Mapping[str, Any]], tuple[Any, dict[str, Any]] | None] | None
         if (own := getattr(self.cases, "op_call", None)) is not None:
             return own(case, inputs)
-        op = getattr(self.op, self.name)
-        return op, {n: inputs[n] if n in inputs else getattr(case.problem, n) for n in op.signature.parameters}
+        return asking(getattr(self.op, self.name), case, inputs)
 
     def _module(self, part: str) -> ModuleType:
         return load_part(self.name, part, self.folder)
@@ -440,6 +439,12 @@ class _CompiledIn:
         if isinstance(member := getattr(type(self._problem), name, None), property) and member.fget:
             return member.fget(self)
         return getattr(self._problem, name)
+
+
+def asking(op: Any, case: Case, inputs: Mapping[str, Any], **given: Any) -> tuple[Any, dict[str, Any]]:
+    """`op` and its flat arguments, by name: of those given, of the case's inputs, or fields of its problem."""
+    known = {**inputs, **given}
+    return op, {n: known[n] if n in known else getattr(case.problem, n) for n in op.signature.parameters}
 
 
 def load_part(kernel: str, part: str, folder: Path) -> ModuleType:

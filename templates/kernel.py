@@ -21,7 +21,7 @@ from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from kerngen.arch import Arch, Target
 from kerngen.compiler.source import place_of, reason_of, shown
@@ -48,6 +48,14 @@ class Problem(Protocol):
 
     RUNTIME: tuple[str, ...]
     DYNAMIC: str
+
+
+class TokenProblem:
+    """Base of a Problem over rows of tokens: one cubin serves any num_tokens, and tuning has points along it."""
+
+    __slots__ = ()
+    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
+    DYNAMIC: ClassVar[str] = "num_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,8 +424,7 @@ class Kernel:
         own: Callable[[Case, Mapping[str, Any]], tuple[Any, dict[str, Any]] | None] | None
         if (own := getattr(self.cases, "op_call", None)) is not None:
             return own(case, inputs)
-        op = getattr(self.op, self.name)
-        return op, {n: inputs[n] if n in inputs else getattr(case.problem, n) for n in op.signature.parameters}
+        return asking(getattr(self.op, self.name), case, inputs)
 
     def _module(self, part: str) -> ModuleType:
         return load_part(self.name, part, self.folder)
@@ -435,6 +442,12 @@ class _CompiledIn:
         if isinstance(member := getattr(type(self._problem), name, None), property) and member.fget:
             return member.fget(self)
         return getattr(self._problem, name)
+
+
+def asking(op: Any, case: Case, inputs: Mapping[str, Any], **given: Any) -> tuple[Any, dict[str, Any]]:
+    """`op` and its flat arguments, by name: of those given, of the case's inputs, or fields of its problem."""
+    known = {**inputs, **given}
+    return op, {n: known[n] if n in known else getattr(case.problem, n) for n in op.signature.parameters}
 
 
 def load_part(kernel: str, part: str, folder: Path) -> ModuleType:

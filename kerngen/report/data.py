@@ -54,17 +54,10 @@ class Place:
     static_key: str
 
     @property
-    def dynamic_name(self) -> str:
-        """What its points are counted in: num_tokens, kv_len; "dynamic" of a kernel that is not installed."""
-        if self.kernel not in kernel_names():
-            return "dynamic"
-        return str(find_kernel(self.kernel).problem_type.DYNAMIC) or "dynamic"
-
-    @property
     def where(self) -> str:
         """The problem in words: all fields but those that have their default."""
         filed = self.key.filed()
-        along = {} if filed.dynamic is None else {self.dynamic_name: filed.dynamic}
+        along = {} if filed.dynamic is None else {self.key.dynamic_name: filed.dynamic}
         return pairs({**filed.static, **filed.runtime, **along})
 
     @property
@@ -230,7 +223,7 @@ class _Places:
         ids = key.ids()
         found = self._made.get((ids.problem, device))
         if found is None:
-            problem = self._problem(ids.problem, key)
+            problem = self._problems[ids.problem] = self._problem(key)
             cost = None if problem is None else find_kernel(key.kernel).cost(problem)
             found = Place(key.kernel, key, device, cost, ids.problem, ids.static_key)
             self._made[ids.problem, device] = found
@@ -248,12 +241,7 @@ class _Places:
         except (KerngenError, ArithmeticError, KeyError, TypeError):  # of another version of it
             return None
 
-    def _problem(self, id: str, key: ProblemKey) -> Any | None:
-        if id not in self._problems:
-            self._problems[id] = self._read(key)
-        return self._problems[id]
-
-    def _read(self, key: ProblemKey) -> Any | None:
+    def _problem(self, key: ProblemKey) -> Any | None:
         if key.kernel not in self._installed:
             return None
         kernel: Kernel = find_kernel(key.kernel)

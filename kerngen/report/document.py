@@ -30,11 +30,10 @@ def document(
     kernels: Sequence[str] = (),
     devices: Sequence[str] = (),
     data: str = "",
-    at: datetime | None = None,
 ) -> str:
     """The whole file. lead, source: below its title. kernels, devices: what it can be narrowed to, if there are any.
 
-    data: JSON that it carries along (see `carried`), with no "<" in it. at: when it was made; None for now.
+    data: JSON that it carries along (see `carried`), with no "<" in it.
     """
     style, script = _asset("page.css"), _asset("page.js")
     policy = (
@@ -44,7 +43,7 @@ def document(
         raise ValueError("what a page carries along could end its element")
     return _template().render(
         title=title, lead=lead, source=source, sections=made, style=style, script=script, policy=policy, data=data,
-        version=__version__, at=(at or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"), made_by=MADE_BY,
+        version=__version__, at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), made_by=MADE_BY,
         devices=devices, kernels=kernels,
     )  # fmt: skip
 

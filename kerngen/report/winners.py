@@ -94,7 +94,7 @@ def lines(facts: Facts) -> Iterator[Figure]:
 
 
 def _line(id: str, kernel: str, device: str, static: str, points: list[Point]) -> Figure:
-    along = points[0].place.dynamic_name
+    along = points[0].place.key.dynamic_name
     unit = {"num_tokens": "tokens", "kv_len": "keys"}.get(along, "elements")
     table = Table((
         words("other fields"), number(along, unit), microseconds("winner"), microseconds("default"),

@@ -9,8 +9,8 @@ import torch
 from kerngen.templates.add_norm.op import add_norm, add_post_norm
 from kerngen.templates.add_norm.spec import Problem
 from kerngen.templates.call import Op
-from kerngen.templates.common.rows.torch_rows import Draw, poisoned
-from kerngen.templates.kernel import Case
+from kerngen.templates.common.rows.torch_rows import DTYPE_PAIRS, Draw, poisoned
+from kerngen.templates.kernel import Case, asking
 
 
 def case_for(problem: Problem, **options: Any) -> Case:
@@ -26,9 +26,10 @@ def case_for(problem: Problem, **options: Any) -> Case:
 
 
 def _cases(hidden: int, *tokens: int, in_place: bool = False, **fields: Any) -> tuple[Case, ...]:
-    kinds = (("bf16", "bf16"), ("fp16", "fp32"))
     return tuple(
-        case_for(Problem(hidden, d, r, num_tokens=t, **fields), in_place=in_place) for d, r in kinds for t in tokens
+        case_for(Problem(hidden, d, r, num_tokens=t, **fields), in_place=in_place)
+        for d, r in DTYPE_PAIRS
+        for t in tokens
     )
 
 
@@ -73,7 +74,4 @@ def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str,
     """The op that asks for this case, and its arguments; None for a sum without a norm, which no op has."""
     if not case.problem.has_post:
         return None
-    names = ["residual", "h", "post_weight", "layer_scalar", "eps"]
-    if not case.problem.has_next:
-        return add_post_norm, {n: inputs[n] for n in names}
-    return add_norm, {n: inputs[n] for n in [*names, "next_weight"]}
+    return asking(add_norm if case.problem.has_next else add_post_norm, case, inputs)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar
 
 from kerngen.arch import Target
 from kerngen.templates.common.rows.spec import (
@@ -22,19 +21,16 @@ from kerngen.templates.common.rows.spec import (
     row_threads,
     why_row_invalid,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic, args
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, Traffic, args
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(TokenProblem):
     """h [num_tokens, hidden] dtype, residual [num_tokens, hidden] residual_dtype, weights [hidden] dtype.
 
     has_post: h is normed before it is added, else added as it is. has_scalar: the sum is multiplied by layer_scalar
     [1] dtype. has_next: out [num_tokens, hidden] dtype is written, else only residual_out, which may be residual.
     """
-
-    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
-    DYNAMIC: ClassVar[str] = "num_tokens"
 
     hidden: int = 5376
     dtype: str = "bf16"

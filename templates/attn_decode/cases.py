@@ -12,7 +12,7 @@ from kerngen.templates.attn_decode.op import attn_decode, attn_decode_qkv, attn_
 from kerngen.templates.attn_decode.spec import Problem
 from kerngen.templates.call import Op
 from kerngen.templates.common.attention.heads_torch import inverse_frequencies
-from kerngen.templates.kernel import Case
+from kerngen.templates.kernel import Case, asking
 
 NO_PAGE = 0x3FFFFFFF  # a table entry that faults if it is followed
 _LOGIT_CAP = 2.0  # low enough to bend most scores of the cases
@@ -216,14 +216,8 @@ def _raw_inputs(
 def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
     """The op that asks for this case, and its arguments."""
     p = case.problem
-    names = ["k_cache", "v_cache", "block_table", "kv_lens", "sm_scale", "logit_cap"]
-    given = {"q_len": p.q_len, "window": p.window, "max_kv_len": p.kv_len}
     if p.source == "q":
-        return attn_decode, {n: inputs[n] for n in ("q", *names)} | given
-    names += ["q_weight", "inv_freq", "positions", "eps"]
-    given["num_rotated_pairs"] = p.num_rotated_pairs
+        return asking(attn_decode, case, inputs, max_kv_len=p.kv_len)
     if p.source == "raw_q":
-        return attn_decode_raw_q, {n: inputs[n] for n in names} | given | {"q_raw": inputs["q"]}
-    names += ["k_weight", "slot_mapping"]
-    given["num_q_heads"] = p.num_q_heads
-    return attn_decode_qkv, {n: inputs[n] for n in names} | given | {"qkv": inputs["q"]}
+        return asking(attn_decode_raw_q, case, inputs, max_kv_len=p.kv_len, q_raw=inputs["q"])
+    return asking(attn_decode_qkv, case, inputs, max_kv_len=p.kv_len, qkv=inputs["q"])

@@ -11,7 +11,7 @@ from torch import Tensor
 from kerngen.templates.attn_prefill.op import attn_prefill, attn_prefill_dense
 from kerngen.templates.attn_prefill.spec import Problem
 from kerngen.templates.call import Op
-from kerngen.templates.kernel import Case
+from kerngen.templates.kernel import Case, asking
 
 NO_PAGE = 0x3FFFFFFF  # a table entry that faults if it is followed
 _LOGIT_CAP = 2.0  # low enough to bend most scores of the cases
@@ -164,12 +164,8 @@ def _paged(
 def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]] | None:
     """The op that asks for this case, and its arguments; None for later keys seen in pages, which no op has."""
     p = case.problem
-    given = {n: inputs[n] for n in ("q", "cu_seqlens_q", "max_seqlen_q", "sm_scale", "logit_cap")}
-    given["window"] = p.window
     if not p.page_size:
-        keys = {n: inputs[n] for n in ("k", "v", "cu_seqlens_k")}
-        return attn_prefill_dense, given | keys | {"max_seqlen_k": p.kv_len, "causal": p.causal}
+        return asking(attn_prefill_dense, case, inputs, max_seqlen_k=p.kv_len)
     if not p.causal:
         return None
-    pages = {"k_cache": inputs["k"], "v_cache": inputs["v"]} | {n: inputs[n] for n in ("block_table", "kv_lens")}
-    return attn_prefill, given | pages | {"max_kv_len": p.kv_len}
+    return asking(attn_prefill, case, inputs, k_cache=inputs["k"], v_cache=inputs["v"], max_kv_len=p.kv_len)

@@ -16,7 +16,7 @@ from kerngen.templates.call import Op
 from kerngen.templates.centroid_head.op import centroid_greedy, centroid_logits
 from kerngen.templates.centroid_head.spec import Problem
 from kerngen.templates.common.rows.torch_rows import Draw, poisoned
-from kerngen.templates.kernel import Case
+from kerngen.templates.kernel import Case, asking
 
 
 def case_for(problem: Problem, **options: Any) -> Case:
@@ -103,6 +103,4 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
 
 def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
     """The op that asks for this case, and its arguments."""
-    op: Op[..., Any] = centroid_greedy if case.problem.greedy else centroid_logits
-    names = ("y", "centroids", "token_ids", "embed")
-    return op, {n: inputs[n] for n in names} | {"top_k": case.problem.top_k}
+    return asking(centroid_greedy if case.problem.greedy else centroid_logits, case, inputs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, ClassVar
+from typing import Any
 
 from kerngen.arch import Arch, Target
 from kerngen.templates.common.rows.spec import (
@@ -22,7 +22,7 @@ from kerngen.templates.common.rows.spec import (
     require_tokens,
     require_vectors,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic, args
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, Traffic, args
 
 MAX_CENTROIDS = 8192
 MAX_TOP_K = 256
@@ -33,7 +33,7 @@ SCORE_TOKENS = 8  # that share a read of the centroids in a block of centroid_sc
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(TokenProblem):
     """y [num_tokens, hidden], centroids [num_centroids, hidden], token_ids [num_centroids, cluster_size] int64, embed
     [num_centroids * cluster_size, hidden], floats in dtype -> of each y, among the tokens of the top_k centroids c with
     the greatest y . c, in falling order of that and within a centroid as token_ids has them:
@@ -43,9 +43,6 @@ class Problem:
     equal centroids the lower comes first; NaN counts as the greatest. A token outside embed has the logit NaN, and
     nothing is read for it.
     """
-
-    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
-    DYNAMIC: ClassVar[str] = "num_tokens"
 
     num_centroids: int = 2048
     cluster_size: int = 128

@@ -6,24 +6,20 @@ It comes before a forward's `embed`, and what it writes is read ahead by attenti
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from kerngen.arch import Target
 from kerngen.templates.common.rows.spec import require, require_tokens
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, args
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, args
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(TokenProblem):
     """lengths [B] int64, tables [2, B, max_pages] int32 -> positions [num_tokens] int64, kv_lens [B] int32, slots
     [2, num_tokens] int64, for num_tokens / B tokens that follow `lengths` ones of each sequence.
 
     Position p of a sequence lies in row p % page_size of page table[p / page_size]: that is its slot. The caller keeps
     positions within the tables.
     """
-
-    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
-    DYNAMIC: ClassVar[str] = "num_tokens"
 
     page_size: int = 64
     num_tokens: int = 1

@@ -23,7 +23,7 @@ from kerngen.templates.decode_layers.spec import (
     layer_tensors,
     sources,
 )
-from kerngen.templates.kernel import Case
+from kerngen.templates.kernel import Case, asking
 
 NO_PAGE = 0x3FFFFFFF  # a table entry that faults if it is followed
 DEEP = 3  # layers; in more of them each adds less, lest errors grow from layer to layer
@@ -322,16 +322,11 @@ def _cache(p: Problem, letter: str, table: Tensor, num_pages: int, draw: Draw) -
 def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
     """The op that asks for this case, and its arguments."""
     p: Problem = case.problem
-    names = (
-        "residual", "ple", "positions", "kv_lens", "slots", "full_slots", "block_table", "full_block_table", "inv_freq",
-        "full_inv_freq", "final_norm", "eps",
-    )  # fmt: skip
-    given = {name: inputs[name] for name in names}
+    given: dict[str, Any] = {"layers": p.layers, "max_kv_len": p.kv_len}
     own = layer_tensors(p.num_experts)
     for i, name in enumerate(layer_tensors(MAX_EXPERTS)):
         plural = name if name.endswith(("packed", "scales")) else f"{name}s"
         given[plural] = [t for t in inputs["layers"][i :: len(own)] if t is not None] if name in own else []
     for name in ("k_caches", "v_caches"):
         given[name] = [inputs[name][index] for index in sources(p.layers)]
-    given |= {n: getattr(p, n) for n in ("layers", "num_q_heads", "window", "num_rotated_pairs", "top_k")}
-    return decode_layers, given | {"num_full_rotated_pairs": p.num_full_rotated_pairs, "max_kv_len": p.kv_len}
+    return asking(decode_layers, case, inputs, **given)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
-from typing import ClassVar
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
@@ -25,7 +24,7 @@ from kerngen.templates.common.rows.spec import (
     why_block_too_large,
     why_no_dtype,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, args
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, args
 
 MAX_TOKENS = 16
 ROWS, COLUMNS, TOKENS = 16, 32, 8  # of a fragment: DenseLane of common/rows/dense_rows.cuh
@@ -35,16 +34,13 @@ OTHER_REGISTERS = 48  # beside what is loaded and summed, by the ptxas reports
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(TokenProblem):
     """x [num_tokens, k], W [n, k] -> out [num_tokens, n], all of them dtype; sums in fp32."""
 
     n: int
     k: int
     dtype: str = "bf16"
     num_tokens: int = 1
-
-    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
-    DYNAMIC: ClassVar[str] = "num_tokens"
 
     def __post_init__(self) -> None:
         require_dtypes(self.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from kerngen.arch import Target
 from kerngen.templates.common.rows.spec import (
@@ -11,24 +10,21 @@ from kerngen.templates.common.rows.spec import (
     VEC,
     require,
     require_dtypes,
+    require_flat,
     require_tokens,
     require_vectors,
-    why_flat_too_long,
 )
 from kerngen.templates.embed import spec as embed
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic, args
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, Traffic, args
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(TokenProblem):
     """ids [num_tokens] int64, table [vocab_size, embed_size] dtype, hidden [num_tokens, hidden] dtype
     -> out [num_tokens, embed_size + hidden] dtype.
 
     An id outside 0..vocab_size - 1 gives NaN in the place of its embedding and reads nothing.
     """
-
-    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
-    DYNAMIC: ClassVar[str] = "num_tokens"
 
     embed_size: int = 5376
     hidden: int = 5376
@@ -41,8 +37,7 @@ class Problem:
         require_vectors(embed_size=self.embed_size, hidden=self.hidden)
         require(self.vocab_size > 0, f"vocab_size={self.vocab_size} is not positive")
         require_tokens(self.num_tokens)
-        why = why_flat_too_long(self.num_tokens, self.width)
-        require(why is None, str(why))
+        require_flat(self.num_tokens, self.width)
 
     @property
     def embedding(self) -> embed.Problem:

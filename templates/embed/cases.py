@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from kerngen.templates.call import Op
-from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE, Draw, poisoned
+from kerngen.templates.common.rows.torch_rows import DTYPE_PAIRS, TORCH_DTYPE, Draw, poisoned
 from kerngen.templates.embed.op import embed
 from kerngen.templates.embed.spec import Problem
-from kerngen.templates.kernel import Case
+from kerngen.templates.kernel import Case, asking
 
 
 def case_for(problem: Problem, **options: Any) -> Case:
@@ -20,8 +20,7 @@ def case_for(problem: Problem, **options: Any) -> Case:
 
 
 def _cases(hidden: int, vocab_size: int, *tokens: int, **options: Any) -> tuple[Case, ...]:
-    kinds = (("bf16", "bf16"), ("fp16", "fp32"))
-    return tuple(case_for(Problem(hidden, vocab_size, d, r, t), **options) for d, r in kinds for t in tokens)
+    return tuple(case_for(Problem(hidden, vocab_size, d, r, t), **options) for d, r in DTYPE_PAIRS for t in tokens)
 
 
 CASES = (
@@ -51,5 +50,4 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
 
 def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
     """The op that asks for this case, and its arguments."""
-    out_dtype = TORCH_DTYPE[case.problem.residual_dtype]
-    return embed, {n: inputs[n] for n in ("ids", "table", "scale")} | {"out_dtype": out_dtype}
+    return asking(embed, case, inputs, out_dtype=TORCH_DTYPE[case.problem.residual_dtype])

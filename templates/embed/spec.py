@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from kerngen.arch import Target
 from kerngen.templates.common.rows.spec import (
@@ -11,22 +10,19 @@ from kerngen.templates.common.rows.spec import (
     VEC,
     require,
     require_dtypes,
+    require_flat,
     require_tokens,
     require_vectors,
-    why_flat_too_long,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, Traffic
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(TokenProblem):
     """ids [num_tokens] int64, table [vocab_size, hidden] dtype -> out [num_tokens, hidden] residual_dtype.
 
     An id outside 0..vocab_size - 1 gives a row of NaN and reads nothing: a wrong id shows itself in its own row.
     """
-
-    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
-    DYNAMIC: ClassVar[str] = "num_tokens"
 
     hidden: int = 5376
     vocab_size: int = 262144
@@ -39,8 +35,7 @@ class Problem:
         require_vectors(hidden=self.hidden)
         require(self.vocab_size > 0, f"vocab_size={self.vocab_size} is not positive")
         require_tokens(self.num_tokens)
-        why = why_flat_too_long(self.num_tokens, self.hidden)
-        require(why is None, str(why))
+        require_flat(self.num_tokens, self.hidden)
 
 
 @dataclass(frozen=True, slots=True)

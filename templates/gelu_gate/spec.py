@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from kerngen.arch import Target
 from kerngen.templates.common.rows.spec import (
     ELEMENT_BYTES,
     VEC,
-    require,
     require_dtypes,
+    require_flat,
     require_tokens,
     require_vectors,
-    why_flat_too_long,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic, args
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, Traffic, args
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(TokenProblem):
     """packed: gate [num_tokens, 2 * width] holds gate | up, and `up` is null. Else: gate [num_tokens, width], and
     row t of `up` starts at element t * up_stride (a multiple of 8), as per-layer embeddings need it.
 
     out [num_tokens, width]; all dtype.
     """
-
-    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
-    DYNAMIC: ClassVar[str] = "num_tokens"
 
     width: int = 21504
     dtype: str = "bf16"
@@ -38,8 +33,7 @@ class Problem:
         require_dtypes(self.dtype)
         require_vectors(width=self.width)
         require_tokens(self.num_tokens)
-        why = why_flat_too_long(self.num_tokens, self.width)
-        require(why is None, str(why))
+        require_flat(self.num_tokens, self.width)
 
 
 @dataclass(frozen=True, slots=True)

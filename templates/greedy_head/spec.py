@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from math import ceil, prod, sqrt
 from statistics import NormalDist
-from typing import Any, ClassVar
+from typing import Any
 
 from kerngen.arch import Arch, Target
 from kerngen.templates.common.rows.spec import (
@@ -44,7 +44,7 @@ from kerngen.templates.common.screen.screen_spec import (
     require_bits,
     screen_bytes,
 )
-from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, Traffic, args
+from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, TokenProblem, Traffic, args
 
 MAX_TOKENS = 32
 MAX_HIDDEN = 7680  # of which the digits of four tokens fit in every architecture's shared memory
@@ -64,16 +64,13 @@ CHOOSE_WARPS_PER_SM = 16  # that there is room for, and over all tokens as many
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(TokenProblem):
     """x [num_tokens, hidden] and weight [vocab_size, hidden] in dtype; codes of `bits` and bounds of weight
     (head_screen) -> ids [num_tokens] int64, the row with the greatest product x . weight[row] rounded to dtype, the
     lowest one on a tie.
 
     Rows whose bounds are NaN are never chosen. A token with a NaN, or an infinity, gives 0.
     """
-
-    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
-    DYNAMIC: ClassVar[str] = "num_tokens"
 
     vocab_size: int = 262144
     hidden: int = 5376

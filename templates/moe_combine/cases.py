@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kerngen.templates.common.rows.torch_rows import Draw, poisoned
+from kerngen.templates.common.rows.torch_rows import DTYPE_PAIRS, Draw, poisoned
 from kerngen.templates.kernel import Case
 from kerngen.templates.moe_combine.spec import Problem
 
@@ -18,8 +18,7 @@ def case_for(problem: Problem, **options: Any) -> Case:
 
 
 def _cases(hidden: int, top_k: int, *tokens: int, **options: Any) -> tuple[Case, ...]:
-    kinds = (("bf16", "bf16"), ("fp16", "fp32"))
-    return tuple(case_for(Problem(hidden, top_k, d, r, t), **options) for d, r in kinds for t in tokens)
+    return tuple(case_for(Problem(hidden, top_k, d, r, t), **options) for d, r in DTYPE_PAIRS for t in tokens)
 
 
 CASES = (

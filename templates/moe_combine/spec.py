@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar
 
 from kerngen.arch import Target
 from kerngen.templates.common.rows.spec import (
@@ -23,21 +22,18 @@ from kerngen.templates.common.rows.spec import (
     row_threads,
     why_row_invalid,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic, args
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, Traffic, args
 
 MAX_TOP_K = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(TokenProblem):
     """dense [num_tokens, hidden] and routed [num_tokens, top_k, hidden] dtype, topk_weights [num_tokens, top_k] fp32,
     residual [num_tokens, hidden] residual_dtype, norms [hidden] and layer_scalar [1] dtype.
 
     residual_out, which may be residual, in residual_dtype; out [num_tokens, hidden] in dtype.
     """
-
-    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
-    DYNAMIC: ClassVar[str] = "num_tokens"
 
     hidden: int = 2816
     top_k: int = 8

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE, Draw
+from kerngen.templates.common.rows.torch_rows import DTYPE_PAIRS, TORCH_DTYPE, Draw
 from kerngen.templates.kernel import Case
 from kerngen.templates.moe_route.spec import Problem
 
@@ -19,10 +19,7 @@ def case_for(problem: Problem, **options: Any) -> Case:
 
 def _cases(num_experts: int, top_k: int, *tokens: int, kinds: tuple[str, ...] = ("normal",)) -> tuple[Case, ...]:
     return tuple(
-        case_for(Problem(num_experts, top_k, d, ld, t), kind=k)
-        for d, ld in (("bf16", "bf16"), ("fp16", "fp32"))
-        for k in kinds
-        for t in tokens
+        case_for(Problem(num_experts, top_k, d, ld, t), kind=k) for d, ld in DTYPE_PAIRS for k in kinds for t in tokens
     )
 
 

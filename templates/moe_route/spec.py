@@ -6,32 +6,23 @@ The router's norm, scale and projection come before it: rmsnorm without weight, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from kerngen.arch import Target
-from kerngen.templates.common.rows.spec import (
-    ELEMENT_BYTES,
-    require,
-    require_dtypes,
-    require_tokens,
-)
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic, args
+from kerngen.templates.common.rows.spec import ELEMENT_BYTES, require, require_dtypes, require_tokens
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, Traffic, args
 
 MAX_EXPERTS = 256
 MAX_TOP_K = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(TokenProblem):
     """logits [num_tokens, num_experts] logits_dtype, per_expert_scale [num_experts] dtype -> topk_ids [num_tokens,
     top_k] int32 in falling order of logit (the lower id first on a tie), topk_weights [num_tokens, top_k] fp32.
 
     NaN counts as the greatest logit, as in torch.topk, and makes all weights of its row NaN; ids are always distinct
     and valid.
     """
-
-    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
-    DYNAMIC: ClassVar[str] = "num_tokens"
 
     num_experts: int = 128
     top_k: int = 8

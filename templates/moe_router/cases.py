@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE, Draw, poisoned
+from kerngen.templates.common.rows.torch_rows import DTYPE_PAIRS, TORCH_DTYPE, Draw, poisoned
 from kerngen.templates.kernel import Case
 from kerngen.templates.moe_router.spec import Problem
 
@@ -23,8 +23,9 @@ def case_for(problem: Problem, **options: Any) -> Case:
 
 
 def _cases(hidden: int, num_experts: int, top_k: int, *tokens: int, **options: Any) -> tuple[Case, ...]:
-    kinds = (("bf16", "bf16"), ("fp16", "fp32"))
-    return tuple(case_for(Problem(hidden, num_experts, top_k, d, r, t), **options) for d, r in kinds for t in tokens)
+    return tuple(
+        case_for(Problem(hidden, num_experts, top_k, d, r, t), **options) for d, r in DTYPE_PAIRS for t in tokens
+    )
 
 
 CASES = (

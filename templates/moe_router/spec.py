@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
-from typing import ClassVar
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
@@ -25,7 +24,7 @@ from kerngen.templates.common.rows.spec import (
     require_vectors,
     why_block_too_large,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic, args
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, Traffic, args
 
 MAX_EXPERTS = 256
 MAX_TOP_K = 8
@@ -35,7 +34,7 @@ OTHER_REGISTERS = 70  # beside what is loaded and summed, by the ptxas reports
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(TokenProblem):
     """residual [num_tokens, hidden] residual_dtype; router_scale, pre_norm [hidden], router [num_experts, hidden] and
     per_expert_scale [num_experts] dtype -> topk_ids [num_tokens, top_k] int32 in falling order of logit (the lower id
     first on a tie), topk_weights [num_tokens, top_k] fp32, x [num_tokens, hidden] dtype.
@@ -43,9 +42,6 @@ class Problem:
     t = norm(residual) * router_scale * hidden^-0.5, each of the three rounded to dtype; logits = t router^T, rounded to
     dtype; from there as moe_route, NaN included. x = norm(residual; pre_norm).
     """
-
-    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
-    DYNAMIC: ClassVar[str] = "num_tokens"
 
     hidden: int = 2816
     num_experts: int = 128

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerngen.templates.common.rows.torch_rows import gelu_gated, rounded
+from kerngen.templates.common.rows.torch_rows import UNIT, gelu_gated, rounded
 from kerngen.templates.common.w4.pack import dequantize, separate, unpack
 from kerngen.templates.kernel import Tolerance
 from kerngen.templates.moe_w4a16.spec import Problem
@@ -31,7 +31,7 @@ def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
 
 def tolerance(problem: Problem) -> Tolerance:
     """cases.py scales gate and up to a standard deviation of 1, and down so that outputs are near 0.6."""
-    eps = 2.0**-8 if problem.dtype == "bf16" else 2.0**-11  # half a unit in the last place
+    eps = UNIT[problem.dtype]
     return Tolerance(
         atol=14 * eps,
         rtol=1.5 * eps,

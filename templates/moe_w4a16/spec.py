@@ -16,14 +16,13 @@ common/w4/gemv.cuh.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
 from kerngen.templates.common.rows.spec import require, require_tokens
 from kerngen.templates.common.w4 import tiling as w4_tiling
 from kerngen.templates.common.w4.tiling import BODIES_AS_FILED, Tiling, matrix_bytes, require_matrix
-from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, args
+from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, TokenProblem, args
 
 MAX_EXPERTS = 256
 PLAN_THREADS = 1024
@@ -31,13 +30,10 @@ ALONE_TOKENS = 4  # up to so many tokens each route is a tile of its own, and no
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(TokenProblem):
     """x [num_tokens, hidden] dtype, topk_ids [num_tokens, top_k] int32, per expert gate | up [2 inner, hidden] and down
     [hidden, inner] int4, scales by group_size in dtype -> y [num_tokens, top_k, hidden] dtype.
     """
-
-    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
-    DYNAMIC: ClassVar[str] = "num_tokens"
 
     num_experts: int
     top_k: int

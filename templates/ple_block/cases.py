@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from kerngen.templates.call import Op
-from kerngen.templates.common.rows.torch_rows import Draw, poisoned
-from kerngen.templates.kernel import Case
+from kerngen.templates.common.rows.torch_rows import DTYPE_PAIRS, Draw, poisoned
+from kerngen.templates.kernel import Case, asking
 from kerngen.templates.ple_block.op import ple_block
 from kerngen.templates.ple_block.spec import Problem
 
@@ -20,8 +20,7 @@ def case_for(problem: Problem, **options: Any) -> Case:
 
 
 def _cases(hidden: int, width: int, *tokens: int, **options: Any) -> tuple[Case, ...]:
-    kinds = (("bf16", "bf16"), ("fp16", "fp32"))
-    return tuple(case_for(Problem(hidden, width, d, r, t), **options) for d, r in kinds for t in tokens)
+    return tuple(case_for(Problem(hidden, width, d, r, t), **options) for d, r in DTYPE_PAIRS for t in tokens)
 
 
 CASES = (
@@ -68,7 +67,4 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
 
 def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
     """The op that asks for this case, and its arguments."""
-    names = (
-        "residual", "h", "ffn_weight", "gate", "projection", "post_weight", "layer_scalar", "next_weight", "eps",
-    )  # fmt: skip
-    return ple_block, {n: inputs[n] for n in names} | {"ple": inputs["ple"][:, : case.problem.width]}
+    return asking(ple_block, case, inputs, ple=inputs["ple"][:, : case.problem.width])

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, ClassVar
+from typing import Any
 
 from kerngen.arch import Arch, Target
 from kerngen.templates.common.rows.spec import (
@@ -32,7 +32,7 @@ from kerngen.templates.common.rows.spec import (
     row_scratch_bytes,
     why_no_dtype,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic, args
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, Traffic, args
 
 MAX_TOKENS = 64
 MAX_HIDDEN = 4096
@@ -45,7 +45,7 @@ MAX_SPILL_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(TokenProblem):
     """dtype: h, out [num_tokens, hidden], gate [width, hidden], projection [hidden, width], weights of norms [hidden],
     layer_scalar [1], and ple, whose row t is the `width` elements from t * ple_stride on. residual_dtype: residual and
     residual_out, which may be residual, [num_tokens, hidden].
@@ -53,9 +53,6 @@ class Problem:
     r = residual + norm(h; ffn_weight); p = (gelu_tanh(r gate^T) * ple) projection^T;
     residual_out = (r + norm(p; post_weight)) * layer_scalar; out = norm(residual_out; next_weight).
     """
-
-    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
-    DYNAMIC: ClassVar[str] = "num_tokens"
 
     hidden: int = 1536
     width: int = 256

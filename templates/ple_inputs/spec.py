@@ -8,7 +8,6 @@ may lie wherever the GPU can read it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from kerngen.arch import Target
 from kerngen.templates.common.rows.spec import (
@@ -16,18 +15,18 @@ from kerngen.templates.common.rows.spec import (
     VEC,
     require,
     require_dtypes,
+    require_flat,
     require_tokens,
     require_vectors,
-    why_flat_too_long,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic, args
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, Traffic, args
 
 MAX_WIDTH = 2048  # eight vectors a lane
 MAX_DATA_REGISTERS = 128  # of 255: what is left suffices for the arithmetic
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(TokenProblem):
     """ids [num_tokens] int64, table [vocab_size, num_layers * width], context [num_tokens, num_layers * width],
     norm_weight [width] -> out [num_tokens, num_layers, width]; floats are dtype.
 
@@ -35,9 +34,6 @@ class Problem:
     scaled table row, their sum, and that over sqrt(2). An id outside 0..vocab_size - 1 gives NaN for its token and
     reads nothing of the table: a wrong id shows itself in its own row.
     """
-
-    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
-    DYNAMIC: ClassVar[str] = "num_tokens"
 
     num_layers: int = 35
     width: int = 256
@@ -52,8 +48,7 @@ class Problem:
         require(self.num_layers > 0, f"num_layers={self.num_layers} is not positive")
         require(self.vocab_size > 0, f"vocab_size={self.vocab_size} is not positive")
         require_tokens(self.num_tokens)
-        why = why_flat_too_long(self.num_tokens, self.num_layers * self.width)
-        require(why is None, str(why))
+        require_flat(self.num_tokens, self.num_layers * self.width)
 
     @property
     def num_slices(self) -> int:

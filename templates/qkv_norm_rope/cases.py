@@ -9,7 +9,7 @@ import torch
 from kerngen.templates.call import Op
 from kerngen.templates.common.attention.heads_torch import inverse_frequencies
 from kerngen.templates.common.rows.torch_rows import Draw, poisoned
-from kerngen.templates.kernel import Case
+from kerngen.templates.kernel import Case, asking
 from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qkv_norm_rope
 from kerngen.templates.qkv_norm_rope.spec import Problem
 
@@ -85,10 +85,6 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
 
 def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
     """The op that asks for this case, and its arguments."""
-    p = case.problem
-    given = {n: inputs[n] for n in ("q_weight", "inv_freq", "positions", "eps")}
-    given["num_rotated_pairs"] = p.num_rotated_pairs
-    if p.q_only:
-        return q_norm_rope, given | {"q_raw": inputs["qkv"]}
-    names = ("qkv", "k_weight", "k_cache", "v_cache", "slot_mapping")
-    return qkv_norm_rope, given | {n: inputs[n] for n in names} | {"num_q_heads": p.num_q_heads}
+    if case.problem.q_only:
+        return asking(q_norm_rope, case, inputs, q_raw=inputs["qkv"])
+    return asking(qkv_norm_rope, case, inputs)

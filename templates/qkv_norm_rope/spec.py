@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from kerngen.arch import Target
-from kerngen.templates.common.rows.spec import (
-    ELEMENT_BYTES,
-    INT32_MAX,
-    require,
-    require_dtypes,
-    require_tokens,
-)
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic, args
+from kerngen.templates.common.rows.spec import ELEMENT_BYTES, INT32_MAX, require, require_dtypes, require_tokens
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, Traffic, args
 
 HEAD_DIMS = (64, 128, 256, 512)
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(TokenProblem):
     """qkv [num_tokens, num_heads * head_dim] as q | k | v; q | k with k_eq_v (v is the raw k); q alone with q_only.
 
     q = rope(norm(q; q_weight)) goes to q [num_tokens, num_q_heads, head_dim]; k = rope(norm(k; k_weight)) and v =
@@ -27,9 +20,6 @@ class Problem:
     head_dim], where a negative slot writes nothing. RoPE turns pairs (j, j + head_dim / 2) for j < num_rotated_pairs
     by positions[t] * inv_freq[j]; the other dims pass unchanged. All tensors dtype, inv_freq [head_dim / 2] fp32.
     """
-
-    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
-    DYNAMIC: ClassVar[str] = "num_tokens"
 
     num_q_heads: int = 32
     num_kv_heads: int = 16  # 0 with q_only

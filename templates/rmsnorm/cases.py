@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from kerngen.templates.call import Op
-from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE, Draw, poisoned
-from kerngen.templates.kernel import Case
+from kerngen.templates.common.rows.torch_rows import DTYPE_PAIRS, TORCH_DTYPE, Draw, poisoned
+from kerngen.templates.kernel import Case, asking
 from kerngen.templates.rmsnorm.op import rmsnorm
 from kerngen.templates.rmsnorm.spec import Problem
 
@@ -20,8 +20,7 @@ def case_for(problem: Problem) -> Case:
 
 
 def _cases(hidden: int, *tokens: int, **fields: Any) -> tuple[Case, ...]:
-    kinds = (("bf16", "bf16"), ("fp16", "fp32"))
-    return tuple(case_for(Problem(hidden, d, r, num_tokens=t, **fields)) for d, r in kinds for t in tokens)
+    return tuple(case_for(Problem(hidden, d, r, num_tokens=t, **fields)) for d, r in DTYPE_PAIRS for t in tokens)
 
 
 CASES = (
@@ -54,5 +53,4 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
 
 def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
     """The op that asks for this case, and its arguments."""
-    names = ("x", "weight", "eps")
-    return rmsnorm, {n: inputs[n] for n in names} | {"out_dtype": TORCH_DTYPE[case.problem.dtype]}
+    return asking(rmsnorm, case, inputs, out_dtype=TORCH_DTYPE[case.problem.dtype])

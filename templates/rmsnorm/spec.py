@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar
 
 from kerngen.arch import Target
 from kerngen.templates.common.rows.spec import (
@@ -18,15 +17,12 @@ from kerngen.templates.common.rows.spec import (
     row_threads,
     why_row_invalid,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic, args
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, Traffic, args
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(TokenProblem):
     """x [num_tokens, hidden] residual_dtype, weight [hidden] dtype (has_weight) -> out [num_tokens, hidden] dtype."""
-
-    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
-    DYNAMIC: ClassVar[str] = "num_tokens"
 
     hidden: int = 5376
     dtype: str = "bf16"

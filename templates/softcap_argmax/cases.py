@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kerngen.templates.call import Op
-from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE, Draw, poisoned
+from kerngen.templates.common.rows.torch_rows import DTYPE_PAIRS, TORCH_DTYPE, Draw, poisoned
 from kerngen.templates.kernel import Case
 from kerngen.templates.softcap_argmax.op import argmax, softcap
 from kerngen.templates.softcap_argmax.spec import Problem
@@ -25,7 +25,7 @@ def case_for(problem: Problem, **options: Any) -> Case:
 def _cases(vocab_size: int, *tokens: int, kinds: tuple[str, ...] = ("peak",), **fields: Any) -> tuple[Case, ...]:
     return tuple(
         case_for(Problem(vocab_size, d, ld, num_tokens=t, **fields), kind=k)
-        for d, ld in (("bf16", "bf16"), ("fp16", "fp32"))
+        for d, ld in DTYPE_PAIRS
         for k in kinds
         for t in tokens
     )

@@ -7,7 +7,6 @@ finish writes the id and clears the workspace, so that one launch serves and any
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from kerngen.arch import Target
 from kerngen.templates.common.rows.spec import (
@@ -20,11 +19,11 @@ from kerngen.templates.common.rows.spec import (
     require_vectors,
     why_no_dtype,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic, args
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, Traffic, args
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(TokenProblem):
     """logits [num_tokens, vocab_size] logits_dtype -> ids [num_tokens] int64, and capped (write_capped) fp32.
 
     The lowest index wins a tie; NaN counts as the greatest, as in torch.argmax. has_cap: without it the values are the
@@ -32,9 +31,6 @@ class Problem:
     logits of that dtype does, and ids are the arg-max of that, with the ties that rounding makes. Else capped is in
     fp32, and ids are the arg-max of the logits: the cap is strictly increasing.
     """
-
-    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
-    DYNAMIC: ClassVar[str] = "num_tokens"
 
     vocab_size: int = 262144
     dtype: str = "bf16"

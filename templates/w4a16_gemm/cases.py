@@ -7,7 +7,7 @@ from typing import Any
 from kerngen.templates.call import Op
 from kerngen.templates.common.rows.torch_rows import Draw, poisoned
 from kerngen.templates.common.w4.pack import drawn, pack
-from kerngen.templates.kernel import Case
+from kerngen.templates.kernel import Case, asking
 from kerngen.templates.w4a16_gemm.op import w4a16_gated, w4a16_gemm
 from kerngen.templates.w4a16_gemm.spec import Problem
 
@@ -65,6 +65,4 @@ def case_for(problem: Problem) -> Case:
 
 def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
     """The op that asks for this case, and its arguments."""
-    op = w4a16_gated if case.problem.gated else w4a16_gemm
-    arguments = {n: inputs[n] for n in ("x", "w_packed", "scales")}
-    return op, arguments | {"row_invariant": case.problem.row_invariant}
+    return asking(w4a16_gated if case.problem.gated else w4a16_gemm, case, inputs)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kerngen.templates.common.rows.torch_rows import gelu_gated, rounded
+from kerngen.templates.common.rows.torch_rows import UNIT, gelu_gated, rounded
 from kerngen.templates.common.w4.pack import dequantize, separate, unpack
 from kerngen.templates.kernel import Tolerance
 from kerngen.templates.w4a16_gemm.spec import Problem
@@ -28,7 +28,7 @@ def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
 
 def tolerance(problem: Problem) -> Tolerance:
     """cases.py scales W so that outputs have a standard deviation near 1."""
-    eps = 2.0**-8 if problem.dtype == "bf16" else 2.0**-11  # half a unit in the last place
+    eps = UNIT[problem.dtype]
     if problem.gated:
         return Tolerance(
             atol=14 * eps,

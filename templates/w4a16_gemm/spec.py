@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
@@ -35,7 +35,7 @@ from kerngen.templates.common.w4.tiling import (
     matrix_bytes,
     require_matrix,
 )
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, TensorMap, args
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, TensorMap, TokenProblem, args
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Config(Tiling):
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(TokenProblem):
     """n, k: rows of W and their length. group_size: weights along K that share a scale. dtype: of x, scales and out.
 
     gated: W is gate and up, and out has n / 2 columns. row_invariant: a token's output has the same bits in every row
@@ -58,9 +58,6 @@ class Problem:
     num_tokens: int = 1
     gated: bool = False
     row_invariant: bool = False
-
-    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
-    DYNAMIC: ClassVar[str] = "num_tokens"
 
     def __post_init__(self) -> None:
         require_matrix(self.n, self.k, self.group_size, self.dtype)

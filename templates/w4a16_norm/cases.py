@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kerngen.templates.common.rows.torch_rows import Draw, poisoned
+from kerngen.templates.common.rows.torch_rows import DTYPE_PAIRS, Draw, poisoned
 from kerngen.templates.common.w4.pack import drawn, pack
 from kerngen.templates.kernel import Case
 from kerngen.templates.w4a16_norm.spec import Problem
@@ -20,8 +20,7 @@ def case_for(problem: Problem, **options: Any) -> Case:
 
 def _cases(n: int, k: int, group: int, *tokens: int, in_place: bool = False, scalar: bool = False) -> tuple[Case, ...]:
     options = {"in_place": True} if in_place else {}
-    kinds = (("bf16", "bf16"), ("fp16", "fp32"))
-    return tuple(case_for(Problem(n, k, group, d, r, scalar, t), **options) for d, r in kinds for t in tokens)
+    return tuple(case_for(Problem(n, k, group, d, r, scalar, t), **options) for d, r in DTYPE_PAIRS for t in tokens)
 
 
 CASES = (

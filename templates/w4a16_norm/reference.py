@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kerngen.templates.common.rows.torch_rows import rms_norm, rounded
+from kerngen.templates.common.rows.torch_rows import UNIT, rms_norm, rounded
 from kerngen.templates.common.w4.pack import dequantize, unpack
 from kerngen.templates.kernel import Tolerance
 from kerngen.templates.w4a16_norm.spec import Problem
@@ -25,7 +25,7 @@ def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def tolerance(problem: Problem) -> Tolerance:
-    eps = 2.0**-8 if problem.dtype == "bf16" else 2.0**-11  # half a unit in the last place
+    eps = UNIT[problem.dtype]
     return Tolerance(
         atol=12 * eps,
         rtol=4 * eps,

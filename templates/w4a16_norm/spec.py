@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from math import ceil
-from typing import Any, ClassVar
+from typing import Any
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
@@ -31,7 +31,7 @@ from kerngen.templates.common.rows.spec import (
 from kerngen.templates.common.w4 import tiling
 from kerngen.templates.common.w4.tiling import BLOCK_STREAM_SPACE, STREAM_BLOCK_M, STREAM_SPACE, STRIP, require_matrix
 from kerngen.templates.common.w4.tiling import SPACE as RING_SPACE
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, args
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, args
 from kerngen.templates.w4a16_gemm import spec as gemm
 
 FEW_TOKENS, MOST_TOKENS = STREAM_BLOCK_M[-1], gemm.MAX_MMA_TOKENS  # by bulk copies, and by cp.async
@@ -39,13 +39,11 @@ MOST_TILES = 12  # of a warp, where no step chose: their digits fill its registe
 MOST_THREADS = 1024
 VECS = (1, 2, 3, 4)
 RING_VECS = VECS[1:]  # of norms after a pipeline that warps share, by steps
-MIN_MMA_TOKENS_K = (
-    gemm.MIN_SPLIT_6_K
-)  # columns of W: shorter rows gain less by the ring, and behind two verifications lose
+MIN_MMA_TOKENS_K = gemm.MIN_SPLIT_6_K  # columns of W: shorter rows gain less, and behind two verifications lose
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(TokenProblem):
     """x [num_tokens, k] and W [n, k] as w4a16_gemm's, of up to eight tokens; residual [num_tokens, n] residual_dtype,
     weights [n] dtype -> residual_out [num_tokens, n] residual_dtype, which may be residual, and out [num_tokens, n]
     dtype.
@@ -60,9 +58,6 @@ class Problem:
     residual_dtype: str = "bf16"
     has_scalar: bool = False
     num_tokens: int = FEW_TOKENS
-
-    RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
-    DYNAMIC: ClassVar[str] = "num_tokens"
 
     def __post_init__(self) -> None:
         require_matrix(self.n, self.k, self.group_size, self.dtype)

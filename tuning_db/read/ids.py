@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Kernel, fields_of, filled, static_fields, trimmed
 from kerngen.tuning_db.read.canonical_fields import canonical_fields_of, filed_kernel, named_kernel, round_up
 
@@ -82,6 +83,17 @@ class ProblemKey:
     @property
     def id(self) -> str:
         return self.ids().problem
+
+    @property
+    def dynamic_name(self) -> str:
+        """What its points are counted in: num_tokens, kv_len; "dynamic" of a kernel that is not installed."""
+        known = self.kernel in kernel_names()
+        return str(find_kernel(self.kernel).problem_type.DYNAMIC) if known else "dynamic"
+
+    @property
+    def flat(self) -> dict[str, Any]:
+        """Compiled-in fields, bucketed fields, then the dynamic one under its own name."""
+        return self.static | self.runtime | ({} if self.dynamic is None else {self.dynamic_name: self.dynamic})
 
     def filed(self) -> ProblemKey:
         """As a row of it states it: under the names that are filed, without the fields that have their default."""

@@ -18,7 +18,7 @@ from kerngen.errors import UnknownName, UsageError
 if TYPE_CHECKING:
     from kerngen.arch import Target
     from kerngen.report.data import Wanted
-    from kerngen.tuning_db import ProblemKey, Store
+    from kerngen.tuning_db import Store
 
 ID_CHARS = 12
 
@@ -145,20 +145,6 @@ def drawing(
     with reading(url, boards_for(arch_names, [device])) as stores:
         require_known(names, stores)
         yield stores, Wanted(names or None, arches, device)
-
-
-def fields_as_filed(key: ProblemKey) -> dict[str, Any]:
-    """The problem as it is filed: compiled-in fields, bucketed fields, then the dynamic one under its own name."""
-    flat = {**key.static, **key.runtime}
-    if key.dynamic is not None:
-        flat[_dynamic_name(key.kernel)] = key.dynamic
-    return flat
-
-
-def _dynamic_name(kernel: str) -> str:
-    from kerngen.templates import find_kernel, kernel_names
-
-    return str(find_kernel(kernel).problem_type.DYNAMIC) if kernel in kernel_names() else "dynamic"
 
 
 def pairs(values: dict[str, Any]) -> str:

@@ -16,12 +16,12 @@ from kerngen.cli.db.common import (
     ID_CHARS,
     boards_for,
     echo_json,
-    fields_as_filed,
     interval,
     micros,
     pairs,
     reading,
     reading_options,
+    require_known,
 )
 from kerngen.cli.tables import Table, new_console, say
 
@@ -59,18 +59,12 @@ def ls(
     Example: kerngen db ls --kernel attn_prefill --arch sm90
     """
     from kerngen.arch import parse_arches
-    from kerngen.errors import UnknownName
 
     arches = None if arch_names is None else {a.name for a in parse_arches(arch_names)}
     if device_name is not None:  # bytes that are no UTF-8 name no board, and no database can be asked for them
         device_name = device_name.encode(errors="backslashreplace").decode()
     with reading(url, boards_for(arch_names, [device_name])) as stores:
-        known = {w.kernel for store in stores for w in store.winners()}
-        if kernel_name is not None and kernel_name not in known:
-            from kerngen.templates import kernel_names
-
-            if kernel_name not in kernel_names():
-                raise UnknownName("kernel", kernel_name, sorted(known | set(kernel_names())))
+        require_known([kernel_name] if kernel_name is not None else [], stores)
         found = [
             (store, w)
             for store in stores
@@ -273,12 +267,12 @@ def find(
             (s, w)
             for s in stores
             for w in s.winners(subject, arch=arch, device=device_name)
-            if named.items() <= fields_as_filed(w.problem).items()
+            if named.items() <= w.problem.flat.items()
         ]
         if len(meant) == 1:
             return meant[0]
         if meant and len(named) < len(fields_of(problem)):
-            first, *others = [fields_as_filed(w.problem) for _, w in meant]
+            first, *others = [w.problem.flat for _, w in meant]
             differing = {n for other in others for n, v in other.items() if v != first[n]}
             raise UsageError(
                 f"{len(meant)} winners of {subject} on {arch} fit, and none serves {describe(problem)}",
@@ -358,7 +352,7 @@ def _print_winners(found: list[tuple[Store, Winner]]) -> None:
 
     for (kernel, arch, device, name), members in groupby(sorted(found, key=group), key=group):
         winners = [w for _, w in members]
-        flat = [fields_as_filed(w.problem) for w in winners]
+        flat = [w.problem.flat for w in winners]
         shared = {n: v for n, v in flat[0].items() if all(f.get(n, _ABSENT) == v for f in flat)}
         varying = [n for n in dict.fromkeys(n for f in flat for n in f) if n not in shared]
         title = f"{kernel} on {arch} ({device}) in {name}" + (f": {pairs(shared)}" if shared else "")
@@ -375,7 +369,7 @@ _ABSENT = object()
 
 
 def _print_head(console: Console, store: Store, w: Winner) -> None:
-    console.print(f"{w.kernel}[{pairs(fields_as_filed(w.problem))}] on {w.arch} ({w.device})", style="bold")
+    console.print(f"{w.kernel}[{pairs(w.problem.flat)}] on {w.arch} ({w.device})", style="bold")
     console.print(f"  winner      {w.id[:ID_CHARS]} in {store.where}")
     if w.source != store.where:
         console.print(f"  answered    {w.source}")
@@ -413,7 +407,7 @@ def _winner_json(store: Store, w: Winner) -> dict[str, Any]:
         "id": w.id,
         "store": store.where,
         "kernel": w.kernel,
-        "problem": fields_as_filed(w.problem),
+        "problem": w.problem.flat,
         "arch": w.arch.name,
         "device": w.device.name,
         "config": w.config,
@@ -429,4 +423,4 @@ def _winner_json(store: Store, w: Winner) -> dict[str, Any]:
 
 def _observation_json(o: Observation) -> dict[str, Any]:
     m = o.measurement
-    return {"id": o.id} | asdict(m) | {"problem": fields_as_filed(m.problem), "device": m.device.name}
+    return {"id": o.id} | asdict(m) | {"problem": m.problem.flat, "device": m.device.name}

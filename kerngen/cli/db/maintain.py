@@ -13,7 +13,6 @@ from kerngen.cli.db.common import (
     boards_for,
     changing,
     echo_json,
-    fields_as_filed,
     known_kernels,
     micros,
     pairs,
@@ -83,7 +82,7 @@ def diff(
             a, b = c.before, c.after
             configs = [pairs(w.config) for w in (a, b) if w is not None]
             table.add_row(
-                c.kind, pairs(fields_as_filed(c.here.problem)), "" if a is None else micros(a.latency_us),
+                c.kind, pairs(c.here.problem.flat), "" if a is None else micros(a.latency_us),
                 "" if b is None else micros(b.latency_us), "" if c.percent is None else f"{c.percent:+.1f}",
                 c.provenance, " -> ".join(dict.fromkeys(configs)),
             )  # fmt: skip
@@ -102,7 +101,7 @@ def _change_json(c: Change) -> dict[str, Any]:
     }  # fmt: skip
     w = c.here
     return {"kind": c.kind, "kernel": w.kernel, "arch": w.arch.name, "device": w.device.name,
-            "problem": fields_as_filed(w.problem), "percent": c.percent, **sides}  # fmt: skip
+            "problem": w.problem.flat, "percent": c.percent, **sides}  # fmt: skip
 
 
 @click.command()

@@ -102,8 +102,8 @@ def why_row_invalid(elements: int, vecs_per_thread: int, rows: int, registers_pe
     return None
 
 
-def why_flat_too_long(num_tokens: int, elements: int) -> str | None:
-    """Why an output of num_tokens rows of `elements` is out of the flat kernels' 32-bit count of vectors."""
-    if (vecs := num_tokens * elements // VEC) > INT32_MAX:
-        return f"num_tokens={num_tokens} rows of {elements} are {vecs:,} vectors of {VEC}; at most {INT32_MAX:,}"
-    return None
+def require_flat(num_tokens: int, elements: int) -> None:
+    """Raises ProblemError unless the vectors of num_tokens rows of `elements` can be counted in 31 bits."""
+    if (vecs := num_tokens * elements // VEC) > INT32_MAX:  # said only then: torch.compile's numbers have no format
+        raise ProblemError(f"num_tokens={num_tokens} rows of {elements} are {vecs:,} vectors of {VEC}; "
+                           f"at most {INT32_MAX:,}")  # fmt: skip

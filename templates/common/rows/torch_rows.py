@@ -18,6 +18,7 @@ class _Names(dict[torch.dtype, str]):
 
 
 DTYPE_NAME = _Names({dtype: name for name, dtype in TORCH_DTYPE.items()})
+DTYPE_PAIRS = (("bf16", "bf16"), ("fp16", "fp32"))  # of the activations and the residual stream (or logits), in cases
 # Unit roundoff: half the distance from 1 to the next number.
 UNIT = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24}
 

@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +22,9 @@ from typing import Any
 import psutil
 import pytest
 from command import Kerngen
+from played_gpu import PlayedGpu
 
-from kerngen.arch import Target, find_arch, find_device
+from kerngen.arch import Target, find_arch
 from kerngen.cli.tune_objective import objective_for
 from kerngen.compiler.compile import compile_cubin
 from kerngen.compiler.render import render
@@ -143,30 +145,6 @@ def _cubins(kerngen: Kerngen) -> list[Path]:
     return list((kerngen.folder / "cache").glob("v1/*/*.cubin"))
 
 
-def _heed_ctrl_c() -> None:
-    """A shell starts background jobs with SIGINT ignored, and children inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def test_stopped_by_ctrl_c_it_keeps_what_it_has(kerngen: Kerngen) -> None:
-    command = [sys.executable, "-m", "kerngen", *TUNE, "--kernel", "attn_prefill", "--jobs", "1"]
-    started = subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=_heed_ctrl_c
-    )
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and len(_cubins(kerngen)) < 3:
-        time.sleep(0.1)
-    started.send_signal(signal.SIGINT)
-    out, err = started.communicate(timeout=60)
-    assert started.returncode == 130
-    assert "stopped" in err
-    assert "what was tried is kept, and the same command continues it" in out
-    assert "time ran out" not in out
-    assert "Traceback" not in err
-    with Store.open(kerngen.folder / "tuning.db", read_only=True) as store:
-        assert store.measurements("attn_prefill")
-
-
 def test_measuring_needs_the_gpu(kerngen: Kerngen) -> None:
     from kerngen.tuning.worker import present_arch
 
@@ -186,26 +164,7 @@ def test_steps_need_the_gpu(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -
     assert "no GPU to measure on" in err
 
 
-class FakeGpu:
-    """In place of GpuWorker: a V100 on which everything takes 10 us and no step can be run."""
-
-    def start(self) -> None:
-        pass
-
-    def __enter__(self) -> FakeGpu:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-    def uuid(self) -> str:
-        return "GPU-0fa4e000-0000-0000-0000-000000000002"
-
-    def device(self) -> Any:
-        return find_device("V100")
-
-    def environment(self) -> dict[str, Any]:
-        return {}
+FakeGpu = partial(PlayedGpu, board="V100")  # on which no step can be run
 
 
 @pytest.mark.parametrize(("asked", "here", "chosen", "says"), [

@@ -104,7 +104,6 @@ FIRST = (
     "test_merge.py",  # 10 s, and waits for a server's disk
     "test_docs.py",  # 10 s
     "test_bundle.py",  # 10 s
-    "test_tuning_db_processes.py",  # 10 s: 64 writers
     "test_library_ops.py",  # 10 s
 )
 

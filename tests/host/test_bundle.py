@@ -307,7 +307,8 @@ def test_what_is_no_bundle_is_said(kerngen: Kerngen) -> None:
         ("pipe.kgdb", UsageError, "pipe.kgdb is no bundle"),
         ("torn.kgdb", DatabaseError, "torn.kgdb is no sealed database, or was cut short"),
     ):
-        with pytest.raises(error, match=says):
+        with pytest.raises(error, match=says) as caught:
             Bundle.open(name)
+        assert caught.value.hint
     with pytest.raises(DatabaseError, match="was cut short"):  # not opened as any other database
         stores_for("torn.kgdb")

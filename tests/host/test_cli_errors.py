@@ -64,6 +64,8 @@ def _require_message(done: tuple[int, str, str], code: int, says: str) -> None:
     ((*TUNE, "--trials", "0"), 2, r"--trials.*0 is not in the range"),
     (COMPILE, 2, r"--model NAME for a workload, or --cases"),
     ((*COMPILE, "--model", "gemma-4-31b", "--cases"), 2, r"--model and --cases are two things.*\n.*one of them"),
+    (("compile", "--model", "gemma-4-31b"), 2, "name what to compile for: --arch sm70"),
+    (("kernel", "show", "attn_decode", "--arch", "sm70", "--config", "num_warps=12,split_d=8"), 1, "split_d=8"),
     (("no-such-command",), 2, r"No such command 'no-such-command'"),
     (("db", "show", "ffff"), 2, r"no winner with id ffff"),
     (("db", "explain", "embed", "--arch", "sm70", "--problem", "x=1"), 2, r"unknown problem field 'x'"),

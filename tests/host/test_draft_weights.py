@@ -23,7 +23,7 @@ from kerngen.runtime.config import DrafterConfig, ModelConfig, read_drafter_conf
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine
 from kerngen.runtime.executors.reference import Reference
-from kerngen.runtime.footprint import _bytes, footprint
+from kerngen.runtime.footprint import footprint
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import Ops
 from kerngen.runtime.ops.eager import TorchOps
@@ -197,13 +197,6 @@ def test_nor_a_sampled_one() -> None:
 
 
 # -- what it takes, and asks
-
-
-@pytest.mark.parametrize("weights", ["stored", "int4"])
-def test_what_is_loaded_takes_as_much_as_is_said(weights: str) -> None:
-    config, drafter = configs(weights)
-    said = footprint(config, drafter, torch.bfloat16, 64).drafter_bytes
-    assert said == _bytes(load_drafter(ASSISTANT, drafter, kernel_ops(torch.bfloat16)))
 
 
 def test_the_31bs_drafter_takes_what_int4_takes() -> None:

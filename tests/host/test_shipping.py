@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -177,36 +176,11 @@ def test_torn_files(store: Store) -> None:
             verify("torn.kgdb", LEVELS)
 
 
-def test_every_flip_is_a_miss_or_does_not_matter(store: Store) -> None:
-    """A flipped byte anywhere: what is served is what was sealed, never another thing, and never a traceback."""
-    path = sealed(store, images=False)
-    data = path.read_bytes()
-    want = {(w.id, w.build_id, w.latency_us) for w in open_bundle(path).winners()}
-    path.chmod(0o644)
-    found = 0
-    for at in range(0, len(data), max(1, len(data) // 150)):
-        path.write_bytes(data[:at] + bytes([data[at] ^ 0x41]) + data[at + 1 :])
-        try:
-            with open_bundle(path, allow_unsigned=True) as shipped:
-                got = {(w.id, w.build_id, w.latency_us) for w in shipped.winners()}
-        except DatabaseError:
-            found += 1
-            continue
-        assert got <= want
-    assert found
-
-
 # ---- trust, and the commands
 
 
-def test_a_read_only_disk_and_a_full_one(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full(store: Store) -> None:
     path = sealed(store, history=True)
-    os.mkdir("ro")
-    shutil.move(path, "ro/out.kgdb")
-    os.chmod("ro", 0o555)
-    with open_any("ro/out.kgdb") as shipped:
-        assert shipped.winners()
-    os.chmod("ro", 0o755)
     with Store.open("full.db") as into:
         before = rows(into)
         with into.engine.connect() as connection:
@@ -214,7 +188,7 @@ def test_a_read_only_disk_and_a_full_one(store: Store, monkeypatch: pytest.Monke
             connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")  # of the connection, which is pooled
         from kerngen.tuning_db.store.merge import merge
 
-        with open_any("ro/out.kgdb") as shipped, pytest.raises(DatabaseError, match="no space left"):
+        with open_any(str(path)) as shipped, pytest.raises(DatabaseError, match="no space left"):
             merge(into, [shipped])
         assert rows(into) == before, "all of it, or nothing"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fresh
 import pytest
@@ -65,6 +66,25 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def played() -> Any:
+    """A service and its engine, which is played."""
+    from played_engine import played_service
+
+    return played_service()
+
+
+@pytest.fixture
+def client(played: Any) -> Iterator[Any]:
+    """Of that service."""
+    from starlette.testclient import TestClient
+
+    from kerngen.runtime.serve.app import make_app
+
+    with TestClient(make_app(played[0]), raise_server_exceptions=False) as client:
+        yield client
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

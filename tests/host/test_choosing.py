@@ -628,17 +628,6 @@ def test_bits_beyond_the_vocabulary_are_nobodys() -> None:
     assert allowed_bits(All(), 64, (), 0).tolist() == [-1, -1]
 
 
-def test_a_masks_row_moves_with_its_request(models: Models) -> None:
-    """Those before it leave one after the other."""
-    model, drafter = models
-    requests = [Request(prompt(4 + i, seed=i), 2 + i) for i in range(4)]
-    requests.append(Request(prompt(9), 14, mask=Thirds()))
-    requests.append(Request(prompt(10), 14, Sampling(**FEATURES["all"]), mask=Thirds()))
-    engine = engine_for(model, drafter, async_depth=1)
-    for made, request in zip(engine.generate_many([fresh(r) for r in requests]), requests, strict=True):
-        assert_made(made, model, request)
-
-
 # -- log-probabilities
 
 

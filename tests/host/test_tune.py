@@ -268,11 +268,8 @@ def test_what_cannot_be_tuned_says_why(tune: Callable[..., Report], scale: Kerne
 
 
 def _us(problem: Any, config: Any) -> float | str:
-    return (
-        "out[0] is 1, reference 2"
-        if config.flavour == "spilling"
-        else 100.0 - config.vectors * 10 + config.threads / 64
-    )
+    us = 100.0 - config.vectors * 10 + config.threads / 64
+    return "out[0] is 1, reference 2" if config.flavour == "spilling" else us
 
 
 class FakeGpu(PlayedGpu):
@@ -728,7 +725,3 @@ def test_a_group_says_what_it_won_and_what_is_missing(tune: Callable[..., Report
     (group,) = groups(report, load)
     assert (group.num_won, group.point) == (1, "num_tokens=4096"), "one with a winner stands for the group"
     assert notes(report.results) == {"time": {"scale": 1}}
-
-
-def test_configs_are_plain_values(scale: Kernel) -> None:
-    assert fields_of(scale.config_type()) == {"threads": 128, "vectors": 1, "flavour": "plain"}

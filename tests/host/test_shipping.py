@@ -24,6 +24,7 @@ from kerngen.tuning_db.dist.verify import LEVELS, verify
 from kerngen.tuning_db.read.sealed import Sealed
 from kerngen.tuning_db.store import schema as t
 from kerngen.tuning_db.store.bundles import open_any, open_bundle
+from kerngen.tuning_db.store.merge import merge
 from kerngen.tuning_db.store.rows import sealed as resealed
 
 
@@ -68,8 +69,6 @@ def test_what_is_exported_gives_the_same_winners(store: Store) -> None:
         }
         chosen = {w.id: (w.build_id, w.provenance, w.latency_us) for w in shipped.winners()}
         with Store.open("again.db") as again:
-            from kerngen.tuning_db.store.merge import merge
-
             merge(again, [shipped])
             assert {w.id: (w.build_id, w.provenance, w.latency_us) for w in again.winners()} == chosen
         kept = {w.build_id for w in shipped.winners() if shipped.image(shipped.build(w.build_id)) is not None}
@@ -165,17 +164,6 @@ def test_a_changed_row_is_found_and_not_served(
         assert len(whole - {w.id for w in shipped.winners()}) == lost
 
 
-def test_torn_files(store: Store) -> None:
-    """Cut anywhere, one is refused in one line; flips are tests/host/test_sealed.py's."""
-    data = sealed(store).read_bytes()
-    for size in (0, 1, 100, 4096, len(data) // 2, len(data) - 65, len(data) - 1):
-        Path("torn.kgdb").write_bytes(data[:size])
-        with pytest.raises(DatabaseError, match=r"torn\.kgdb"):
-            open_any("torn.kgdb")
-        with pytest.raises(DatabaseError, match=r"torn\.kgdb"):
-            verify("torn.kgdb", LEVELS)
-
-
 # ---- trust, and the commands
 
 
@@ -186,8 +174,6 @@ def test_a_disk_that_is_full(store: Store) -> None:
         with into.engine.connect() as connection:
             pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
             connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")  # of the connection, which is pooled
-        from kerngen.tuning_db.store.merge import merge
-
         with open_any(str(path)) as shipped, pytest.raises(DatabaseError, match="no space left"):
             merge(into, [shipped])
         assert rows(into) == before, "all of it, or nothing"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fresh
 import pytest
@@ -67,6 +68,25 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def played() -> Any:
+    """A service and its engine, which is played."""
+    from played_engine import played_service
+
+    return played_service()
+
+
+@pytest.fixture
+def client(played: Any) -> Iterator[Any]:
+    """Of that service."""
+    from starlette.testclient import TestClient
+
+    from kerngen.runtime.serve.app import make_app
+
+    with TestClient(make_app(played[0]), raise_server_exceptions=False) as client:
+        yield client
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-case", action="store_true",
                      help="compile every case of test_kernel_folders, not only those that tell")  # fmt: skip
@@ -104,7 +124,6 @@ FIRST = (
     "test_merge.py",  # 10 s, and waits for a server's disk
     "test_docs.py",  # 10 s
     "test_bundle.py",  # 10 s
-    "test_tuning_db_processes.py",  # 10 s: 64 writers
     "test_library_ops.py",  # 10 s
 )
 

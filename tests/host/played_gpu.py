@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, Self
 
-from kerngen.arch import Device, find_device
+from kerngen.arch import ARCHES, Device, find_device
 from kerngen.timing.gpu import Clocks
 from kerngen.timing.measure import Ceilings
+from kerngen.tuning.checks import why_not_cubin
 from kerngen.tuning.worker import Observed
 from kerngen.workload.steps import Ratio
 
@@ -63,12 +64,19 @@ class PlayedGpu:
     def ceilings(self) -> Ceilings:
         return Ceilings(4580.0, 4100.0, 790.0, {})
 
+    def start(self) -> None:
+        pass
+
     def measure(
-        self, kernel: Any, problem: Any, config: Any, image: bytes, *, samples: int, target_ms: float
+        self, kernel: Any, problem: Any, config: Any, image: bytes, *, samples: int = 15, target_ms: float = 0.0
     ) -> Observed:
+        assert why_not_cubin(image, ARCHES[self.device().arch]) is None
         self._after(len(self.measured))
         self.measured.append((problem, config))
         return self._seen(self.times(problem, config), samples, is_timed_wrong=False)
+
+    def finals(self, kernel: Any, problem: Any, configs: list[tuple[Any, bytes]]) -> list[Observed]:
+        return [self.measure(kernel, problem, c, image) for c, image in configs]
 
     def in_turn(
         self, kernel: Any, problem: Any, candidates: Sequence[tuple[Any, bytes, bool]], *, samples: int

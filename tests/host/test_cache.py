@@ -293,14 +293,6 @@ def test_no_space_leaves_no_scratch(cache: CompileCache, monkeypatch: pytest.Mon
     assert files(cache) == []
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    cache = CompileCache(tmp_path / "file" / "cache")
-    assert cache.get_or_compile(SOURCE, SM70).image
-    assert not cache.put(make_cubin())
-    assert len(caplog.records) == 1
-
-
 def test_no_compile_makes_a_miss_an_error(cache: CompileCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNGEN_NO_COMPILE", "1")
     with pytest.raises(TuningMiss, match="KERNGEN_NO_COMPILE") as caught:

@@ -25,7 +25,7 @@ from kerngen.errors import KerngenError, NumericsError, UsageError
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.drafting import MtpDrafter
-from kerngen.runtime.engine import Engine, Generation, Handle, Request, TokenLogprobs, TokenMask
+from kerngen.runtime.engine import Engine, Generation, Handle, Request, TokenLogprobs
 from kerngen.runtime.engine.logit_processors import LogitProcessors
 from kerngen.runtime.engine.mask import allowed_bits
 from kerngen.runtime.engine.plan import SamplingMode
@@ -628,54 +628,6 @@ def test_bits_beyond_the_vocabulary_are_nobodys() -> None:
     assert allowed_bits(All(), 64, (), 0).tolist() == [-1, -1]
 
 
-def test_a_masks_row_moves_with_its_request(models: Models) -> None:
-    """Those before it leave one after the other."""
-    model, drafter = models
-    requests = [Request(prompt(4 + i, seed=i), 2 + i) for i in range(4)]
-    requests.append(Request(prompt(9), 14, mask=Thirds()))
-    requests.append(Request(prompt(10), 14, Sampling(**FEATURES["all"]), mask=Thirds()))
-    engine = engine_for(model, drafter, async_depth=1)
-    for made, request in zip(engine.generate_many([fresh(r) for r in requests]), requests, strict=True):
-        assert_made(made, model, request)
-
-
-@pytest.mark.parametrize("async_depth", [0, 1])
-def test_what_interrupts_a_step_costs_no_token(
-    models: Models, monkeypatch: pytest.MonkeyPatch, async_depth: int
-) -> None:
-    """All begin again with what they have: counts, masks and what is said of each token."""
-    requests = requests_of_all_kinds(8)
-    engine, _ = knowing(models, requests, async_depth=async_depth, prefill_chunk=13)
-    forward, calls = Gemma4.forward, 0
-
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        hidden = forward(*args, **kwargs)
-        if calls % 5 == 4 and calls < 30:
-            raise KeyboardInterrupt
-        return hidden
-
-    handles = [engine.submit(fresh(r)) for r in requests]
-    raised = 0
-    with monkeypatch.context() as patch:
-        patch.setattr(Gemma4, "forward", interrupted)
-        while engine.has_work:
-            try:
-                engine.step()
-            except KeyboardInterrupt:
-                raised += 1
-    assert raised == 6
-    for handle, request in zip(handles, requests, strict=True):
-        assert_made(handle, models[0], request)
-    assert_nothing_is_held(engine)
-
-
-def test_the_protocol_is_what_masks_are() -> None:
-    masks: list[TokenMask] = [Thirds(), Script([1])]
-    assert masks
-
-
 # -- log-probabilities
 
 
@@ -784,6 +736,8 @@ def test_extreme_penalties_stay_numbers() -> None:
     ({"logit_bias": ((3, math.nan),)}, "logit_bias nan of token 3"),
     ({"logit_bias": ((3, 1.0), (3, 2.0))}, "names a token twice"),
     ({"min_tokens": -1}, "min_tokens -1 is negative"),
+    ({"temperature": -1.0}, "temperature"), ({"top_k": -1}, "top_k"), ({"top_p": 0.0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
 ])  # fmt: skip
 def test_impossible_sampling_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):

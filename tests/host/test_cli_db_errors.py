@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from command import ROOT, Kerngen
 
-from kerngen.bundles.bundle import sources_for
-from kerngen.errors import UsageError
 from kerngen.tuning_db import Store
 
 ABSENT = r"absent\.db: no such file\n  kerngen tune --db FILE makes one"
@@ -144,14 +142,6 @@ def test_one_clear_message_with_a_hint(kerngen: Kerngen, command: str, code: int
     after = {name.removesuffix("-wal").removesuffix("-shm") for name in kerngen.files()}
     assert after - set(before) <= {".local/share/kerngen/bundles/.lock"}, "nothing is made"
     assert all((kerngen.folder / name).read_bytes() == was for name, was in before.items())
-
-
-@pytest.mark.parametrize("place", ["absent", "notes.txt", "."])
-def test_a_bundle_that_is_none(kerngen: Kerngen, place: str) -> None:
-    """What a run on a GPU is told: here it says first that there is none."""
-    with pytest.raises(UsageError, match=rf"{re.escape(place)} is no bundle") as caught:
-        sources_for(None, place)
-    assert caught.value.hint is not None
 
 
 @pytest.mark.parametrize(("command", "says"), [

@@ -96,14 +96,3 @@ def test_a_kernel_that_does_not_compile_fails_its_check(kerngen: Kerngen, monkey
 def test_the_code_of_what_does_nothing(kerngen: Kerngen, args: tuple[str, ...], code: int) -> None:
     assert kerngen.run(*args)[0] == code
     assert kerngen(*args)[0] == code
-
-
-def test_ctrl_c_is_130(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`kerngen run` keeps nothing, and must not say that it does."""
-
-    def stop(*_: object) -> str:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("kerngen.cli.run._read_prompt", stop)
-    code, out, err = kerngen("run", ".")
-    assert (code, out, err.strip()) == (130, "", "stopped")

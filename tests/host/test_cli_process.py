@@ -135,17 +135,21 @@ def _wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_sigterm_ends_a_tune_as_ctrl_c_does(kerngen: Kerngen) -> None:
-    """As `timeout` sends it: to its group, then to it once more."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_tune_which_keeps_what_it_has(kerngen: Kerngen, number: signal.Signals) -> None:
+    """SIGTERM as `timeout` sends it: to its group, then to it once more."""
     started = _start(kerngen, *TUNE, "--kernel", "attn_prefill")
     _wait_until(lambda: len(list((kerngen.folder / "cache").glob("v1/*/*.cubin"))) >= 3)
     children = psutil.Process(started.pid).children(recursive=True)
-    os.killpg(started.pid, signal.SIGTERM)
-    started.send_signal(signal.SIGTERM)
+    os.killpg(started.pid, number)
+    if number == signal.SIGTERM:
+        started.send_signal(number)
     out, err = started.communicate(timeout=60)
-    assert started.returncode == 143, err
-    assert err.strip().splitlines()[-1] == "stopped by SIGTERM"
+    assert started.returncode == 128 + number, err
+    assert err.strip().splitlines()[-1] == ("stopped" if number == signal.SIGINT else "stopped by SIGTERM")
+    assert "Traceback" not in err
     assert "what was tried is kept, and the same command continues it" in out
+    assert "time ran out" not in out
     with Store.open(kerngen.folder / "tuning.db", read_only=True) as store:
         assert store.measurements("attn_prefill")
     _, alive = psutil.wait_procs(children, timeout=20)

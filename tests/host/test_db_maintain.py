@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -129,13 +128,5 @@ def test_the_commands(kerngen: Kerngen) -> None:
     assert (code, out.split()[0]) == (0, "trial")
     assert kerngen("db", "rm", "--kernel", "rmsnorm", "--json")[0] == 0
     assert json.loads(kerngen("db", "stats", "--json", "--db", "tuning.db")[1])[0]["rows"]["measurement"] == 0
-    for args, says in (
-        (("rm",), "name what to forget"),
-        (("gc", "--db", "new.kgdb"), "new.kgdb is sealed"),
-        (("gc", "--db", "absent.db"), "absent.db is not there"),
-        (("revoke", "0123456789abcdef", "--reason", "x"), "no winner with id"),
-    ):
-        code, _, err = kerngen("db", *args)
-        assert code == 2, err
-        assert says in err
-    assert not os.path.exists("absent.db")
+    code, _, err = kerngen("db", "gc", "--db", "new.kgdb")
+    assert (code, "new.kgdb is sealed" in err) == (2, True)

@@ -450,21 +450,6 @@ def test_a_prefix_without_its_sliding_pages_is_no_prefix(model: Gemma4) -> None:
     assert len(set(found)) > 1
 
 
-def test_requests_of_every_kind_share_a_batch(models: Models) -> None:
-    """Greedy, sampled and with suppressed tokens: each has what it has alone, drafts or not."""
-    model, drafter = models["k_eq_v"]
-    modes = [Sampling(), Sampling(0.8, seed=1), Sampling(1.2, 7, 0.9, 2), Sampling(), Sampling(0.7, 80, 1.0, 3)]
-    requests = [Request(prompt(6 + i, seed=i), 20, s) for i, s in enumerate(modes)]
-    requests += [Request(prompt(5, seed=9), 20, s, suppressed_ids=range(3, 40)) for s in modes[:2]]
-    expected = alone(model, requests)
-    assert all(not set(t) & set(range(3, 40)) for t in expected[-2:])
-    for drafts in (0, 4):
-        oracle = oracle_for(drafter, requests, expected)
-        oracle.engine = engine = engine_for(model, oracle, num_draft_tokens=drafts, prefill_chunk=7)
-        assert tokens_of(engine, requests) == expected
-        assert tokens_of(engine, requests[::-1]) == expected[::-1]
-
-
 def test_a_request_that_breaks_breaks_alone(models: Models) -> None:
     """NaN in one sequence's cache is its error; the others go on, and nobody finds its pages later."""
     model, _ = models["dense"]

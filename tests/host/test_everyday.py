@@ -47,8 +47,6 @@ def test_a_prompt_is_an_argument_an_option_or_standard_input(
 
 @pytest.mark.parametrize(("args", "says"), [
     (("hi", "-p", "hi"), "UsageError: PROMPT and --prompt are two things to say\n"),
-    (("hi", "--prompts", "in.jsonl"), "UsageError: a prompt and --prompts contradict each other\n"),
-    ((os.fsdecode(b"bad \xff"),), r"UsageError: the prompt is not UTF-8: character 4 is '\udcff'"),
     (("hi", "there"), "Got unexpected extra argument (there)"),
     (("hi", "-n", "0"), "0 is not in the range x>=1"),
 ], ids=lambda v: "")  # fmt: skip
@@ -56,13 +54,6 @@ def test_prompts_that_cannot_be(kerngen: Kerngen, args: tuple[str, ...], says: s
     code, out, err = kerngen(*SAY, *args)
     assert (code, out) == (2, "")
     assert says in err
-
-
-def test_the_drafter_that_was_chosen_is_named(kerngen: Kerngen) -> None:
-    code, _, err = kerngen("run", MODEL, "hi", "-n", "2")
-    assert code == 0
-    assert f"{MODEL}-assistant drafts up to" in err
-    assert json.loads(kerngen("run", MODEL, "hi", "-n", "2", "--json")[1])["drafter"] == f"{MODEL}-assistant"
 
 
 def test_a_chat_names_its_drafter() -> None:

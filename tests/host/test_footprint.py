@@ -26,10 +26,10 @@ from kerngen.workload.workload import MODELS, find_model
 TINY = ROOT / "examples" / "tiny"
 
 
-@pytest.mark.parametrize("name", ["gemma-4-tiny", "gemma-4-tiny-w4a16"])
-def test_what_is_loaded_takes_as_much_as_is_said(name: str) -> None:
+@pytest.mark.parametrize(("name", "weights"), [("gemma-4-tiny", "stored"), ("gemma-4-tiny-w4a16", "int4")])
+def test_what_is_loaded_takes_as_much_as_is_said(name: str, weights: str) -> None:
     config = read_model_config(TINY / name)
-    drafter = read_drafter_config(TINY / "gemma-4-tiny-assistant", config)
+    drafter = read_drafter_config(TINY / "gemma-4-tiny-assistant", config).keeping(weights)
     ops = KernelOps(Reference(), torch.bfloat16)
     said = footprint(config, drafter, torch.bfloat16, 500)
     assert said.weight_bytes == _bytes(load_model(TINY / name, config, ops))

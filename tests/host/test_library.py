@@ -214,15 +214,6 @@ def test_messages_and_raw_text(session: kerngen.Session, monkeypatch: pytest.Mon
         session.generate(message, chat=False)
 
 
-def test_sampling_repeats_with_its_seed(session: kerngen.Session) -> None:
-    one, two, three = (
-        session.generate("Tell me a story.", temperature=1.5, seed=s, max_new_tokens=24).tokens for s in (1, 1, 2)
-    )
-    assert one == two != three
-    with pytest.raises(kerngen.UsageError, match="top_p"):
-        session.generate("x", top_p=0.0)
-
-
 def test_a_session_makes_room_as_it_needs_it() -> None:
     session = load(TARGET, draft=False)
     assert session.drafter is None

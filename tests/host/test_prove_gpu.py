@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from command import Kerngen
+from played_gpu import PlayedGpu
 from toy import toy_kernels
 
 import kerngen.tuning.worker as worker
@@ -30,32 +31,21 @@ SM70 = find_arch("sm70")
 TOKENS = (64, 512, 4096)
 
 
-class FakeGpu:
+class FakeGpu(PlayedGpu):
     """A V100 that takes `factor(problem, look)` of what it took when it was tuned."""
 
     def __init__(self, factor: Callable[[Any, int], float] = lambda problem, look: 1.0) -> None:
+        super().__init__()
         self.factor = factor
-        self.board = find_device("V100")
-        self.looks: dict[Any, int] = {}
+        self.profile = find_device("V100")
+        self.seen: dict[Any, int] = {}
         self.loaded: list[str] = []
         self.wrong: set[int] = set()  # token counts
         self.held_back: set[int] = set()
         self.unloadable = ""
 
-    def __enter__(self) -> FakeGpu:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
     def device(self) -> Device:
-        return self.board
-
-    def uuid(self) -> str:
-        return "GPU-0fa4e000-0000-0000-0000-000000000001"
-
-    def environment(self) -> dict[str, Any]:
-        return {"driver": "none"}
+        return self.profile
 
     def load(self, what: str, image: bytes, entries: tuple[str, ...]) -> str:
         assert why_not_cubin(image, SM70) is None
@@ -69,16 +59,13 @@ class FakeGpu:
             return Observed("wrong_result", "out[0] is 1, reference 2\nand more", error_abs=1.0)
         return Observed("ok", error_abs=0.0, error_rel=0.0)
 
-    def measure(self, kernel: Kernel, problem: Any, config: Any, image: bytes) -> Observed:
+    def measure(self, kernel: Kernel, problem: Any, config: Any, image: bytes, **options: Any) -> Observed:
         if (seen := self.check(kernel, problem, config, image)).outcome != "ok":
             return seen
-        look = self.looks[problem] = self.looks.get(problem, 0) + 1
+        look = self.seen[problem] = self.seen.get(problem, 0) + 1
         us = (100.0 - config.vectors * 10 + config.threads / 64) * self.factor(problem, look)
         gpu = {"reasons": ["hw_thermal_slowdown"]} if problem.num_tokens in self.held_back else {"reasons": []}
         return replace(seen, p50_us=us, p10_us=us - 0.01, p90_us=us + 0.01, min_us=us - 0.02, samples=15, gpu=gpu)
-
-    def finals(self, kernel: Kernel, problem: Any, configs: list[tuple[Any, bytes]]) -> list[Observed]:
-        return [self.measure(kernel, problem, c, image) for c, image in configs]
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +113,7 @@ def test_what_is_as_it_says_is_proved(kerngen: Kerngen, gpu: FakeGpu) -> None:
     assert "ok  fast       3 of 3 winners that were measured take what it says: 1.000 of it in the median" in out
     assert "1.020 at worst (scale[" in out
     assert "up to 5.0% longer, beside the noise, is as fast" in out
-    assert set(gpu.looks.values()) == {1}
+    assert set(gpu.seen.values()) == {1}
     with Store.open("tuning.db", read_only=True) as store:
         assert len(gpu.loaded) == len(store.kept_builds())
     lock = GpuLock(gpu.uuid())
@@ -138,7 +125,7 @@ def test_a_level_is_what_was_asked_for(kerngen: Kerngen, gpu: FakeGpu) -> None:
     assert list(_levels(kerngen("db", "verify", "tuning.db", "--run", "loads", "--json")[1]))[3:] == ["loads"]
     levels = _levels(kerngen("db", "verify", "tuning.db", "--run", "correct", "--json")[1])
     assert list(levels)[3:] == ["loads", "correct"]
-    assert gpu.looks == {}, "nothing was timed"
+    assert gpu.seen == {}, "nothing was timed"
 
 
 def test_what_is_wrong_slow_or_held_back_is_named(kerngen: Kerngen, gpu: FakeGpu) -> None:
@@ -169,7 +156,7 @@ def test_one_bad_look_is_not_the_last(kerngen: Kerngen, gpu: FakeGpu) -> None:
     code, out, _ = kerngen("db", "verify", "tuning.db", "--run", "fast")
     assert code == 0, out
     assert "1.010 at worst" in out
-    assert set(gpu.looks.values()) == {3}
+    assert set(gpu.seen.values()) == {3}
 
 
 def test_an_image_that_does_not_load_is_named(kerngen: Kerngen, gpu: FakeGpu) -> None:
@@ -221,7 +208,7 @@ def test_a_prediction_is_not_as_fast_as_anything(kerngen: Kerngen, gpu: FakeGpu)
     assert code == 1
     assert "ok  correct    3 of 3" in out
     assert "NO  fast       not done: no winner was measured on a board like this V100" in out
-    gpu.board = replace(gpu.board, name="half", num_sms=40)
+    gpu.profile = replace(gpu.profile, name="half", num_sms=40)
     code, out, _ = kerngen("db", "verify", "tuning.db", "--run", "fast")
     assert code == 1
     assert "not done: no winner was measured on a board like this half" in out

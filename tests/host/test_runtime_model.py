@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -85,13 +84,6 @@ def test_a_prefill_that_needs_only_the_last_token_skips_the_layers_that_share_kv
     assert last.shape == (1, model.config.hidden_size)
     torch.testing.assert_close(last[0], whole[-1], atol=1e-4, rtol=0)
     assert prefill(model, PROMPT, len(PROMPT), outputs="none").shape == (0, model.config.hidden_size)
-
-
-def test_per_layer_config_reads_like_the_flat_keys(tmp_path: Path, targets: dict[str, tuple[Path, HF]]) -> None:
-    folder, hf = targets["k_eq_v"]
-    hf.save_pretrained(tmp_path)  # transformers' own spelling
-    assert "global_head_dim" not in json.loads((tmp_path / "config.json").read_text())
-    assert load(tmp_path).config == load(folder).config
 
 
 def test_two_sequences_of_different_length_decode_together(targets: dict[str, tuple[Path, HF]]) -> None:

@@ -253,11 +253,6 @@ def have_header(folder: Path, size: int) -> None:
     os.truncate(folder / "model.safetensors", 8 + size)
 
 
-def drop_shard(folder: Path) -> None:
-    shard(folder)
-    (folder / "model-00002-of-00002.safetensors").unlink()
-
-
 def misplace(folder: Path, where: str) -> None:
     shard(folder)
     index = folder / "model.safetensors.index.json"
@@ -298,14 +293,8 @@ FILES: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda f: edit_tensors(f, lambda t: t.update({"model.layers.5.self_attn.v_proj.weight": torch.ones(32, 32)})),
         "does not account for",
     ),
-    "shard missing": (drop_shard, "model-00002-of-00002.safetensors is missing"),
     "shard elsewhere": (lambda f: misplace(f, "../../../etc/passwd"), "is not a file name"),
     "tensor in the wrong shard": (lambda f: misplace(f, "model-00001-of-00002.safetensors"), f"lacks {NORM}"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no model.safetensors"),
-    "pickled weights only": (
-        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
-        "holds no model.safetensors",
-    ),
 }
 
 

@@ -20,7 +20,7 @@ from kerngen.tuning_db.dist.keys import SecretKey
 from kerngen.tuning_db.dist.seal import damage, rows_of, seal, sign
 from kerngen.tuning_db.read import trust
 from kerngen.tuning_db.read.sealed import FOOTER_BYTES, QUERY_ERRORS, Sealed, Value, leaf, tail_of
-from kerngen.tuning_db.read.trust import signed_message, trust_digest
+from kerngen.tuning_db.read.trust import signed_message
 
 pytestmark = pytest.mark.usefixtures("nobody_is_trusted")
 
@@ -151,20 +151,6 @@ def test_what_was_changed_is_not_signed(bundle: Path) -> None:
     with pytest.raises(CorruptRecord, match=r"changed since.*sealed"):
         sign(bundle, BOB)
     assert bundle.read_bytes() == before
-
-
-def test_it_is_run_if_somebody_answers_for_it(bundle: Path, db: Path, tmp_path: Path) -> None:
-    sealed = Sealed.open(bundle)
-    assert sealed.why_untrusted() == f"is signed by no key that is trusted here, but by {ANN.public.id}"
-    trust.trust(BOB.public)
-    assert sealed.why_untrusted() is not None
-    trust.trust(ANN.public)
-    assert sealed.why_untrusted() is None
-    digest = seal(db, tmp_path / "unsigned", {**ABOUT, "name": "another"})
-    unsigned = Sealed.open(tmp_path / "unsigned")
-    assert unsigned.why_untrusted() == "is not signed"
-    trust_digest(digest)
-    assert unsigned.why_untrusted() is None
 
 
 # ---- what is not

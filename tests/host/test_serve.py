@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -21,17 +20,6 @@ from kerngen.runtime.serve.service import Limits, Service
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
-
-
-@pytest.fixture
-def played() -> tuple[Service, PlayedEngine]:
-    return played_service()
-
-
-@pytest.fixture
-def client(played: tuple[Service, PlayedEngine]) -> Iterator[TestClient]:
-    with TestClient(make_app(played[0]), raise_server_exceptions=False) as client:
-        yield client
 
 
 def _events(text: str) -> list[dict[str, Any]]:

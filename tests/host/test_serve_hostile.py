@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -29,17 +29,6 @@ from kerngen.runtime.serve.service import LEAST_CHARS, QUICK_CHARS, QUICK_S, Lim
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
-
-
-@pytest.fixture
-def played() -> tuple[Service, PlayedEngine]:
-    return played_service()
-
-
-@pytest.fixture
-def client(played: tuple[Service, PlayedEngine]) -> Iterator[TestClient]:
-    with TestClient(make_app(played[0]), raise_server_exceptions=False) as client:
-        yield client
 
 
 # ---- what a request brings -------------------------------------------------------------------------------------------

@@ -171,7 +171,6 @@ def test_what_cannot_be_served(kerngen: Kerngen, tmp_path: Path) -> None:
     for arguments, status, says in (
         ((str(tmp_path / "none"),), 2, "none"),
         ((str(TINY), "--context", "1000000"), 2, "--context 1000000"),
-        ((str(TINY), "--draft", "x", "--no-draft"), 2, "contradict"),
         ((str(TINY), "--api-key", ""), 2, "an API key is empty"),
         ((str(TINY), "--name", "tiny", "--name", " "), 2, "a --name is empty"),
         ((str(TINY), "--host", "no.such.host.invalid"), 2, "--host no.such.host.invalid"),

@@ -182,22 +182,6 @@ def test_a_damaged_file_is_made_anew(cache: Path, at: int, caplog: pytest.LogCap
     assert Sealed.open(file).is_whole()
 
 
-def test_where_it_cannot_be_kept_it_is_made_in_memory_and_said_once(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "full").write_text("no folder")
-    monkeypatch.setenv("KERNGEN_CACHE_DIR", str(tmp_path / "full"))
-    shipped = Shipped()
-    for _ in range(3):
-        winner = lookup([shipped], GATE, problem(), H200)
-        assert winner is not None
-        assert winner.provenance == "measured"
-    assert caplog.text.count("is made anew by each process") == 1
-    (store,) = default_stores([H200])
-    assert store.name == "prebuilt H200"
-    assert store.winners()
-
-
 def test_sheets_that_are_broken_are_a_warning_and_nothing_more(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     sheet = places.PREBUILT / "H200" / "gelu_gate.txt"
     sheet.write_text(sheet.read_text() + "no line of a sheet")

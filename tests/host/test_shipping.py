@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -25,6 +24,7 @@ from kerngen.tuning_db.dist.verify import LEVELS, verify
 from kerngen.tuning_db.read.sealed import Sealed
 from kerngen.tuning_db.store import schema as t
 from kerngen.tuning_db.store.bundles import open_any, open_bundle
+from kerngen.tuning_db.store.merge import merge
 from kerngen.tuning_db.store.rows import sealed as resealed
 
 
@@ -69,8 +69,6 @@ def test_what_is_exported_gives_the_same_winners(store: Store) -> None:
         }
         chosen = {w.id: (w.build_id, w.provenance, w.latency_us) for w in shipped.winners()}
         with Store.open("again.db") as again:
-            from kerngen.tuning_db.store.merge import merge
-
             merge(again, [shipped])
             assert {w.id: (w.build_id, w.provenance, w.latency_us) for w in again.winners()} == chosen
         kept = {w.build_id for w in shipped.winners() if shipped.image(shipped.build(w.build_id)) is not None}
@@ -166,55 +164,17 @@ def test_a_changed_row_is_found_and_not_served(
         assert len(whole - {w.id for w in shipped.winners()}) == lost
 
 
-def test_torn_files(store: Store) -> None:
-    """Cut anywhere, one is refused in one line; flips are tests/host/test_sealed.py's."""
-    data = sealed(store).read_bytes()
-    for size in (0, 1, 100, 4096, len(data) // 2, len(data) - 65, len(data) - 1):
-        Path("torn.kgdb").write_bytes(data[:size])
-        with pytest.raises(DatabaseError, match=r"torn\.kgdb"):
-            open_any("torn.kgdb")
-        with pytest.raises(DatabaseError, match=r"torn\.kgdb"):
-            verify("torn.kgdb", LEVELS)
-
-
-def test_every_flip_is_a_miss_or_does_not_matter(store: Store) -> None:
-    """A flipped byte anywhere: what is served is what was sealed, never another thing, and never a traceback."""
-    path = sealed(store, images=False)
-    data = path.read_bytes()
-    want = {(w.id, w.build_id, w.latency_us) for w in open_bundle(path).winners()}
-    path.chmod(0o644)
-    found = 0
-    for at in range(0, len(data), max(1, len(data) // 150)):
-        path.write_bytes(data[:at] + bytes([data[at] ^ 0x41]) + data[at + 1 :])
-        try:
-            with open_bundle(path, allow_unsigned=True) as shipped:
-                got = {(w.id, w.build_id, w.latency_us) for w in shipped.winners()}
-        except DatabaseError:
-            found += 1
-            continue
-        assert got <= want
-    assert found
-
-
 # ---- trust, and the commands
 
 
-def test_a_read_only_disk_and_a_full_one(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full(store: Store) -> None:
     path = sealed(store, history=True)
-    os.mkdir("ro")
-    shutil.move(path, "ro/out.kgdb")
-    os.chmod("ro", 0o555)
-    with open_any("ro/out.kgdb") as shipped:
-        assert shipped.winners()
-    os.chmod("ro", 0o755)
     with Store.open("full.db") as into:
         before = rows(into)
         with into.engine.connect() as connection:
             pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
             connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")  # of the connection, which is pooled
-        from kerngen.tuning_db.store.merge import merge
-
-        with open_any("ro/out.kgdb") as shipped, pytest.raises(DatabaseError, match="no space left"):
+        with open_any(str(path)) as shipped, pytest.raises(DatabaseError, match="no space left"):
             merge(into, [shipped])
         assert rows(into) == before, "all of it, or nothing"
 

@@ -27,7 +27,7 @@ import pytest
 from command import Kerngen
 from test_merge import FACTS, derive, rows
 from test_tuning_db import H200, add_build, key_of, measured
-from torture import POINTS, TORTURE_S, killed_writers, noted, read_only, small_disk
+from torture import POINTS, TORTURE_S, killed_writers, noted, read_only, small_disk, start_writers
 
 from kerngen.arch import Target, find_device
 from kerngen.errors import DatabaseError
@@ -150,18 +150,11 @@ def test_a_file_that_shrinks_or_goes_while_it_is_served(bundle: Path, caplog: py
     found = lookup([source], KERNEL, asked, HERE)
     assert found is not None
     os.truncate(bundle, 8192)
-    again = open_source_or_none(bundle)
-    assert again is None
+    with pytest.raises(DatabaseError):
+        open_source(bundle)
     os.remove(bundle)
     after = lookup([source], KERNEL, asked, HERE)
     assert after is None or (str(after.config), after.latency_us) == whole[0][:2]  # type: ignore[index]
-
-
-def open_source_or_none(path: Path) -> object:
-    try:
-        return open_source(path)
-    except DatabaseError:
-        return None
 
 
 @pytest.mark.parametrize("spare", [0, 1, 3, 8])
@@ -212,6 +205,19 @@ def test_torn_copies_of_a_database_that_is_written_to(tmp_path: Path, caplog: py
             assert str(torn) in e.message  # noqa: PT017
 
 
+def test_64_writers_lose_nothing(tmp_path: Path) -> None:
+    """On a file that is not there yet, so that all of them race to make it."""
+    path, logs = tmp_path / "tuning.db", tmp_path / "logs"
+    writers = start_writers(path, logs, 64, 6)
+    _, errors = writers.communicate(timeout=90)
+    assert writers.returncode == 0, errors
+    with Store.open(path) as store:
+        ids = {o.id for o in store.measurements()}
+    assert len(ids) == 64 * 6
+    assert ids == noted(logs)
+    _require_sound(path)
+
+
 def test_writers_that_are_killed_lose_nothing_that_was_committed(tmp_path: Path) -> None:
     """64 of them when it is torture; killed one after another, at any time, and all at once in the end. Meanwhile what
     is read is whole: each winner is what some committed row says.
@@ -246,11 +252,15 @@ def test_writers_that_are_killed_lose_nothing_that_was_committed(tmp_path: Path)
             best[o.measurement.problem.id] = min(best[o.measurement.problem.id], o.measurement.config["block_n"])
         assert {w.problem.id: w.config["block_n"] for w in winners} == best
     assert [v.faults for v in verify(str(path), LEVELS[:2])] == [[], []]
-    with closing(sqlite3.connect(path)) as c:
-        assert c.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+    _require_sound(path)
     print(
         f"\nkilled writers: {num_writers} wrote {len(rows)} rows, {len(committed)} by their own account; {looks} looks"
     )
+
+
+def _require_sound(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as c:
+        assert c.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
 
 
 def _fill(store: Store, first: int) -> tuple[str, dict[str, Any]]:

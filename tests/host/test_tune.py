@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from played_gpu import PlayedGpu
 from toy import TOYS
 
 import kerngen.tuning.plan
-from kerngen.arch import Arch, Device, Target, default_device, find_arch
+from kerngen.arch import Arch, Target, default_device, find_arch
 from kerngen.compiler.cache import CachedCompiler, CompileCache
 from kerngen.compiler.compile import Cubin, compile_cubin
 from kerngen.compiler.render import render
@@ -266,29 +267,16 @@ def test_what_cannot_be_tuned_says_why(tune: Callable[..., Report], scale: Kerne
     assert sum(r.winner is not None for r in report.results) == 1
 
 
-class FakeGpu:
-    """Times by a formula; "spilling" gives wrong results."""
+def _us(problem: Any, config: Any) -> float | str:
+    us = 100.0 - config.vectors * 10 + config.threads / 64
+    return "out[0] is 1, reference 2" if config.flavour == "spilling" else us
+
+
+class FakeGpu(PlayedGpu):
+    """A V100 that times by a formula; "spilling" gives wrong results."""
 
     def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def device(self) -> Device:
-        return V100
-
-    def environment(self) -> dict[str, Any]:
-        return {"driver": "none"}
-
-    def measure(self, kernel: Kernel, problem: Any, config: Any, image: bytes) -> Observed:
-        self.calls.append(str(config))
-        assert why_not_cubin(image, SM70) is None
-        if config.flavour == "spilling":
-            return Observed("wrong_result", "out[0] is 1, reference 2", error_abs=1.0, error_rel=0.5)
-        us = 100.0 - config.vectors * 10 + config.threads / 64
-        return Observed("ok", "", us, us - 0.01, us + 0.01, us - 0.02, 15, 0.0, 0.0)
-
-    def finals(self, kernel: Kernel, problem: Any, configs: list[tuple[Any, bytes]]) -> list[Observed]:
-        self.calls.append("finals")
-        return [self.measure(kernel, problem, c, image) for c, image in configs]
+        super().__init__(_us, board="V100")
 
 
 def test_measuring_checks_times_and_retimes_the_finalists(tune: Callable[..., Report], tmp_path: Path) -> None:
@@ -303,10 +291,10 @@ def test_measuring_checks_times_and_retimes_the_finalists(tune: Callable[..., Re
     assert any(m.outcome == "wrong_result" and "reference 2" in m.reason for m in rows)
     assert sum(m.stage == "final" for m in rows) >= 2
     assert all(m.reason for m in rows if m.outcome == "invalid")
-    assert {m.environment["driver"] for m in rows if m.outcome == "ok"} == {"none"}
+    assert {m.environment["driver"] for m in rows if m.outcome == "ok"} == {"555.1"}
     again = FakeGpu()
     tune((512,), trials=12, objective=Measured(again))
-    assert again.calls == [], "a finished search is not measured again"
+    assert again.measured == [], "a finished search is not measured again"
 
 
 def test_one_tune_at_a_time_has_the_gpu_and_waiting_is_not_on_the_budget(
@@ -318,10 +306,10 @@ def test_one_tune_at_a_time_has_the_gpu_and_waiting_is_not_on_the_budget(
     assert other.try_acquire()
 
     class Slow(FakeGpu):
-        def measure(self, kernel: Kernel, problem: Any, config: Any, image: bytes) -> Observed:
+        def measure(self, kernel: Kernel, problem: Any, config: Any, image: bytes, **options: Any) -> Observed:
             assert not GpuLock("GPU-1", tmp_path).try_acquire()
             now[0] += 1.0
-            return replace(super().measure(kernel, problem, config, image), gpu={"sm_mhz": 1980})
+            return replace(super().measure(kernel, problem, config, image, **options), gpu={"sm_mhz": 1980})
 
     class Told:
         def update(self, done: int, total: int, text: str) -> None:
@@ -364,10 +352,10 @@ class TimedGpu(FakeGpu):
         self.tried: list[tuple[int, Any]] = []
         self.decided: list[int] = []
 
-    def measure(self, kernel: Kernel, problem: Any, config: Any, image: bytes) -> Observed:
+    def measure(self, kernel: Kernel, problem: Any, config: Any, image: bytes, **options: Any) -> Observed:
         self.now += 1.0
         self.tried.append((problem.num_tokens, config))
-        return super().measure(kernel, problem, config, image)
+        return super().measure(kernel, problem, config, image, **options)
 
     def finals(self, kernel: Kernel, problem: Any, configs: list[tuple[Any, bytes]]) -> list[Observed]:
         self.decided.append(problem.num_tokens)
@@ -737,7 +725,3 @@ def test_a_group_says_what_it_won_and_what_is_missing(tune: Callable[..., Report
     (group,) = groups(report, load)
     assert (group.num_won, group.point) == (1, "num_tokens=4096"), "one with a winner stands for the group"
     assert notes(report.results) == {"time": {"scale": 1}}
-
-
-def test_configs_are_plain_values(scale: Kernel) -> None:
-    assert fields_of(scale.config_type()) == {"threads": 128, "vectors": 1, "flavour": "plain"}

@@ -6,7 +6,6 @@ import hashlib
 import shutil
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,8 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import CheckConstraint, event, inspect, make_url, text
-from sqlalchemy.dialects import postgresql
-from sqlalchemy.schema import CreateTable
 
 from kerngen.arch import Target, find_arch, find_device
 from kerngen.compiler.compile import DEFAULT_OPTIONS, Cubin, Ptx, Resources, cache_key, source_key
@@ -241,15 +238,6 @@ def test_filters(any_store: Store) -> None:
     assert any_store.measurements("other") == any_store.measurements(arch="sm70") == []
 
 
-def test_an_altered_measurement_is_skipped_and_named(
-    store: Store, path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    id = store.add_measurement(measured(add_build(store), 0, 12.0))
-    damage(path, "UPDATE measurement SET p50_us = 1.0")
-    assert store.measurements() == []
-    assert id in caplog.text
-
-
 def test_a_transaction_lands_whole_or_not_at_all(store: Store, path: Path) -> None:
     def half() -> None:
         with store.transaction():
@@ -343,34 +331,6 @@ def test_no_such_winner(any_store: Store) -> None:
         any_store.winner("%")
 
 
-def _union(into: Path, other: Path) -> None:
-    """What a merge will be: every row of `other` whose id is not there yet, table by table."""
-    with closing(sqlite3.connect(into)) as c, c:
-        c.execute("ATTACH ? AS other", (str(other),))
-        for table in schema.metadata.sorted_tables:
-            if table is not schema.winner:
-                c.execute(f"INSERT OR IGNORE INTO {table.name} SELECT * FROM other.{table.name}")
-
-
-def test_a_union_does_not_depend_on_order(tmp_path: Path) -> None:
-    a, b, ab, ba = (tmp_path / f"{name}.db" for name in ("a", "b", "ab", "ba"))
-    for path, first in ((a, 1), (b, 3)):
-        with Store.open(path) as s:
-            for n in range(first, first + 4):
-                build = add_build(s, n)
-                s.add_measurement(measured(build, n, 10.0 + 0.03 * (n * 3 % 5), run=path.stem))
-                s.add_measurement(predicted(build, n, 8.0, run=path.stem))
-    answers = []
-    for path, order in ((ab, (a, b, a)), (ba, (b, a))):
-        with Store.open(path) as s:
-            for other in order:
-                _union(path, other)
-            (w,) = s.recompute_winners("toy", key_of().static_key, Target.of(H200))
-            answers.append((w, {o.id for o in s.measurements()}))
-    assert answers[0] == (replace(answers[1][0], source=str(ab)), answers[1][1])
-    assert len(answers[0][1]) == 8 + 6, "predictions of both are one"
-
-
 # ---- files
 
 
@@ -425,8 +385,6 @@ def test_a_read_only_disk_is_one_clear_line(store: Store, path: Path, monkeypatc
     with Store.open(path) as there, pytest.raises(DatabaseError, match=r"tuning\.db is read-only") as caught:
         add_build(there, 2)
     assert len(str(caught.value).splitlines()) == 2
-    with pytest.raises(DatabaseError, match="its folder"):
-        Store.open("/proc/nowhere/tuning.db")
 
 
 def test_another_programs_database_is_left_alone(path: Path) -> None:
@@ -436,17 +394,6 @@ def test_another_programs_database_is_left_alone(path: Path) -> None:
     for read_only in (True, False):
         with pytest.raises(DatabaseError, match="tuning database"):
             Store.open(path, read_only=read_only)
-
-
-def test_damaged_pages(store: Store, path: Path) -> None:
-    for n in range(20):
-        add_build(store, n)
-    store.close()
-    data = bytearray(path.read_bytes())
-    data[4096:] = b"\xff" * (len(data) - 4096)
-    path.write_bytes(data)
-    with pytest.raises(DatabaseError, match="damaged"), Store.open(path) as s:
-        s.winners()
 
 
 def test_urls(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -589,11 +536,6 @@ def test_an_older_schema_is_brought_up_and_keeps_its_rows(
     with Store.open(path) as s, s.engine.connect() as c:
         assert s.build(build)
         assert migrate.revision(c) == "9999"
-
-
-def test_postgresql_takes_the_tables() -> None:
-    for table in schema.metadata.sorted_tables:
-        assert "CREATE TABLE" in str(CreateTable(table).compile(dialect=postgresql.dialect()))
 
 
 # ---- ids

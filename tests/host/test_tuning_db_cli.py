@@ -17,7 +17,7 @@ from kerngen.cli.db import db
 from kerngen.cli.tables import Table, share_bar
 from kerngen.compiler.compile import compile_cubin
 from kerngen.compiler.render import render
-from kerngen.errors import TuningMiss, UnknownName, UsageError
+from kerngen.errors import TuningMiss, UsageError
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import fields_of, parse_fields, static_fields
 from kerngen.tuning_db import Measurement, Store, problem_key
@@ -230,14 +230,3 @@ def test_naming_enough_to_mean_one_winner(path: Path) -> None:
     with pytest.raises(UsageError, match=r"2 .*rmsnorm.*sm90") as caught:
         run("show", "rmsnorm", "--problem", "dtype=bf16")
     assert "name more of hidden" in str(caught.value)
-
-
-@pytest.mark.parametrize(("arguments", "error"), [
-    (["show", "nonsense"], UnknownName), (["show", "abcdef"], UsageError), (["show", "embed"], UsageError),
-    (["show", "embed", "--arch", "sm71"], UnknownName),
-    (["show", "rmsnorm", "--arch", "sm90", "--problem", "x=1"], UsageError),
-    (["ls", "--arch", "sm71"], UnknownName), (["ls", "--kernel", "nonsense"], UnknownName),
-])  # fmt: skip
-def test_mistakes(path: Path, arguments: list[str], error: type[Exception]) -> None:
-    with pytest.raises(error):
-        run(*arguments)

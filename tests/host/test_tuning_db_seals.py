@@ -95,11 +95,6 @@ def test_winners_that_are_chosen_anew_are_sealed_anew(store: Store, path: Path) 
     assert found.latency_us == 10.0
 
 
-def test_a_row_without_a_seal_matches_nothing(store: Store, path: Path) -> None:
-    damage(path, "UPDATE winner SET seal = ''")
-    assert store.winners() == []
-
-
 # ---- searches
 
 

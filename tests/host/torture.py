@@ -1,8 +1,8 @@
 """What the torture tests need: processes that write and are killed, and small disks. How long: KERNGEN_TEST_TORTURE.
 
-`python torture.py PATH LOGS COUNT` forks COUNT writers to the database PATH. Until it is killed it kills one of them
-after another with SIGKILL, wherever it is, and puts another in its place. A writer notes in a log of its own what was
-committed, after the commit.
+`python torture.py PATH LOGS COUNT [ROWS]` forks COUNT writers to the database PATH, which end after ROWS rows. Without
+ROWS it kills one of them after another with SIGKILL, wherever it is, and puts another in its place, until it is killed.
+A writer notes in a log of its own what was committed, after the commit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POINTS = 8  # dynamic values that rows are of
 DERIVES_EVERY = 25  # rows, of a writer in eight
 
 
-def main(path: str, logs: str, count: int) -> None:
+def main(path: str, logs: str, count: int, most: int = 0) -> None:
     from test_tuning_db import H200, add_build, key_of, measured
 
     from kerngen.arch import Target
@@ -35,7 +35,7 @@ def main(path: str, logs: str, count: int) -> None:
         rng = random.Random(child)
         with Store.open(path) as store, open(f"{logs}/{child}", "w", buffering=1) as log:
             n = 0
-            while True:
+            while not most or n < most:
                 config = rng.randrange(16)
                 with store.transaction():  # a build and its measurement land together
                     build = add_build(store, config, keep_image=True)
@@ -52,6 +52,7 @@ def main(path: str, logs: str, count: int) -> None:
             return pid
         try:
             write(child)
+            os._exit(0)
         except BaseException:
             traceback.print_exc()
         os._exit(1)
@@ -59,6 +60,9 @@ def main(path: str, logs: str, count: int) -> None:
     rng = random.Random(0)
     children = [fork(child) for child in range(count)]
     made = count
+    if most:
+        failed = [pid for pid in children if os.waitpid(pid, 0)[1]]
+        sys.exit(bool(failed))
     while True:
         time.sleep(rng.uniform(0.01, 0.3))
         victim = rng.randrange(count)
@@ -69,12 +73,16 @@ def main(path: str, logs: str, count: int) -> None:
         made += 1
 
 
+def start_writers(path: Path, logs: Path, *numbers: int) -> subprocess.Popen[str]:
+    logs.mkdir()
+    command = [sys.executable, __file__, str(path), str(logs), *map(str, numbers)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
 @contextlib.contextmanager
 def killed_writers(path: Path, logs: Path, count: int) -> Iterator[subprocess.Popen[str]]:
     """They write within it; at its end all of them are killed at once."""
-    logs.mkdir()
-    command = [sys.executable, __file__, str(path), str(logs), str(count)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = start_writers(path, logs, count)
     try:
         yield process
     finally:
@@ -114,4 +122,4 @@ def _mount(*options: str) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(*sys.argv[1:3], *map(int, sys.argv[3:]))

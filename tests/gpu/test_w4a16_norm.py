@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from exchanges import Answered, answered, poisoned, require_clean, require_same_bits_behind_each_other
+from exchanges import require_clean
 
 from kerngen.runtime.launcher import Function, shares_sms
 from kerngen.templates import find_kernel
@@ -16,7 +17,6 @@ from kerngen.templates.w4a16_norm.spec import Config, Problem
 from kerngen.timing.measure import compare, load, target_here
 
 KERNEL = find_kernel("w4a16_norm")
-OUTPUTS = ("out", "residual_out")
 PROBLEM = Problem(2816, 4096, has_scalar=True)
 WAYS = {
     "three-parts": Config(1536, 8, 2, 3, 1, 1),
@@ -48,8 +48,15 @@ def _function(config: Config) -> Function:
     return load(KERNEL, problem, config)
 
 
-def _case(tokens: int) -> Answered:
-    return answered(KERNEL, KERNEL.cases.case_for(replace(PROBLEM, num_tokens=tokens)))
+def _case(tokens: int) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """A case, its inputs, and what comes of them."""
+    case = KERNEL.cases.case_for(replace(PROBLEM, num_tokens=tokens))
+    given = KERNEL.cases.inputs(case, torch.device("cuda"))
+    return case, given, KERNEL.reference.expected(case.problem, given)
+
+
+def _poisoned(given: dict[str, Any]) -> dict[str, Any]:
+    return given | {n: torch.full_like(given[n], float("nan")) for n in ("out", "residual_out")}
 
 
 @pytest.mark.parametrize("config", WAYS.values(), ids=WAYS)
@@ -62,7 +69,19 @@ def test_launches_right_behind_each_other(config: Config, in_forward: bool, alon
     function = _function(config)
     workspace = function.workspace(function.plan(_most(config))[1])
     cases = [_case(tokens) for tokens in _tokens(config)]
-    require_same_bits_behind_each_other(function, cases, outputs=OUTPUTS, in_forward=in_forward, alone=alone)
+    turns = [i % len(cases) for i in range(80)]
+    given = [_poisoned(cases[i][1]) for i in turns]
+    torch.cuda.synchronize()
+    for i, arguments in zip(turns, given, strict=True):
+        function.run(cases[i][0].problem, arguments, in_forward=in_forward, alone=alone)
+    torch.cuda.synchronize()
+    first: dict[int, dict[str, Any]] = {}
+    for launch, (i, arguments) in enumerate(zip(turns, given, strict=True)):
+        case, _, expected = cases[i]
+        result = compare(KERNEL, case, arguments, expected)
+        assert result.ok, f"launch {launch}: {result.message}"
+        for name in ("out", "residual_out"):
+            assert torch.equal(arguments[name], first.setdefault(i, arguments)[name]), "the same bits each time"
     require_clean(workspace)
 
 
@@ -101,10 +120,10 @@ def test_the_same_bits_as_one_kernel_after_the_other(config: Config, tokens: int
     function = _function(config)
     case, given, _ = _case(tokens)
     p = case.problem
-    ours = poisoned(given, OUTPUTS)
+    ours = _poisoned(given)
     function.run(p, ours)
     product, norm = find_kernel("w4a16_gemm"), find_kernel("add_norm")
-    y, theirs = torch.full_like(given["out"], float("nan")), poisoned(given, OUTPUTS)
+    y, theirs = torch.full_like(given["out"], float("nan")), _poisoned(given)
     gemm_problem = w4a16_gemm.Problem(p.n, p.k, p.group_size, p.dtype, tokens)
     load(product, gemm_problem, config.product).run(
         gemm_problem, {n: given[n] for n in ("x", "w_packed", "scales", "num_tokens")} | {"out": y}
@@ -112,7 +131,7 @@ def test_the_same_bits_as_one_kernel_after_the_other(config: Config, tokens: int
     norm_problem = add_norm.Problem(p.n, p.dtype, p.residual_dtype, has_scalar=True, num_tokens=tokens)
     load(norm, norm_problem, add_norm.Config(config.vecs_per_thread)).run(norm_problem, theirs | {"h": y})
     torch.cuda.synchronize()
-    for name in OUTPUTS:
+    for name in ("out", "residual_out"):
         assert torch.equal(ours[name], theirs[name]), name
 
 
@@ -121,15 +140,15 @@ def test_a_token_that_is_no_number_stays_alone(way: str) -> None:
     function = _function(WAYS[way])
     case, given, expected = _case(4)
     given["x"][2, 100] = float("nan")
-    ours = poisoned(given, OUTPUTS)
+    ours = _poisoned(given)
     function.run(case.problem, ours)
     torch.cuda.synchronize()
     assert ours["out"][2].isnan().all()
     whole = [0, 1, 3]
     others = replace(case, problem=replace(case.problem, num_tokens=3))
     result = compare(
-        KERNEL, others, {n: ours[n][whole] for n in OUTPUTS},
-        {n: expected[n][whole] for n in OUTPUTS},
+        KERNEL, others, {n: ours[n][whole] for n in ("out", "residual_out")},
+        {n: expected[n][whole] for n in ("out", "residual_out")},
     )  # fmt: skip
     assert result.ok, result.message
     require_clean(function.workspace(1))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from exchanges import answered, require_clean, require_right_in_a_graph, require_same_bits_behind_each_other
+from exchanges import require_clean, require_right_in_a_graph
 
 from kerngen.runtime.launcher import Function, shares_sms
 from kerngen.templates import find_kernel
 from kerngen.templates.w4a16_gemm.spec import Config, Problem
-from kerngen.timing.measure import load, target_here
+from kerngen.timing.measure import compare, load, target_here
 
 KERNEL = find_kernel("w4a16_gemm")
 FEW, MANY = Problem(2816, 4096, num_tokens=1), Problem(2816, 4096, num_tokens=300)
@@ -99,8 +100,21 @@ def test_launches_right_behind_each_other(config: Config, tokens: tuple[int, ...
         pytest.skip("other processes' grids may be half-resident: launches are cooperative here")
     function = _function(config)
     workspace = _workspace(function, tokens)
-    cases = [answered(KERNEL, KERNEL.cases.case_for(replace(MANY, num_tokens=t))) for t in tokens]
-    require_same_bits_behind_each_other(function, cases, in_forward=True, alone=alone)
+    problems = [replace(MANY, num_tokens=t) for t in tokens]
+    cases = [KERNEL.cases.case_for(p) for p in problems]
+    inputs: list[dict[str, Any]] = [KERNEL.cases.inputs(case, torch.device("cuda")) for case in cases]
+    expected = [KERNEL.reference.expected(p, given) for p, given in zip(problems, inputs, strict=True)]
+    turns = [i % len(tokens) for i in range(60)]
+    given = [inputs[i] | {"out": torch.full_like(inputs[i]["out"], float("nan"))} for i in turns]
+    torch.cuda.synchronize()
+    for i, arguments in zip(turns, given, strict=True):
+        function.run(problems[i], arguments, in_forward=True, alone=alone)
+    torch.cuda.synchronize()
+    first: dict[int, torch.Tensor] = {}
+    for launch, (i, arguments) in enumerate(zip(turns, given, strict=True)):
+        result = compare(KERNEL, cases[i], arguments, expected[i])
+        assert result.ok, f"launch {launch}: {result.message}"
+        assert torch.equal(arguments["out"], first.setdefault(i, arguments["out"])), "the same bits each time"
     require_clean(workspace)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from kerngen.arch import Target, find_device
 from kerngen.templates import Kernel, find_kernel
+from kerngen.workload.workload import MODELS, find_model, workload
 
 
 def _products(draw: random.Random) -> Iterator[dict[str, Any]]:
@@ -60,3 +61,16 @@ def _problems(target: Target) -> Iterator[tuple[Kernel, Any]]:
         problem = kernel.problem_type(**fields, dtype="bf16" if target.arch.has_bf16 else "fp16")
         if kernel.why_unsupported(problem, target) is None:
             yield kernel, problem
+
+
+@pytest.mark.parametrize("board", ["V100", "H200"])
+@pytest.mark.parametrize("model", MODELS)
+def test_each_problem_of_a_model_has_a_default_that_may_run(model: str, board: str) -> None:
+    """With its drafter in int4, whose matrices are smaller than the model's."""
+    target = Target.of(find_device(board))
+    load = workload(find_model(model, draft_weights="int4"), target.arch)
+    for item in load.items:
+        kernel = find_kernel(item.kernel)
+        if kernel.why_unsupported(item.problem, target) is None:
+            config = kernel.default_config(item.problem, target)
+            assert kernel.why_invalid(item.problem, config, target) is None, (item.problem, config)

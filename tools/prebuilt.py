@@ -25,7 +25,7 @@ from kerngen.arch import Target, find_device
 from kerngen.compiler.cache import CachedCompiler
 from kerngen.compiler.compile import require_target
 from kerngen.errors import DatabaseError, UsageError
-from kerngen.system.files import publish
+from kerngen.system.files import publish_texts
 from kerngen.system.progress import Reporter
 from kerngen.templates import find_kernel
 from kerngen.tuning.objective import Predicted
@@ -92,7 +92,7 @@ def write_predicted(store: Store, target: Target, folder: Path, kernels: Collect
     for old in place.glob(f"*{PREDICTED}"):
         if old not in texts and not kernels:
             old.unlink()
-    return _put(texts)
+    return publish_texts(texts)
 
 
 def write_measured(store: Store, folder: Path) -> dict[Path, int]:
@@ -104,7 +104,7 @@ def write_measured(store: Store, folder: Path) -> dict[Path, int]:
     texts = {folder / name: text for name, text in dump([store], Selection(provenances=["measured"])).items()}
     if not texts:
         raise UsageError(f"{store.where} has no measured winners")
-    return _put(texts)
+    return publish_texts(texts)
 
 
 def renew(target: Target, folder: Path, *, jobs: int = 1) -> dict[Path, int]:
@@ -116,14 +116,8 @@ def renew(target: Target, folder: Path, *, jobs: int = 1) -> dict[Path, int]:
         raise UsageError(f"{folder} has no predicted files of {target.device}", hint="without --renew they are made")
     with CachedCompiler(jobs) as compiler:
         found = {path: renewed(path, target, compiler) for path in paths}
-    _put({path: text for path, (text, builds) in found.items() if builds})
+    publish_texts({path: text for path, (text, builds) in found.items() if builds})
     return {path: builds for path, (_, builds) in found.items() if builds}
-
-
-def _put(texts: dict[Path, str]) -> dict[Path, int]:
-    for path, text in texts.items():
-        publish(text.encode(), path)
-    return {path: len(text.encode()) for path, text in texts.items()}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

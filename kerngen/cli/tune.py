@@ -113,34 +113,35 @@ def tune(
     for name in names:
         find_kernel(name)  # one that does not exist is said before the model is recorded, which takes seconds
     asked = MODELS if model == "all" else [model] if Path(model).exists() else model.split(",")
-    models = [find_model(name, draft, draft_weights) for name in asked]
+    if "" in asked:
+        raise UsageError(f"--model {model} names no model before or after a comma",
+                         hint=f"known: {', '.join(MODELS)}, all, or a model folder")  # fmt: skip
+    models = [find_model(name, draft, draft_weights) for name in dict.fromkeys(asked)]
     if page is not None:
         require_page_place(page)
     if results is not None:
-        require_place(results / "BOARD")
-    kind = ""
+        require_place(results / "BOARD", "--results")
+    device = find_device(device_name) if device_name else None
     if submit:
         if dry_run or time_budget is not None or jobs is not None:
             raise UsageError("--submit takes no --time-budget, --jobs or --dry-run: those are of one machine",
                              hint="the same without them, or without --submit")  # fmt: skip
-        device = find_device(device_name) if device_name else None
         if device is not None and device.arch != arch.name:
             raise UsageError(f"device {device} is {device.arch}, not {arch}", hint=f"--arch {device.arch}")
-        kind = kind_for(objective, device is None and present_arch() == arch)
     else:
         require_target(arch)
     reports: list[Report] = []
-    for number, (found, since, seconds) in enumerate(_shares(models, began, time_budget)):
+    for found, since, seconds in _shares(models, began, time_budget):
         with ExitStack() as stack:
             if submit:
+                kind = kind_for(objective, device is None and present_arch() == arch)
                 load = _workload(found, arch, names)
-                target = Target.of(find_device(device_name) if device_name else arch)
-                report, where = submitted(load, target, kind, trials, seed, db_url, as_json)
+                report, where = submitted(load, Target.of(device or arch), kind, trials, seed, db_url, as_json)
             else:
                 worker = worker_for(stack, objective, arch, device_name)  # it starts while the model is recorded
                 load = _workload(found, arch, names)
                 chosen, why = objective_for(stack, worker, objective, arch, device_name, found, load, whole=not names)
-                if objective == "auto" and not number:
+                if objective == "auto":
                     click.echo(f"--objective {chosen.name}: {why}", err=True)
                 if dry_run:
                     _dry_run(load, chosen, trials, jobs or usable_cores(), as_json)
@@ -196,15 +197,14 @@ def _end(
 
 
 def _write_results(folder: Path, target: Target, db_url: str | None) -> None:
-    from kerngen.system.files import publish
+    from kerngen.system.files import publish_texts
     from kerngen.tuning_db import Store
     from kerngen.tuning_db.dist.export import Selection
     from kerngen.tuning_db.dist.results_folder import dump
 
     with Store.open(db_url, read_only=True) as store:
         files = dump([store], Selection(arches=[target.arch.name], devices=[target.device.name]))
-    for name, text in files.items():
-        publish(text.encode(), folder / name)
+    publish_texts({folder / name: text for name, text in files.items()})
     click.echo(f"{len(files)} results files in {folder}", err=True)
 
 

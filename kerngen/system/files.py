@@ -13,7 +13,7 @@ import stat
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -68,23 +68,23 @@ def make_folder(path: Path) -> None:
     path.mkdir(mode=0o777 if trusts_all() else 0o755, exist_ok=True)
 
 
-def require_place(path: Path) -> None:
+def require_place(path: Path, option: str = "-o") -> None:
     """Raises KerngenError where no file can be made at `path`: to be asked before the work whose results go there. The
-    folder that it lies in is made if need be.
+    folder that it lies in is made if need be. option: that names the place, for the error.
     """
     try:
         make_folder(path.parent)
         if not os.access(path.parent, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except FileExistsError as e:
-        raise unwritable(path, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))) from e
+        raise unwritable(path, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)), option) from e
     except OSError as e:
-        raise unwritable(path, e) from e
+        raise unwritable(path, e, option) from e
 
 
-def unwritable(path: Path, error: OSError) -> KerngenError:
+def unwritable(path: Path, error: OSError, option: str = "-o") -> KerngenError:
     """What to raise where a command cannot write what it was asked for."""
-    return KerngenError(f"cannot write {path}: {error.strerror or error}", hint="name another place with -o")
+    return KerngenError(f"cannot write {path}: {error.strerror or error}", hint=f"name another place with {option}")
 
 
 def publish(data: bytes, target: Path) -> None:
@@ -95,6 +95,14 @@ def publish(data: bytes, target: Path) -> None:
     OSError; no scratch file is left then. Those of processes that were killed are removed an hour later.
     """
     publish_with(lambda f: f.write(data), target)
+
+
+def publish_texts(texts: Mapping[Path, str]) -> dict[Path, int]:
+    """`publish` each text at its path. Returns their sizes in bytes. Raises OSError."""
+    encoded = {path: text.encode() for path, text in texts.items()}
+    for path, data in encoded.items():
+        publish(data, path)
+    return {path: len(data) for path, data in encoded.items()}
 
 
 def publish_with(write: Callable[[BinaryIO], object], target: Path) -> None:

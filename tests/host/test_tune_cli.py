@@ -219,6 +219,10 @@ def test_several_models_are_tuned_one_after_the_other(kerngen: Kerngen) -> None:
     code, _, err = kerngen(*args, "--model", "gemma-4-e2b,gemma-4-32b")
     assert code == 2
     assert "unknown model 'gemma-4-32b'" in err, "before anything is tuned"
+    code, _, err = kerngen(*args, "--model", "gemma-4-e2b,")
+    assert (code, "names no model before or after a comma" in err) == (2, True)
+    code, _, err = kerngen(*args, "--model", "gemma-4-e2b", "--results", "/proc/nowhere")
+    assert (code, "name another place with --results" in err) == (1, True)
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def dump(
 
     Example: kerngen db dump --arch sm90 --kernel rmsnorm -o text
     """
-    from kerngen.system.files import publish, require_place
+    from kerngen.system.files import publish_texts, require_place
     from kerngen.tuning_db.dist.results_folder import dump as write
 
     selection = _selection(arch_names, devices, models, kernels)
@@ -111,9 +111,7 @@ def dump(
         files = write(stores, selection)
     if not files:
         raise UsageError("no winners to write", hint="what there is: kerngen db ls")
-    for name, text in files.items():
-        publish(text.encode(), output / name)
-    sizes = {str(output / name): len(text.encode()) for name, text in files.items()}
+    sizes = {str(path): n for path, n in publish_texts({output / name: text for name, text in files.items()}).items()}
     if as_json:
         echo_json({"files": sizes})
         return

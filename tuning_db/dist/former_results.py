@@ -14,32 +14,33 @@ Nothing writes these any more, so a file that is not just as it was written is t
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from kerngen.tuning_db.dist import results_parser
 from kerngen.tuning_db.dist.fields_text import Line, read_lines
-from kerngen.tuning_db.dist.results_file import ResultsFile, Trial
-from kerngen.tuning_db.dist.results_parser import ProblemLines, Reading
+from kerngen.tuning_db.dist.results_file import Config, ResultsFile, Trial
+from kerngen.tuning_db.dist.results_parser import SOURCE, ProblemLines, Reading
 
 
 def parse_any(text: str, where: str = "text") -> ResultsFile:
-    """The results file that `text` is, of the grammar that its first word names. Raises DatabaseError.
-
-    A former one does not say which revision a body had: what it holds is of the very sources that it names.
-    """
+    """The results file that `text` is, of the grammar that its first word names. Raises DatabaseError."""
     for kind in (_Measured, _Predicted):
         if text.startswith(f"{kind.format} "):
             reading = kind()
             read_lines(text, where, reading.take)
-            file = reading.file(where)
-            configs = (tuple(replace(c, revision=0) for c in problem.configs) for problem in file.problems)
-            problems = (replace(p, configs=c) for p, c in zip(file.problems, configs, strict=True))
-            return replace(file, problems=tuple(problems))
+            return reading.file(where)
     return results_parser.parse(text, where)
 
 
-class _Predicted(Reading):
+class _Former(Reading):
+    """Says of no configuration which revision its body had: what it holds is of the very sources that it names."""
+
+    @staticmethod
+    def config(line: Line) -> Config:
+        return Config(line.pairs("@"), line.word(SOURCE, "the source's digest", after="@"), revision=0)
+
+
+class _Predicted(_Former):
     format, version = "kerngen-outlook", 1
 
     def take_body(self, line: Line) -> None:
@@ -50,7 +51,7 @@ class _Predicted(Reading):
             super().take_body(line)
 
 
-class _Measured(Reading):
+class _Measured(_Former):
     """Each cell is a problem of its own."""
 
     format, version = "kerngen-text", 1

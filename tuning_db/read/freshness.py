@@ -7,7 +7,7 @@ holds longer: as long as the body of its configuration has the revision (`Body.r
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from kerngen.arch import find_arch
@@ -68,9 +68,7 @@ class Freshness:
         self, kernel: Kernel, here: str, digests: Mapping[str, Collection[str]], builds: Iterable[Build] = ()
     ) -> None:
         self.kernel = kernel
-        self.found: dict[
-            tuple[str, str], None
-        ] = {}  # (build, what to note of it) of what is current, and was not known
+        self.found: list[tuple[str, str]] = []  # (build, what gives its source) of what is current, and was not known
         self._here, self._digests = here, digests
         self._known = {id for id, given in digests.items() if here in given}
         # Of each configuration, what its source is filed by now: of the normal form, and of the text where it is known.
@@ -88,29 +86,34 @@ class Freshness:
         sources = self._sources.setdefault(what, set())
         if build.id in self._known:
             sources.update(names)
-            return self._is_known(build)
+            return True
         is_told = bool(_of_normal_form(sources) and _of_normal_form(names))  # the normal forms of both are known
         if sources.isdisjoint(names) and what not in self._rendered and not is_told:
             self._rendered.add(what)
             sources.update(self._render(problem, build))
         if sources.isdisjoint(names):
             return False
-        self.found[build.id, self._here] = None
+        self._known.add(build.id)
+        self.found.append((build.id, self._here))
         if not build.source_sha.endswith(_OF_NORMAL_FORM):
-            self.found |= {(build.id, sha): None for sha in sorted(_of_normal_form(sources) - names)}
-        return self._is_known(build)
+            self.found += [(build.id, sha) for sha in _of_normal_form(sources) - names]
+        return True
 
     def holds(self, build: Build) -> bool:
         """True if the build was current when its body had the revision that it has today, and is compiled as today."""
         noted = revision_of(self.kernel, build.config, build.arch) in self._digests.get(build.id, ())
         return noted and build.options == DEFAULT_OPTIONS
 
-    def _is_known(self, build: Build) -> bool:
-        self._known.add(build.id)
-        revision = revision_of(self.kernel, build.config, build.arch)
-        if revision is not None and revision not in self._digests.get(build.id, ()):
-            self.found[build.id, revision] = None
-        return True
+    def notes(self, builds: Iterable[Build]) -> Iterator[tuple[str, str]]:
+        """(build, what to note of it) of those that turned out to be current. builds: all there are, any of which may
+        have been current before anybody noted revisions.
+        """
+        yield from self.found
+        for build in builds:
+            if build.id in self._known and build.options == DEFAULT_OPTIONS:
+                revision = revision_of(self.kernel, build.config, build.arch)
+                if revision is not None and revision not in self._digests.get(build.id, ()):
+                    yield build.id, revision
 
     def _names(self, build: Build) -> set[str]:
         """All that the build's source is known to be filed by."""

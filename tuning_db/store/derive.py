@@ -10,8 +10,9 @@ what they rest on may still win, so that two versions of kerngen share a databas
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence, Set
+from functools import partial
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, and_, delete, exists, select
@@ -77,6 +78,8 @@ class _Derivation:
         self.kernel, self.name = _load(kernel), kernel if isinstance(kernel, str) else kernel.name
         self.closure = "" if self.kernel is None else source_digest.source_digest_of(self.kernel)
         self.freshness: Freshness | None = None
+        self.by_config: dict[str, list[Build]] = {}  # all builds, by canonical JSON
+        self.notes: list[tuple[str, str]] = []  # (build, what gives its source), to be written
         self.chosen: list[dict[str, Any]] = []
         self.may_win: dict[str, set[str]] = {}  # problem id -> builds: what winners for other kernel code may rest on
 
@@ -88,6 +91,9 @@ class _Derivation:
         weights = {id: step.weight for id, step in store.steps().items()}
         if self.kernel is not None and self.freshness is None:
             self.freshness = Freshness(self.kernel, self.closure, store.digests(self.static_key), builds.values())
+        self.by_config = {}
+        for build in builds.values():
+            self.by_config.setdefault(canonical(build.config), []).append(build)
         points: dict[str, list[Observation]] = {}
         for o in rows:
             points.setdefault(o.measurement.problem.id, []).append(o)
@@ -97,20 +103,10 @@ class _Derivation:
             self.may_win[problem_id] = may_win(observations, builds, wrong_sources=wrong, revoked=revoked)
             problem = _problem(self.kernel, observations)
             tried = _tried(observations, builds, wrong)
-
-            def current(build: Build, problem: Any = problem) -> bool:
-                return self.freshness is None or problem is None or self.freshness.is_current(problem, build)
-
-            def holds(
-                build: Build, current: Callable[[Build], bool] = current, tried: dict[str, list[Build]] = tried
-            ) -> bool:
-                """What was tried of today's source says more than what was of an earlier one, whatever came of it."""
-                others = tried.get(canonical(build.config), ())
-                return self.freshness is not None and self.freshness.holds(build) and not any(map(current, others))
-
             default = _default_config(self.kernel, problem, target)
             choice = choose(observations, builds, wrong_sources=wrong, revoked=revoked, default=default,
-                            is_current=current, holds=holds, weights=weights)  # fmt: skip
+                            is_current=partial(self._is_current, problem),
+                            holds=partial(self._holds, problem, tried), weights=weights)  # fmt: skip
             if choice is not None:
                 key = observations[0].measurement.problem
                 typical = next(o for o in observations if o.id == choice.measurement_id)
@@ -126,7 +122,18 @@ class _Derivation:
                 if (point := self._tuned(problem, builds[choice.build_id], choice)) is not None:
                     cells.setdefault(key.cell, []).append((point, choice.why))
         if self.judge is not None and self.kernel is not None:
-            self._judge_between(cells.values(), builds)
+            self._judge_between(cells.values())
+        self.notes = [] if self.freshness is None else list(self.freshness.notes(builds.values()))
+
+    def _is_current(self, problem: Any, build: Build) -> bool:
+        return self.freshness is None or problem is None or self.freshness.is_current(problem, build)
+
+    def _holds(self, problem: Any, tried: Set[str], build: Build) -> bool:
+        """tried: ids of builds. If the configuration was tried from today's source, only that counts, not `build`."""
+        if self.freshness is None or not self.freshness.holds(build):
+            return False
+        of_config = self.by_config[canonical(build.config)]
+        return not any(other.id in tried and self._is_current(problem, other) for other in of_config)
 
     def _tuned(self, problem: Any, build: Build, choice: Choice) -> TunedPoint | None:
         """None where nothing lies between points, or what lies there is not known any more."""
@@ -135,19 +142,13 @@ class _Derivation:
         config = self.kernel.config_type(**build.config)
         return TunedPoint(problem, config, choice.latency_us, choice.times)
 
-    def _judge_between(
-        self, cells: Iterable[list[tuple[TunedPoint, dict[str, Any]]]], builds: dict[str, Build]
-    ) -> None:
+    def _judge_between(self, cells: Iterable[list[tuple[TunedPoint, dict[str, Any]]]]) -> None:
         """Write into the `why` of each point what serves between it and the next lower one; see crossovers.py. What was
         judged in steps of a model was so at the sizes that they have, and serves those whatever the judge says.
         """
         kernel, judge = self.kernel, self.judge
         if kernel is None or judge is None:
             return
-        by_config: dict[str, list[Build]] = {}
-        for build in builds.values():
-            if build.status == "ok":
-                by_config.setdefault(canonical(build.config), []).append(build)
         for points in cells:
             points.sort(key=lambda p: p[0].at)
             for (below, _), (above, why) in pairwise(points):
@@ -155,10 +156,10 @@ class _Derivation:
                     continue
 
                 def entries(config: Any, problem: Any = above.problem) -> Mapping[str, Resources] | None:
-                    made = by_config.get(canonical(fields_of(config)), ())
-                    fresh = (b for b in made if self.freshness is None or self.freshness.is_current(problem, b)
-                             or self.freshness.holds(b))  # fmt: skip
-                    return next((b.entries for b in fresh), None)
+                    made = [b for b in self.by_config.get(canonical(fields_of(config)), ()) if b.status == "ok"]
+                    current = (b.entries for b in made if self._is_current(problem, b))
+                    held = (b.entries for b in made if self.freshness is not None and self.freshness.holds(b))
+                    return next(chain(current, held), None)
 
                 if found := switches(kernel, self.target, below, above, entries, judge):
                     why["switch"] = found
@@ -167,9 +168,8 @@ class _Derivation:
         known = (
             self.kernel is not None and source_digest.source_digest_of(self.kernel) == self.closure
         )  # no file changed meanwhile
-        if known and self.freshness is not None and self.freshness.found:
-            for build_id, digest in self.freshness.found:
-                self.store.note_rendered([build_id], digest)
+        for build_id, note in self.notes if known else ():
+            self.store.note_rendered([build_id], note)
         arch, ids = self.target.arch.name, [row["id"] for row in self.chosen]
         gone = self._others_gone(connection)
         connection.execute(delete(t.winner).where(t.winner.c.id.in_([*gone, *ids])))
@@ -215,17 +215,13 @@ def _is_of(device: Device) -> Any:
     return exists().where(and_(t.device.c.id == t.winner.c.device_id, same))
 
 
-def _tried(observations: Sequence[Observation], builds: Mapping[str, Build], wrong: Set[str]) -> dict[str, list[Build]]:
-    """By configuration, the builds that were run here (where none was: that were predicted), that gave a wrong result
-    anywhere, or that did not compile.
+def _tried(observations: Sequence[Observation], builds: Mapping[str, Build], wrong: Set[str]) -> set[str]:
+    """Ids of the builds that were run here (where none was: that were predicted), that gave a wrong result anywhere, or
+    that did not compile.
     """
     measured = [o for o in observations if o.measurement.provenance == "measured"]
     seen = {o.measurement.build_id for o in measured or observations}
-    found: dict[str, list[Build]] = {}
-    for id, build in builds.items():
-        if id in seen or build.source_sha in wrong or build.status == "compile_failed":
-            found.setdefault(canonical(build.config), []).append(build)
-    return found
+    return {id for id, b in builds.items() if id in seen or b.source_sha in wrong or b.status == "compile_failed"}
 
 
 def _load(kernel: Kernel | str) -> Kernel | None:

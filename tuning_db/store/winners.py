@@ -3,9 +3,10 @@
 1. What never wins: a trial that did not end well, or of a patched source (`kerngen bench ab`); a build or measurement
    that was revoked; a build whose source ever gave a wrong result for these compiled-in fields, on any device; a build
    whose latest launch here failed.
-2. What holds beats what is stale. A build holds where the kernel renders its source today, or did when the body of its
-   configuration had the revision that it has today (Body.revision) and nothing was tried of that configuration since.
-   What is of an older revision, or compiled with options that nobody compiles with any more, wins only alone.
+2. What holds beats what is stale. A build holds where the kernel renders its source today. It also holds where the
+   kernel did so when the body had the revision that it has today (Body.revision); but if the configuration was tried
+   from today's source, only that result counts. What is of an older revision, or compiled with options that nobody
+   compiles with any more, wins only alone.
 3. Measured beats predicted. Among predictions only the newest cost model's count.
 4. Finalists, timed again together, beat single trials. Where configurations were exchanged in steps of a model, the
    step decides: what is slower there than the best, or was not tried there, wins only where nothing else may

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from posixpath import normpath, relpath
 
+from performance import TABLES
+
 ROOT = Path(__file__).resolve().parents[2]
 HOME = "index.md"
 
@@ -26,7 +28,7 @@ COPIED |= {path.name: f"docs/{path.name}" for path in sorted((ROOT / "docs").glo
 MADE = {
     f"{path.parent.name}/{path.stem}.md": path.relative_to(ROOT).as_posix()
     for path in [*sorted((ROOT / "data/experiments").glob("*.toml")),
-                 *(ROOT / f"data/performance/{name}.toml" for name in ("kernels", "history"))]
+                 *(ROOT / f"data/performance/{name}.toml" for name in TABLES)]
 }  # fmt: skip
 
 COMMANDS = "reference/commands.md"

@@ -14,8 +14,12 @@ from kerngen.errors import TemplateError
 from kerngen.templates.kernel import POINTERS, Arg, Body, Spec, load_part
 
 # Functions of a spec.py, with the number of arguments that each is called with.
-REQUIRED = {"why_invalid": 3, "default_config": 2, "launches": 3, "cost": 1}
-OPTIONAL = {"why_unsupported": 2, "smem_bytes": 3, "outputs": 1, "workspace_bytes": 3, "constants": 3, "traffic": 3}
+REQUIRED = {"why_invalid": 3, "launches": 3, "cost": 1}
+CHOICE = {"candidates": 2, "default_config": 2}  # one: configurations to choose among, or the choice
+OPTIONAL = {
+    "expected_registers": 3, "why_unsupported": 2, "smem_bytes": 3, "outputs": 1, "workspace_bytes": 3,
+    "constants": 3, "traffic": 3,
+}  # fmt: skip
 ARG_KINDS = (*POINTERS, "i32", "i64", "f32", "map")
 
 
@@ -51,7 +55,9 @@ def _complaints(spec: Any, folder: Path) -> Iterator[tuple[str, str]]:
     if absent := [name for name in needed if not hasattr(spec, name)]:
         yield "", f"lacks {', '.join(absent)}; a spec.py has {', '.join(needed)}"
         return
-    for name, count in (REQUIRED | OPTIONAL).items():
+    if sum(hasattr(spec, name) for name in CHOICE) != 1:
+        yield "", f"has not one of {' and '.join(CHOICE)}: which configurations to choose among, or the choice itself"
+    for name, count in (REQUIRED | CHOICE | OPTIONAL).items():
         if hasattr(spec, name) and (why := _why_not_called(getattr(spec, name), count)):
             yield name, f"{name} {why}"
     for name in ("Problem", "Config"):

@@ -187,6 +187,7 @@ class Traffic:
     waits: float = (
         0  # of a block: trips to L2, one after another, while it has nothing else to do: meeting other blocks
     )
+    fit: str = ""  # of the first launch: which of the kernel's fitted constants (kerngen/cost/fitted.toml) apply
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +217,13 @@ class Spec(Protocol):
     arch has problem.dtype), smem_bytes(problem, config, target) -> int: static and dynamic, outputs(problem): which of
     OUTPUTS the kernel writes for it, workspace_bytes(problem, config, target) -> int, traffic(problem, config, target),
     tensor_map(problem, config, of, shape) -> TensorMap | None for arguments that are maps, MAX_SPILL_BYTES,
-    prefer(problem, configs, target): of the defaults of other values of the dynamic field, the one for `problem`, and
+    COMPARES_SIZES: True where defaults of other values of the dynamic field may be faster between powers of two,
+    expected_registers(problem, config, target) -> int: a thread's, before the configuration is compiled, and
     constants(problem, config, arch) -> dict: what spec.py and its templates both know (`k` there), said once; its
     problem comes without RUNTIME fields.
+
+    And one of candidates(problem, target): 3 to 12 sensible configurations, the valid one that the cost model ranks
+    first being the default; and default_config(problem, target): the default itself, where there is nothing to rank.
 
     What sees an Arch, `BODIES` and `constants`, decides what is compiled: a cubin depends on the arch alone. All that
     is chosen at launch sees the Target, the board included.
@@ -230,8 +235,6 @@ class Spec(Protocol):
     OUTPUTS: tuple[str, ...]
 
     def why_invalid(self, problem: Any, config: Any, target: Target, /) -> str | None: ...
-
-    def default_config(self, problem: Any, target: Target, /) -> Any: ...
 
     def launches(self, problem: Any, config: Any, target: Target, /) -> tuple[Launch, ...]: ...
 
@@ -327,8 +330,31 @@ class Kernel:
             raise ConfigRefused(f"{self.name}{describe(problem)} {describe(config)} on {target.arch}: {why}")
 
     def default_config(self, problem: Any, target: Target) -> Any:
-        """A valid configuration that needs no tuning. Always a candidate when tuning."""
-        return self.spec.default_config(problem, target)
+        """A valid configuration that needs no tuning: of the spec's candidates the one that the cost model ranks first.
+        Always a candidate when tuning. Raises ProblemError where none is valid.
+        """
+        if (own := getattr(self.spec, "default_config", None)) is not None:
+            return own(problem, target)
+        from kerngen.cost.choose import fastest  # the cost model knows kernels by this module
+
+        return fastest(self, problem, target, self.candidates(problem, target))
+
+    def candidates(self, problem: Any, target: Target) -> list[Any]:
+        """The few valid configurations that the spec names for `problem`, each once; of a spec that chooses itself, its
+        default. Raises ProblemError where none is valid.
+        """
+        named: Callable[[Any, Target], Iterable[Any]] | None = getattr(self.spec, "candidates", None)
+        if named is None:
+            return [self.default_config(problem, target)]
+        found = [c for c in dict.fromkeys(named(problem, target)) if self.spec.why_invalid(problem, c, target) is None]
+        if not found:
+            raise ProblemError(f"no configuration of {self.name} serves {describe(problem)} on {target.arch}")
+        return found
+
+    def expected_registers(self, problem: Any, config: Any, target: Target) -> int | None:
+        """Of a thread, before `config` is compiled, where the spec knows about how many."""
+        known: Callable[[Any, Any, Target], int] | None = getattr(self.spec, "expected_registers", None)
+        return None if known is None else known(problem, config, target)
 
     @property
     def max_spill_bytes(self) -> int:
@@ -337,8 +363,12 @@ class Kernel:
 
     @property
     def prefer(self) -> Callable[[Any, Sequence[Any], Target], Any] | None:
-        """The spec's opinion, if it has one: of some configurations, all valid, the one for a problem on a target."""
-        return getattr(self.spec, "prefer", None)
+        """Of some configurations, all valid, the one for a problem on a target; None where sizes are not compared."""
+        if not getattr(self.spec, "COMPARES_SIZES", False):
+            return getattr(self.spec, "prefer", None)
+        from kerngen.cost.choose import fastest
+
+        return lambda problem, configs, target: fastest(self, problem, target, configs)
 
     def smem_bytes(self, problem: Any, config: Any, target: Target) -> int:
         """Shared memory of a block, static and dynamic together; 0 if the spec says nothing of it."""

@@ -8,9 +8,11 @@ docs/prediction.md has the formulas, and the origin of every constant; tools/fit
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil, inf, log2, prod, sqrt
+from pathlib import Path
 from typing import Any
 
 from kerngen.arch import Arch, Target
@@ -56,6 +58,31 @@ class Constants:
 
 
 CONSTANTS = Constants()
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """What was measured of a way to run a kernel and is not understood: the predicted time of its first launch times
+    `scale`, and `offset_us` microseconds more, on `arches`. source: what it was fitted to.
+    """
+
+    scale: float
+    offset_us: float
+    arches: tuple[str, ...]
+    source: str
+
+
+def _read_fitted() -> dict[tuple[str, str], Fitted]:
+    """By kernel and Traffic.fit."""
+    kernels = tomllib.loads((Path(__file__).parent / "fitted.toml").read_text())
+    return {
+        (kernel, fit): Fitted(f["scale"], f["offset_us"], tuple(f["arches"]), f["source"])
+        for kernel, fits in kernels.items()
+        for fit, f in fits.items()
+    }
+
+
+FITTED = _read_fitted()
 
 _Timed = tuple[Launch, Traffic, Resources | None, int | None, bool]
 
@@ -176,6 +203,8 @@ class Predictor:
             if key not in self._timed:
                 self._timed[key] = launch_us(launch, moved, target, given, registers, i > 0, self._constants)
             us, bound, fit = self._timed[key]
+            if i == 0 and (fitted := FITTED.get((self._kernel.name, moved.fit))) and target.arch.name in fitted.arches:
+                us = us * fitted.scale + fitted.offset_us
             threads, blocks = prod(launch.block), prod(launch.grid)
             spill = given.spill_store_bytes + given.spill_load_bytes if given else 0
             predictions.append(

@@ -1,0 +1,28 @@
+"""Chooses among a few configurations by the cost model, before any of them is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kerngen.arch import Target
+from kerngen.cost.predict import Predictor
+from kerngen.templates.kernel import Kernel
+
+GUESSED_REGISTERS = 96  # of a thread, where neither a compiler nor the spec says
+
+
+def fastest(kernel: Kernel, problem: Any, target: Target, configs: Iterable[Any]) -> Any:
+    """Of `configs`, all valid and at least one, the one that is predicted to be the fastest; of equals the first."""
+    return min(ranked(kernel, problem, target, configs), key=lambda timed: timed[0])[1]
+
+
+def ranked(kernel: Kernel, problem: Any, target: Target, configs: Iterable[Any]) -> list[tuple[float, Any]]:
+    """(predicted microseconds, configuration) of each, in the order given."""
+    predictor = Predictor(kernel, problem, target)
+
+    def us(config: Any) -> float:
+        registers = kernel.expected_registers(problem, config, target) or GUESSED_REGISTERS
+        return predictor.predict(config, registers=registers).latency_us
+
+    return [(us(config), config) for config in configs]

@@ -704,8 +704,8 @@ def bytes_in_flight(p: Problem, c: Config, target: Target) -> float:
     return c.num_warps * max(c.num_stages - 0.5, 0.5) * c.block_n * dim * 2
 
 
-def default_config(problem: Problem, target: Target) -> Config:
-    """What defaults.py chooses. Raises ProblemError where no shape fits."""
-    from kerngen.templates.attn_decode.defaults import chosen_for  # which imports this module
+def candidates(problem: Problem, target: Target) -> list[Config]:
+    """See candidates.py. Raises ProblemError where no shape fits."""
+    from kerngen.templates.attn_decode.candidates import candidates as found  # which imports this module
 
-    return chosen_for(problem, target)
+    return found(problem, target)

@@ -88,6 +88,7 @@ def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, 
         joins=1,
         waits=WAITS + (0 if p.source == "q" else HEAD_WAITS) + (COMBINE_WAITS if c.fused_combine else 0),
         clocks=ceil(ceil(tiles / blocks) / teams) * tile_clocks,
+        fit="mma",
     )
     return (decode,) if c.num_splits == 1 or c.fused_combine else (decode, _combine(p, c, moved_on))
 
@@ -129,6 +130,7 @@ def _wgmma_ws_traffic(p: Problem, c: Config, target: Target) -> tuple[Traffic, .
         joins=1,
         waits=WAITS + (0 if p.source == "q" else HEAD_WAITS) + in_cluster + (COMBINE_WAITS if c.fused_combine else 0),
         clocks=ceil(ceil(tiles / blocks) / teams) * ((scores + outputs) // sharing * PRODUCT_CLOCKS + SOFTMAX_CLOCKS),
+        fit=_fit(c),
     )
     if partials(c) == 1 or c.fused_combine:
         return (decode,)
@@ -136,3 +138,10 @@ def _wgmma_ws_traffic(p: Problem, c: Config, target: Target) -> tuple[Traffic, .
         return (decode, _combine(p, c, moved_on))
     in_flight = COMBINE_WARPS * 32 * 16 * min(COMBINE_LOADS, loads_per_lane(p, c))
     return (decode, Traffic(0, 0, moved_on, cuda_ops=moved_on * 16 // c.partial_bits, bytes_in_flight=in_flight))
+
+
+def _fit(c: Config) -> str:
+    """Which fitted constants hold, of body=wgmma_ws."""
+    if c.cluster > 1:
+        return "push" if c.partial_bits else "cluster"
+    return "fragments" if c.partial_bits else "wgmma"

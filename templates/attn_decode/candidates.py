@@ -15,12 +15,12 @@ from kerngen.arch import Target
 from kerngen.errors import ProblemError
 from kerngen.templates.attn_decode.spec import (
     MAX_ACCUMULATORS,
-    TILE,
     Config,
     Problem,
     resident_cluster_blocks,
     why_invalid,
 )
+from kerngen.templates.attn_decode.wgmma_ws import TILE
 
 PIPELINE_BYTES = 128 * 1024  # of stages of a block with body=mma: more only delay the first tile
 MAX_FRAGMENT_ROWS = 40  # of a block of head_dim 512: more leave attn_combine's blocks no registers beside it
@@ -123,8 +123,8 @@ def _mma(p: Problem, target: Target, shape: Config, waves: tuple[float, ...]) ->
 
 
 def _most_stages(p: Problem, shape: Config, target: Target, most: int) -> Iterator[Config]:
-    """`shape` with the most stages, up to `most`, that fit; with less than half as many it is not worth it."""
-    fitting = (replace(shape, num_stages=stages) for stages in range(most, most // 2 - 1, -1))
+    """`shape` with the most stages, up to `most`, that fit; of warpgroups not with less than half as many."""
+    fitting = (replace(shape, num_stages=n) for n in range(most, most // 2 - 1 if shape.warpgroups else 0, -1))
     yield from islice((c for c in fitting if why_invalid(p, c, target) is None), 1)
 
 

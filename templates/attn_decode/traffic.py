@@ -6,18 +6,15 @@ from math import ceil
 
 from kerngen.arch import Target
 from kerngen.templates.attn_decode.spec import (
-    COMBINE_WARPS,
-    TILE,
     Config,
     Problem,
     bytes_in_flight,
     combine_shape,
     cost,
-    has_fragment_partials,
-    loads_per_lane,
     partials,
     workspace_bytes,
 )
+from kerngen.templates.attn_decode.wgmma_ws import COMBINE_WARPS, TILE, fragment_combine, has_fragment_partials
 from kerngen.templates.kernel import Traffic
 
 # Instructions of a lane for one score (scale, maximum, exponential, sum, conversion), for one row's reductions, and
@@ -136,7 +133,9 @@ def _wgmma_ws_traffic(p: Problem, c: Config, target: Target) -> tuple[Traffic, .
         return (decode,)
     if not has_fragment_partials(c):
         return (decode, _combine(p, c, moved_on))
-    in_flight = COMBINE_WARPS * 32 * 16 * min(COMBINE_LOADS, loads_per_lane(p, c))
+    _, _, _, _, lanes, span = fragment_combine(p, c)
+    loads = ceil(c.num_splits * 8 / lanes) * (span * lanes // 32)  # of 16 bytes, of a lane for its part of a span
+    in_flight = COMBINE_WARPS * 32 * 16 * min(COMBINE_LOADS, loads)
     return (decode, Traffic(0, 0, moved_on, cuda_ops=moved_on * 16 // c.partial_bits, bytes_in_flight=in_flight))
 
 

@@ -18,23 +18,17 @@ from kerngen.arch import Target, find_arch, find_device
 from kerngen.compiler.compile import compile_cubin
 from kerngen.compiler.render import render
 from kerngen.templates import find_kernel
-from kerngen.templates.attn_decode.spec import (
+from kerngen.templates.attn_decode.spec import Config, Problem, partials, resident_cluster_blocks
+from kerngen.templates.attn_decode.wgmma_ws import (
     TILE,
-    Config,
-    Problem,
-    chunk_lanes,
-    chunks,
-    dsmem_bytes,
+    fragment_combine,
     has_fragment_partials,
     item_words,
-    partials,
+    receive_buffer,
     register_split,
-    resident_cluster_blocks,
-    span,
     stage_bytes,
     stages_per_tile,
-    unit_columns,
-)  # fmt: skip
+)
 from kerngen.tuning.space import candidates
 
 KERNEL = find_kernel("attn_decode")
@@ -49,22 +43,22 @@ def _fragment_partials(problem: Problem) -> Config:
 
 
 @pytest.mark.parametrize(("changes", "why"), [
-    ({"fused_combine": True}, "the last block merges 2 to 32 results of a row; num_splits / cluster is 33"),
-    ({"fused_combine": True, "num_splits": 8, "cluster": 8}, "num_splits / cluster is 1"),
+    ({"fused_combine": True}, "the last block merges 2 to 32 clusters' results of a row, not 33"),
+    ({"fused_combine": True, "num_splits": 8, "cluster": 8}, "results of a row, not 1"),
     ({"split_d": 2}, "split_d=2: one warpgroup or two, 4 or 8 warps"),
     ({"num_warps": 16}, "num_warps=16: one to three warpgroups"),
     ({"num_warps": 4}, "num_warps=4 is no multiple of split_d=8"),
-    ({"block_n": 32}, "block_n=32: a page of page_size=64 is sure to hold boxes of 16 keys"),
-    ({"block_m": 12}, "block_m=12 is no multiple of 8 up to 64"),
-    ({"block_m": 72}, "block_m=72 is no multiple of 8 up to 64"),
+    ({"block_n": 32}, "block_n=32: any page is sure to hold boxes of 16 keys"),
+    ({"block_m": 12}, "block_m=12: a multiple of 8 up to 64"),
+    ({"block_m": 72}, "block_m=72: a multiple of 8 up to 64"),
     ({"block_m": 40}, "block_m=40: 32 rows fill 32"),
-    ({"num_stages": 1}, "num_stages=1: a stage is in use while the next one is awaited; at least 2"),
-    ({"num_stages": 33}, "num_stages=33: a thread has a bit for the phase of each stage; at most 32"),
+    ({"num_stages": 1}, "num_stages=1: one is in use, one awaited"),
+    ({"num_stages": 33}, "bit for the phase of each; 2 to 32"),
     ({"num_stages": 3}, "65,536 B of results of 1 teams meet in a ring of 49,152 B"),
     ({"cluster": 3}, "cluster=3: a cluster has 1, 2, 4 or 8 blocks"),
     ({"cluster": 2}, "num_splits=33: whole clusters have them; a multiple of cluster=2"),
-    ({"cluster": 3, "body": "mma", "num_stages": 2}, "cluster=3, k_column_parts=4 are body=wgmma_ws"),
-    ({"body": "mma", "num_stages": 2}, "cluster=1, k_column_parts=4 are body=wgmma_ws's; cluster=1, k_column_parts=2"),
+    ({"cluster": 3, "body": "mma", "num_stages": 2}, "cluster=3 is body=wgmma_ws's; cluster=1"),
+    ({"body": "mma", "num_stages": 2}, "k_column_parts=4 is body=wgmma_ws's; k_column_parts=2"),
     ({"k_column_parts": 3}, "k_column_parts=3: 1, 2 or 4 parts"),
     ({"num_splits": 0}, "num_splits=0: whole clusters have them"),
     ({"k_column_parts": 1}, "num_stages=10: whole keys take four stages; a multiple of 4"),
@@ -77,7 +71,7 @@ def _fragment_partials(problem: Problem) -> Config:
         {"partial_bits": 16, "body": "mma", "k_column_parts": 2, "num_stages": 2},
         "partial_bits=16 is body=wgmma_ws's; partial_bits=0",
     ),
-    ({"num_warps": 12, "split_d": 4}, "output, scores and statistics take 168 registers a thread; with 24"),
+    ({"num_warps": 12, "split_d": 4}, "a thread holds 168 registers; with 24"),
     ({"l2_prefetch_stages": -1}, "l2_prefetch_stages=-1: after num_stages=10 at most 54"),
     ({"l2_prefetch_stages": 55}, "l2_prefetch_stages=55: after num_stages=10 at most 54"),
     (
@@ -106,7 +100,7 @@ def test_results_of_many_teams_need_the_room_of_the_rings() -> None:
     config = Config(64, 16, 4, 8, 7, body="wgmma_ws")
     parts = replace(config, k_column_parts=4)
     assert KERNEL.why_invalid(problem, parts, H200) == (
-        "k_column_parts=4: 1, 2 or 4 parts have whole blocks of 64 columns; 2 at most"
+        "k_column_parts=4: parts have whole blocks of 64 columns; 2 at most"
     )
     why = KERNEL.why_invalid(problem, config, H200)
     assert why == "65,536 B of results of 2 teams meet in a ring of 57,344 B"
@@ -187,9 +181,9 @@ def test_candidates_in_clusters_are_resident_and_fragment_partials_use_most_sms(
 
 def test_a_board_of_few_sms_gets_clusters_that_it_holds() -> None:
     problem = Problem(512, 16, 2, q_len=4, kv_len=8192, source="qk", num_rotated_pairs=64)
-    assert KERNEL.default_config(problem, H200).cluster == 8
+    assert any(c.cluster == 8 for c in KERNEL.candidates(problem, H200))
     few = Target(H200.arch, replace(H200.device, num_sms=16))
-    assert KERNEL.why_invalid(problem, KERNEL.default_config(problem, few), few) is None
+    assert not any(c.cluster == 8 and c.num_splits > 8 for c in KERNEL.candidates(problem, few))
 
 
 @pytest.mark.parametrize(("config", "says"), [
@@ -214,7 +208,7 @@ def test_few_splits_are_merged_several_chunks_at_a_time() -> None:
         (2, 8, 16), (3, 8, 8), (4, 8, 8), (5, 8, 4), (9, 8, 4), (10, 16, 2), (18, 16, 2), (19, 32, 1), (132, 32, 1)
     ):  # fmt: skip
         config = replace(chosen, num_splits=splits)
-        assert (chunk_lanes(config), span(problem, config)) == (lanes, chunks_at_once), splits
+        assert fragment_combine(problem, config)[4:] == (lanes, chunks_at_once), splits
         of_lane = chunks_at_once * lanes // 32
         assert splits > 36 or of_lane * -(-splits * 8 // lanes) <= 9
         constants = KERNEL.spec.constants(problem, config, H200.arch)
@@ -235,7 +229,7 @@ def test_blocks_that_store_leave_room_for_those_that_merge() -> None:
         bound = KERNEL.spec.bound_threads(problem, config, H200.arch)["attn_decode"]
         assert f"__launch_bounds__({bound}, BLOCKS_PER_SM)" in render(KERNEL, problem, config, H200)
         granted = [H200.arch.registers_of(threads) for threads in (bound, bound - 128)]
-        _, copiers, most = register_split(problem, config, H200.arch)
+        _, copiers, most, _ = register_split(problem, config, H200.arch)
         at_first = most if copiers == 1 else (config.num_warps * most + 4 * 32) // (config.num_warps + 4)
         assert granted[0] <= at_first < granted[1]
         decode, combine = KERNEL.launches(problem, config, H200)
@@ -256,7 +250,7 @@ def test_each_value_is_stored_where_a_lane_of_the_merge_finds_it(head_dim: int, 
     problem = Problem(head_dim, 16, 2, q_len=5)
     config = Config(24, 16, split_d, 8, 8, 5, body="wgmma_ws", partial_bits=bits)
     blocks, parts = (2 if bits == 16 else 1), split_d // 4
-    pairs, of_pair = chunks(problem, config)
+    _, _, pairs, of_pair, _, _ = fragment_combine(problem, config)
     assert (pairs, of_pair) == (12, head_dim // (16 * blocks))
     found: dict[tuple[int, int, int], list[tuple[int, int]]] = {}  # (pair, chunk, lane g): (row, column) in its words
     for part, w, i, j, t, g in product(
@@ -292,20 +286,18 @@ def test_launches_have_warps_that_copy() -> None:
     assert combine == apart[1]
     assert KERNEL.workspace_bytes(FULL, CONFIG, H200) == 4 * 32 * 33 * (512 + 1) * 4
     one_each = replace(CONFIG, split_d=4)
-    assert register_split(FULL, one_each, H200.arch) == (1, 4, 232)
+    assert register_split(FULL, one_each, H200.arch) == (1, 4, 232, 12 * 32)
     assert KERNEL.launches(FULL, one_each, H200)[0].block == (12 * 32, 1, 1)
 
 
 def test_two_blocks_share_an_sm_where_they_fit() -> None:
     problem, config = Problem(512, 32, 4), Config(8, 16, 4, 4, 6, body="wgmma_ws", k_column_parts=4)
-    assert register_split(problem, config, H200.arch) == (2, 1, 128)
+    assert register_split(problem, config, H200.arch) == (2, 1, 128, 8 * 32)
     assert 2 * (KERNEL.smem_bytes(problem, config, H200) + 1024) <= H200.arch.smem_per_sm
-    assert register_split(problem, replace(config, num_stages=7), H200.arch) == (1, 1, 255)
+    assert register_split(problem, replace(config, num_stages=7), H200.arch) == (1, 1, 255, 8 * 32)
     assert register_split(replace(problem, q_len=3), replace(config, block_m=24, num_stages=4), H200.arch) == (
-        2,
-        4,
-        224,
-    )
+        2, 4, 224, 8 * 32,
+    )  # fmt: skip
 
 
 def test_what_is_compiled_leaves_room_for_the_second_block() -> None:
@@ -319,7 +311,7 @@ def test_what_is_compiled_leaves_room_for_the_second_block() -> None:
         (replace(window, q_len=4, source="qkv", num_rotated_pairs=128), Config(8, 16, 4, 4, 5, 1, body="wgmma_ws")),
         (Problem(512, 32, 4, q_len=2), Config(16, 16, 8, 8, 4, 32, True, "wgmma_ws", 8, 1)),
     ):
-        blocks, copiers, _ = register_split(problem, config, H200.arch)
+        blocks, copiers, _, _ = register_split(problem, config, H200.arch)
         assert blocks == 2
         takes = compile_cubin(render(KERNEL, problem, config, H200), H200.arch).entries["attn_decode"]
         warps = -(-(config.num_warps + copiers) // 4) * 4
@@ -360,7 +352,7 @@ def test_a_cluster_has_consecutive_splits_of_the_same_rows(m_blocks: int, num_sp
 
 
 @pytest.mark.parametrize(("problem", "config", "why"), [
-    (Problem(128, 16, 2), Config(8, 16, 8, 8, 8, 2, False, "wgmma_ws", 2, 2, 16), "leaves a warpgroup one block of 64"),
+    (Problem(128, 16, 2), Config(8, 16, 8, 8, 8, 2, False, "wgmma_ws", 2, 2, 16), "leaves a warpgroup 64 columns"),
     (Problem(128, 16, 2), Config(8, 16, 4, 4, 8, 8, False, "wgmma_ws", 8, 2, 16), "a block merges 16 columns; 32"),
     (
         Problem(512, 32, 4), Config(8, 16, 4, 4, 6, 8, False, "wgmma_ws", 8, 4, 16),
@@ -377,11 +369,11 @@ def test_one_team_that_pushes_needs_no_room_for_results_in_its_ring() -> None:
     config = Config(40, 16, 8, 8, 4, 8, body="wgmma_ws", cluster=8, k_column_parts=4)
     assert "meet in a ring of 65,536 B" in (KERNEL.why_invalid(batch, config, H200) or "")
     assert KERNEL.why_invalid(batch, replace(config, partial_bits=16), H200) is None
-    assert dsmem_bytes(batch, replace(config, partial_bits=16)) == 40 * 512 * 2 + 20 * 8 * 8 + 16
+    assert receive_buffer(batch, replace(config, partial_bits=16))[1] == 40 * 512 * 2 + 20 * 8 * 8 + 16
     # Of a window's two rows nobody pushes the six that pad them.
     window = Problem(256, 32, 16, window=1024)
     one = Config(8, 16, 4, 4, 6, 8, body="wgmma_ws", cluster=8, partial_bits=32)
-    assert dsmem_bytes(window, one) == 2 * 256 * 4 + 8 * 8 + 16
+    assert receive_buffer(window, one)[1] == 2 * 256 * 4 + 8 * 8 + 16
 
 
 @pytest.mark.parametrize(
@@ -396,7 +388,7 @@ def test_each_column_is_pushed_to_one_block_which_finds_it(
 ) -> None:
     """dsmem_reduce.cuh.jinja: Slot, who pushes which columns of which rows, and who merges them."""
     config = Config(64, 16, 4, 4, 8, 2 * cluster, fused_combine, True, cluster, 2, bits)
-    columns = unit_columns(Problem(head_dim), config)
+    columns, _ = receive_buffer(Problem(head_dim), config)
     blocks = 2 if bits == 16 else 1  # of 64 columns, that a chunk has 16 of each of
     chunks, units = columns // (16 * blocks), head_dim // columns
 
@@ -440,7 +432,7 @@ def test_what_pushes_compiles_to_what_fits() -> None:
         (batch, Config(40, 16, 8, 8, 8, 8, False, "wgmma_ws", 8, 4, 16), False),
         (FULL, Config(32, 16, 4, 8, 8, 24, True, "wgmma_ws", 8, 4, 16), False),
     ):
-        blocks, copiers, _ = register_split(problem, config, H200.arch)
+        blocks, copiers, _, _ = register_split(problem, config, H200.arch)
         assert blocks == 1 + two
         cubin = compile_cubin(render(KERNEL, problem, config, H200), H200.arch)
         takes, warps = cubin.entries["attn_decode"], -(-(config.num_warps + copiers) // 4) * 4

@@ -254,11 +254,11 @@ def bound_threads(problem: Problem, config: Config, arch: Arch) -> dict[str, int
 
 
 def expected_registers(problem: Problem, config: Config, target: Target) -> int:
-    """Of a thread. body=mma: the output, the scores and about 72 for the rest."""
+    """Of a thread. With body=mma as many for the queries as for the accumulators, and 64 for the rest."""
     p, c = problem, config
     if c.warpgroups:
         return target.arch.registers_of(wgmma_ws.register_split(p, c, target.arch)[3])
-    return min(255, 72 + c.block_m * p.head_dim // c.split_d // 32 + c.block_m * c.block_n // 32)
+    return min(255, 64 + 2 * (c.block_m * p.head_dim // c.split_d // 32))
 
 
 def combine_tiles(problem: Problem, config: Config) -> tuple[int, int, int, int]:

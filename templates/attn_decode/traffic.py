@@ -24,8 +24,9 @@ HEAD_OPS, TURN_OPS = 10, 15  # instructions for an element of a head's norm and 
 # Clocks that a tile takes a warp however idle its SM is: a product that waits for the one before it along head_dim (an
 # mma.sync's latency), the softmax with its reductions over lanes, and, where warps share a tile, their exchange.
 MMA_CLOCKS, SOFTMAX_CLOCKS, EXCHANGE_CLOCKS = 33, 500, 250
-# Of a block: kv_lens, the block table, the first keys, the teams' merge, twice; the norms of its heads, of new keys.
-WAITS, HEAD_WAITS = 5, 2
+# Of a block: kv_lens, the block table, the first keys, the teams' merge, twice; for each further head that a group of
+# lanes makes, one after the other.
+WAITS, HEAD_WAITS = 5, 4
 COMBINE_LOADS = 8  # 16-byte loads that a thread of the combine has under way
 PRODUCT_CLOCKS = 32  # that a product by a warpgroup takes at least, its operands from shared memory
 DSMEM_WAITS = 1  # where what a block merges is pushed to it
@@ -83,9 +84,9 @@ def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, 
         bytes_in_flight=int(bytes_in_flight(p, c, target)),
         copies=arch.has_cp_async,
         joins=1,
-        waits=WAITS + (0 if p.source == "q" else HEAD_WAITS) + (COMBINE_WAITS if c.fused_combine else 0),
+        waits=WAITS + _head_waits(p, c) + (COMBINE_WAITS if c.fused_combine else 0),
         clocks=ceil(ceil(tiles / blocks) / teams) * tile_clocks,
-        fit="mma",
+        fit=_fit(c),
     )
     return (decode,) if c.num_splits == 1 or c.fused_combine else (decode, _combine(p, c, moved_on))
 
@@ -93,7 +94,7 @@ def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, 
 def _combine(p: Problem, c: Config, moved: int) -> Traffic:
     slices, columns = combine_shape(p.head_dim, partials(c))
     in_flight = slices * columns * 16 * min(COMBINE_LOADS, ceil(partials(c) / slices))
-    return Traffic(0, 0, l2_bytes=moved, cuda_ops=moved // 2, bytes_in_flight=in_flight)
+    return Traffic(0, 0, l2_bytes=moved, cuda_ops=moved // 2, bytes_in_flight=in_flight, fit="combine")
 
 
 def _wgmma_ws_traffic(p: Problem, c: Config, target: Target) -> tuple[Traffic, ...]:
@@ -125,7 +126,7 @@ def _wgmma_ws_traffic(p: Problem, c: Config, target: Target) -> tuple[Traffic, .
         copies=True,
         tensor="roles",
         joins=1,
-        waits=WAITS + (0 if p.source == "q" else HEAD_WAITS) + in_cluster + (COMBINE_WAITS if c.fused_combine else 0),
+        waits=WAITS + _head_waits(p, c) + in_cluster + (COMBINE_WAITS if c.fused_combine else 0),
         clocks=ceil(ceil(tiles / blocks) / teams) * ((scores + outputs) // sharing * PRODUCT_CLOCKS + SOFTMAX_CLOCKS),
         fit=_fit(c),
     )
@@ -136,11 +137,21 @@ def _wgmma_ws_traffic(p: Problem, c: Config, target: Target) -> tuple[Traffic, .
     _, _, _, _, lanes, span = fragment_combine(p, c)
     loads = ceil(c.num_splits * 8 / lanes) * (span * lanes // 32)  # of 16 bytes, of a lane for its part of a span
     in_flight = COMBINE_WARPS * 32 * 16 * min(COMBINE_LOADS, loads)
-    return (decode, Traffic(0, 0, moved_on, cuda_ops=moved_on * 16 // c.partial_bits, bytes_in_flight=in_flight))
+    ops = moved_on * 16 // c.partial_bits
+    return (decode, Traffic(0, 0, moved_on, cuda_ops=ops, bytes_in_flight=in_flight, fit="fragment_combine"))
+
+
+def _head_waits(p: Problem, c: Config) -> float:
+    """Of a block that makes its rows of q and its new keys and values: a head's lanes have 16 elements each."""
+    heads = 0 if p.source == "q" else min(c.block_m, p.rows) + (2 * p.q_len if p.owns_kv else 0)
+    groups = c.num_warps * 32 // (p.head_dim // 16)
+    return HEAD_WAITS * max(ceil(heads / groups) - 1, 0)
 
 
 def _fit(c: Config) -> str:
-    """Which fitted constants hold, of body=wgmma_ws."""
+    """Which fitted constants hold of the decode launch."""
+    if not c.warpgroups:
+        return "mma"
     if c.cluster > 1:
         return "push" if c.partial_bits else "cluster"
     return "fragments" if c.partial_bits else "wgmma"

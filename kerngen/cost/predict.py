@@ -318,7 +318,8 @@ def _times(launch: Launch, t: Traffic, target: Target, resident: int, k: Constan
     loop = _together(arriving, alone, norm=norm) if t.copies else arriving + alone
     waiting = t.waits * latency
     times = {
-        "memory": t.dram_bytes / (device.mem_gbps * 1e3 * (arch.copy_share if t.copies else arch.load_share)),
+        "memory": t.dram_bytes
+        / (device.mem_gbps * 1e3 * t.memory_share * (arch.copy_share if t.copies else arch.load_share)),
         "l2": max(on_sm * l2_bytes / units / L2_PORT_BYTES, l2_bytes / device.num_sms / arch.l2_bytes_per_clock)
         / clock,
         "smem": on_sm * (smem + joining),

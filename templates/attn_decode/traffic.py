@@ -30,6 +30,7 @@ WAITS, HEAD_WAITS = 5, 4
 COMBINE_LOADS = 8  # 16-byte loads that a thread of the combine has under way
 PRODUCT_CLOCKS = 32  # that a product by a warpgroup takes at least, its operands from shared memory
 DSMEM_WAITS = 1  # where what a block merges is pushed to it
+IDLE_COSTS = 0.2  # of an SM's share of the memory's rate, what nobody else takes where it has no block
 COMBINE_WAITS = 2  # where blocks merge together: partial results out to L2 or another SM, and the others' from it
 
 
@@ -82,6 +83,7 @@ def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, 
         + blocks * p.head_dim * (heads * HEAD_OPS + turns * TURN_OPS)
         + merged // 2,
         bytes_in_flight=int(bytes_in_flight(p, c, target)),
+        memory_share=_memory_share(blocks, target),
         copies=arch.has_cp_async,
         joins=1,
         waits=WAITS + _head_waits(p, c) + (COMBINE_WAITS if c.fused_combine else 0),
@@ -123,6 +125,7 @@ def _wgmma_ws_traffic(p: Problem, c: Config, target: Target) -> tuple[Traffic, .
         cuda_ops=tiles * sharing * TILE * c.block_m * SCORE_OPS
         + blocks * p.head_dim * (heads * HEAD_OPS + turns * TURN_OPS),
         bytes_in_flight=int(bytes_in_flight(p, c, target)),
+        memory_share=_memory_share(blocks, target),
         copies=True,
         tensor="roles",
         joins=1,
@@ -139,6 +142,10 @@ def _wgmma_ws_traffic(p: Problem, c: Config, target: Target) -> tuple[Traffic, .
     in_flight = COMBINE_WARPS * 32 * 16 * min(COMBINE_LOADS, loads)
     ops = moved_on * 16 // c.partial_bits
     return (decode, Traffic(0, 0, moved_on, cuda_ops=ops, bytes_in_flight=in_flight, fit="fragment_combine"))
+
+
+def _memory_share(blocks: int, target: Target) -> float:
+    return 1 - IDLE_COSTS * max(0.0, 1 - blocks / target.device.num_sms)
 
 
 def _head_waits(p: Problem, c: Config) -> float:

@@ -2,17 +2,12 @@
 
 A block has one kv head and one split of the sequence's visible key tiles. Its rows are the query heads of that kv head
 times the new tokens (GQA packing), so KV is read once a kv head. Method: Flash-Decoding (Dao et al., 2023) over the
-online softmax of arXiv 1805.02867. Split-KV partials are combined in one of these ways:
+online softmax of arXiv 1805.02867. Split-KV partials are combined
 
-- attn_combine, a second launch, reads them from the workspace (fp32).
-- Config.fused_combine: in the same launch, by LL exchange (fused_combine.cuh.jinja); all blocks are co-resident.
-- Config.cluster, with body=wgmma_ws: blocks of a cluster reduce their splits through DSMEM, after a cluster barrier
-  (pull) or with st.async (push: Config.partial_bits, dsmem_reduce.cuh.jinja). attn_combine combines the clusters'
-  results; with fused_combine the last block to arrive does, and none waits.
-- Config.partial_bits without a cluster: each block stores its accumulators in fragment layout for attn_combine and
-  exits (fragment_partials.cuh.jinja).
-
-body=wgmma_ws is warp-specialised: one TMA producer warp, consumer warpgroups (wgmma_ws.cu.jinja).
+- by attn_combine, a second launch, from the workspace: in fp32 or, Config.partial_bits without a cluster, as blocks
+  store their accumulators, in fragment layout (fragment_partials.cuh.jinja);
+- with Config.fused_combine in the same launch (fused_combine.cuh.jinja);
+- with Config.cluster, of body=wgmma_ws, through DSMEM (dsmem_reduce.cuh.jinja), and the clusters' results as above.
 
 If `q` is the projection itself (Problem.source), each block applies norm and RoPE to its own rows of q, and makes K and
 V of the new tokens among its keys, for itself and for the cache. new_heads.cuh.jinja says why every new token is
@@ -26,6 +21,7 @@ it may write nothing else that is read here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import ceil, prod
 from typing import ClassVar
@@ -173,12 +169,9 @@ def resident_cluster_blocks(target: Target) -> int:
 
 LADDER = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 27)
 _VOLTA_SPACE: dict[str, Choices] = {
-    "block_m": (8, 16, 32),
-    "block_n": (16, 32),
-    "split_d": (1, 2, 4, 8),
-    "num_warps": (2, 3, 4, 6, 8, 12),
+    "block_m": (8, 16, 32), "block_n": (16, 32), "split_d": (1, 2, 4, 8), "num_warps": (2, 3, 4, 6, 8, 12),
     "num_splits": split_choices,
-}
+}  # fmt: skip
 
 ARGS: dict[str, tuple[Arg, ...]] = {
     "attn_decode": (
@@ -195,18 +188,13 @@ ARGS: dict[str, tuple[Arg, ...]] = {
 _MMA_SPACE = _VOLTA_SPACE | {"num_stages": (1, 2, 3, 4, 6), "prefetch_stages": (0, 2)}
 _MAPS = (Arg("k_map", "map", of="k_cache"), Arg("v_map", "map", of="v_cache"))
 _WGMMA_WS_SPACE: dict[str, Choices] = {
-    "block_m": (8, 16, 24, 32, 40, 48, 56, 64),
-    "block_n": (16,),
-    "split_d": (4, 8),
-    "num_warps": (4, 8, 12),
-    "num_stages": (4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24),
-    "num_splits": cluster_split_choices,
-    "cluster": (1, 2, 4, 8),
-    "k_column_parts": (1, 2, 4),
+    "block_m": (8, 16, 24, 32, 40, 48, 56, 64), "block_n": (16,), "split_d": (4, 8), "num_warps": (4, 8, 12),
+    "num_stages": (4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24), "num_splits": cluster_split_choices,
+    "cluster": (1, 2, 4, 8), "k_column_parts": (1, 2, 4),
     # Few rows have few results, which come as soon in 32 bits; those of many need half the room in 16.
     "partial_bits": lambda problem, target: (0, 32 if problem.rows <= 8 or problem.head_dim == 128 else 16),
     "prefetch_stages": (0, 3),
-}
+}  # fmt: skip
 BODIES = (
     *(
         Body(
@@ -325,16 +313,10 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return f"block_m={c.block_m} is twice the {p.rows} rows or more; block_m={c.block_m // 2} does the same"
     if (need := c.block_m * dim // 32) > MAX_ACCUMULATORS:
         return f"{need} accumulators a lane (block_m * head_dim / split_d / 32); at most {MAX_ACCUMULATORS}"
-    if volta and c.block_m > 16:
-        return f"block_m={c.block_m}: scores of more than 16 rows leave {arch} no registers to load ahead; at most 16"
-    if volta and c.block_n != 32:
-        return f"block_n={c.block_n}: the four quad-pairs of a warp take 8 keys each on {arch}; block_n=32"
-    if volta and c.num_stages not in (2, 4):
-        return f"num_stages={c.num_stages} batches in registers do not divide a tile on {arch}; 2 or 4"
-    if not volta and not arch.has_cp_async and c.num_stages != 1:
-        return f"num_stages={c.num_stages} needs cp.async, which {arch} lacks; num_stages=1"
-    if arch.has_cp_async and c.num_stages < 2:
-        return f"num_stages={c.num_stages} leaves nothing on its way while a tile is used; at least 2 on {arch}"
+    if volta and (c.block_m > 16 or c.block_n != 32 or c.num_stages not in (2, 4)):
+        return f"{arch} has registers for block_m=8 or 16, of tiles of block_n=32 keys in num_stages=2 or 4"
+    if not volta and (c.num_stages > 1) != arch.has_cp_async:
+        return f"num_stages={c.num_stages}: with cp.async, from sm80 on, 2 at least, and 1 without it"
     return why_not_fused_combine(p, c, target) or arch.why_too_large(smem_bytes(p, c, target))
 
 
@@ -413,7 +395,7 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     """Partials for attn_combine, fp32: o [rows, partials, head_dim], then lse [rows, partials].
 
     A group is the blocks with the same rows. fused_combine, body=mma: for each group [owners, num_splits] cells
-    (cell_quads), zero between launches. fused_combine, body=wgmma_ws: for each group [rows, head_dim / 128] items
+    (combine_tiles), zero between launches. fused_combine, body=wgmma_ws: for each group [rows, head_dim / 128] items
     (item_words), counters zero between launches. Fragment partials: for each group [pairs of rows, chunks, num_splits]
     chunks of 128 bytes; then, for all groups, the lse [rows, num_splits].
     """
@@ -442,19 +424,7 @@ def cost(problem: Problem) -> Cost:
     return Cost(bytes=kv + ends + constants, flops=4 * p.batch * p.q_len * p.num_q_heads * p.visible * p.head_dim)
 
 
-def bytes_in_flight(p: Problem, c: Config, target: Target) -> float:
-    """Bytes of KV of a block in flight, on average: a warp waits for one of its tiles and uses another."""
-    dim = p.head_dim // c.split_d
-    if c.warpgroups:  # two stages are in use, or those of a tile's whole keys
-        in_use = wgmma_ws.stages_per_tile(c) if c.k_column_parts == 1 else 2
-        flying = min(max(c.num_stages - in_use, 1), wgmma_ws.max_inflight_stages(p, c))
-        return flying * wgmma_ws.stage_bytes(p, c)
-    if not target.arch.has_ldmatrix:
-        return c.num_warps * (c.num_stages - 0.5) * 32 * 4 * 16  # batches of four 16-byte loads a lane
-    return c.num_warps * max(c.num_stages - 0.5, 0.5) * c.block_n * dim * 2
-
-
-def candidates(problem: Problem, target: Target) -> list[Config]:
+def candidates(problem: Problem, target: Target) -> Iterator[Config]:
     """See candidates.py. Raises ProblemError where no shape fits."""
     from kerngen.templates.attn_decode.candidates import candidates as found  # which imports this module
 

@@ -8,13 +8,20 @@ from kerngen.arch import Target
 from kerngen.templates.attn_decode.spec import (
     Config,
     Problem,
-    bytes_in_flight,
     combine_shape,
     cost,
     partials,
     workspace_bytes,
 )
-from kerngen.templates.attn_decode.wgmma_ws import COMBINE_WARPS, TILE, fragment_combine, has_fragment_partials
+from kerngen.templates.attn_decode.wgmma_ws import (
+    COMBINE_WARPS,
+    TILE,
+    fragment_combine,
+    has_fragment_partials,
+    max_inflight_stages,
+    stage_bytes,
+    stages_per_tile,
+)
 from kerngen.templates.kernel import Traffic
 
 # Instructions of a lane for one score (scale, maximum, exponential, sum, conversion), for one row's reductions, and
@@ -91,6 +98,18 @@ def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, 
         fit=_fit(c),
     )
     return (decode,) if c.num_splits == 1 or c.fused_combine else (decode, _combine(p, c, moved_on))
+
+
+def bytes_in_flight(p: Problem, c: Config, target: Target) -> float:
+    """Bytes of KV of a block in flight, on average: a warp waits for one of its tiles and uses another."""
+    dim = p.head_dim // c.split_d
+    if c.warpgroups:  # two stages are in use, or those of a tile's whole keys
+        in_use = stages_per_tile(c) if c.k_column_parts == 1 else 2
+        flying = min(max(c.num_stages - in_use, 1), max_inflight_stages(p, c))
+        return flying * stage_bytes(p, c)
+    if not target.arch.has_ldmatrix:
+        return c.num_warps * (c.num_stages - 0.5) * 32 * 4 * 16  # batches of four 16-byte loads a lane
+    return c.num_warps * max(c.num_stages - 0.5, 0.5) * c.block_n * dim * 2
 
 
 def _combine(p: Problem, c: Config, moved: int) -> Traffic:

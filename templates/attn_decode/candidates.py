@@ -42,8 +42,8 @@ def candidates(problem: Problem, target: Target) -> Iterator[Config]:
         splits = max(ceil(p.visible / 32 / rounds), 1)
         teams = Config(shape.block_m, 16, 4, 8, num_splits=splits, prefetch_stages=1)
         yield from _most_stages(p, teams, target, 4 if p.visible <= splits * 64 else 6)
-    if p.head_dim == 512 and p.rows > 8 and eights <= sms:
-        yield from _mma(p, target, Config(8, 16, 4, 8, 5) if eights >= 8 else Config(8, 16, 8, 8, 3), 3 / 4)
+    if p.head_dim == 512 and p.rows > 8 and eights <= sms:  # not all SMs, so that the next launch begins beside them
+        yield from _mma(p, target, Config(8, 16, 4, 8, 5) if eights >= 8 else Config(8, 16, 8, 8, 3), 0.73)
 
 
 def _fragment_partials(p: Problem, target: Target) -> Iterator[Config]:

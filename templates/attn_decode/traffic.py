@@ -31,13 +31,15 @@ HEAD_OPS, TURN_OPS = 10, 15  # instructions for an element of a head's norm and 
 # Clocks that a tile takes a warp however idle its SM is: a product that waits for the one before it along head_dim (an
 # mma.sync's latency), the softmax with its reductions over lanes, and, where warps share a tile, their exchange.
 MMA_CLOCKS, SOFTMAX_CLOCKS, EXCHANGE_CLOCKS = 33, 500, 250
-# Of a block: kv_lens, the block table, the first keys, the teams' merge, twice; for each further head that a group of
-# lanes makes, one after the other.
-WAITS, HEAD_WAITS = 5, 4
+# Of a block: kv_lens, the block table, the first keys, the teams' merge, twice; for 32 rows that it ends with; for each
+# further head that a group of lanes makes, one after the other.
+WAITS, ROWS_WAITS, HEAD_WAITS = 5, 2, {"mma": 3, "wgmma_ws": 4}
 COMBINE_LOADS = 8  # 16-byte loads that a thread of the combine has under way
 PRODUCT_CLOCKS = 32  # that a product by a warpgroup takes at least, its operands from shared memory
 DSMEM_WAITS = 1  # where what a block merges is pushed to it
-IDLE_COSTS = 0.2  # of an SM's share of the memory's rate, what nobody else takes where it has no block
+# Of the memory's rate: the part of an SM's share that nobody takes where it has no block, and the even shares that an SM
+# takes at most where others have done their blocks.
+IDLE_COSTS, MOST_SHARES = 0.2, 1.3
 COMBINE_WAITS = 2  # where blocks merge together: partial results out to L2 or another SM, and the others' from it
 
 
@@ -93,7 +95,7 @@ def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, 
         memory_share=_memory_share(blocks, target),
         copies=arch.has_cp_async,
         joins=1,
-        waits=WAITS + _head_waits(p, c) + (COMBINE_WAITS if c.fused_combine else 0),
+        waits=WAITS + _own_waits(p, c) + (COMBINE_WAITS if c.fused_combine else 0),
         clocks=ceil(ceil(tiles / blocks) / teams) * tile_clocks,
         fit=_fit(c),
     )
@@ -148,7 +150,7 @@ def _wgmma_ws_traffic(p: Problem, c: Config, target: Target) -> tuple[Traffic, .
         copies=True,
         tensor="roles",
         joins=1,
-        waits=WAITS + _head_waits(p, c) + in_cluster + (COMBINE_WAITS if c.fused_combine else 0),
+        waits=WAITS + _own_waits(p, c) + in_cluster + (COMBINE_WAITS if c.fused_combine else 0),
         clocks=ceil(ceil(tiles / blocks) / teams) * ((scores + outputs) // sharing * PRODUCT_CLOCKS + SOFTMAX_CLOCKS),
         fit=_fit(c),
     )
@@ -164,14 +166,16 @@ def _wgmma_ws_traffic(p: Problem, c: Config, target: Target) -> tuple[Traffic, .
 
 
 def _memory_share(blocks: int, target: Target) -> float:
-    return 1 - IDLE_COSTS * max(0.0, 1 - blocks / target.device.num_sms)
+    on_sm = blocks / target.device.num_sms
+    return 1 - IDLE_COSTS * (1 - on_sm) if on_sm <= 1 else min(1.0, MOST_SHARES * on_sm / ceil(on_sm))
 
 
-def _head_waits(p: Problem, c: Config) -> float:
-    """Of a block that makes its rows of q and its new keys and values: a head's lanes have 16 elements each."""
-    heads = 0 if p.source == "q" else min(c.block_m, p.rows) + (2 * p.q_len if p.owns_kv else 0)
+def _own_waits(p: Problem, c: Config) -> float:
+    """Of a block for its rows, and for the heads that it makes: rows of q, new keys and values, 16 elements a lane."""
+    rows = min(c.block_m, p.rows)
+    heads = 0 if p.source == "q" else rows + (2 * p.q_len if p.owns_kv else 0)
     groups = c.num_warps * 32 // (p.head_dim // 16)
-    return HEAD_WAITS * max(ceil(heads / groups) - 1, 0)
+    return ROWS_WAITS * rows / 32 + HEAD_WAITS[c.body] * max(ceil(heads / groups) - 1, 0)
 
 
 def _fit(c: Config) -> str:

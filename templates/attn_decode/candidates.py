@@ -40,8 +40,9 @@ def candidates(problem: Problem, target: Target) -> Iterator[Config]:
     if p.head_dim == 512:  # the fewest splits whose two teams of warps have as few rounds of tiles
         rounds = ceil(p.visible / max(1, min(sms // groups, p.visible // 16)) / 32) or 1
         splits = max(ceil(p.visible / 32 / rounds), 1)
-        teams = Config(shape.block_m, 16, 4, 8, num_splits=splits, prefetch_stages=1)
-        yield from _most_stages(p, teams, target, 4 if p.visible <= splits * 64 else 6)
+        for few in (1, 2) if splits == 2 else (splits,):
+            teams = Config(shape.block_m, 16, 4, 8, num_splits=few, prefetch_stages=1)
+            yield from _most_stages(p, teams, target, 4 if p.visible <= few * 64 else 6)
     if p.head_dim == 512 and p.rows > 8 and eights <= sms:  # not all SMs, so that the next launch begins beside them
         yield from _mma(p, target, Config(8, 16, 4, 8, 5) if eights >= 8 else Config(8, 16, 8, 8, 3), 0.73)
 
@@ -77,7 +78,7 @@ def _clusters(p: Problem, target: Target) -> Iterator[Config]:
         if cluster == 8:
             rows = _rows(p, MAX_FRAGMENT_ROWS if p.rows <= MAX_FRAGMENT_ROWS else 32)
         most = min((sms if cluster < 4 else resident) // _groups(p, rows), p.visible // TILE)
-        splits = max((most if cluster == 8 else min(most, sms // 2)) // cluster * cluster, cluster == 1)
+        splits = max((most if cluster == 8 else min(most, sms // 2)) // cluster * cluster, 1)
         alone = cluster == 8 and rows <= 16  # a warpgroup has a tile by itself
         pull = Config(rows, 16, 8, 8, num_splits=splits, body="wgmma_ws", cluster=cluster, k_column_parts=4)
         push = replace(pull, split_d=4 if alone else 8, partial_bits=16, prefetch_stages=3)

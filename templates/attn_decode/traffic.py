@@ -30,15 +30,15 @@ SCORE_OPS, ROW_OPS, COPY_OPS = 10, 20, 4
 HEAD_OPS, TURN_OPS = 10, 15  # instructions for an element of a head's norm and RoPE, for an element's sine and cosine
 # Clocks that a tile takes a warp however idle its SM is: a product that waits for the one before it along head_dim (an
 # mma.sync's latency), the softmax with its reductions over lanes, and, where warps share a tile, their exchange.
-MMA_CLOCKS, SOFTMAX_CLOCKS, EXCHANGE_CLOCKS = 33, 500, 250
+MMA_CLOCKS, SOFTMAX_CLOCKS, EXCHANGE_CLOCKS = 33, 500, 100
 # Of a block: kv_lens, the block table, the first keys, the teams' merge, twice; for 32 rows that it ends with; for each
 # further head that a group of lanes makes, one after the other.
 WAITS, ROWS_WAITS, HEAD_WAITS = 5, 2, {"mma": 3, "wgmma_ws": 4}
 COMBINE_LOADS = 8  # 16-byte loads that a thread of the combine has under way
-PRODUCT_CLOCKS = 32  # that a product by a warpgroup takes at least, its operands from shared memory
+PRODUCT_CLOCKS = 48  # that a product by a warpgroup takes at least, its operands from shared memory
 DSMEM_WAITS = 1  # where what a block merges is pushed to it
-# Of the memory's rate: the part of an SM's share that nobody takes where it has no block, and the even shares that an SM
-# takes at most where others have done their blocks.
+# Of the memory's rate: the part of an SM's share that nobody takes where it has no block, and the even shares that an
+# SM takes at most where others have done their blocks.
 IDLE_COSTS, MOST_SHARES = 0.2, 1.3
 COMBINE_WAITS = 2  # where blocks merge together: partial results out to L2 or another SM, and the others' from it
 
@@ -87,7 +87,8 @@ def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, 
         dram_bytes=least,
         flops=tiles * 4 * c.block_m * c.block_n * p.head_dim,
         l2_bytes=least + (m_blocks - 1) * tiles // m_blocks * tile_bytes + moved_on + 2 * merged,
-        smem_bytes=tiles * moved + merge,
+        smem_bytes=tiles * moved,
+        join_bytes=merge,
         cuda_ops=tiles * c.split_d * warp_ops * 32
         + blocks * p.head_dim * (heads * HEAD_OPS + turns * TURN_OPS)
         + merged // 2,

@@ -148,6 +148,7 @@ def test_candidates_cover_rows_and_keys(board: str) -> None:
     for problem in _problems(target):
         found = KERNEL.candidates(problem, target)
         assert 1 <= len(found) <= 12, (problem, len(found))
+        assert {type(config.num_splits) for config in found} == {int}
         for config in found:
             decode, *_ = KERNEL.launches(problem, config, target)
             m_blocks = ceil(problem.rows / config.block_m)

@@ -321,11 +321,7 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 
 
 def why_not_fused_combine(problem: Problem, config: Config, target: Target) -> str | None:
-    """Why fused_combine, if set, cannot work.
-
-    A waiting block keeps its SM's registers and shared memory, so the whole grid must be co-resident. One block an SM
-    always is.
-    """
+    """Why fused_combine, if set, cannot work: a waiting block keeps its SM, so all must be co-resident."""
     p, c, sms = problem, config, target.device.num_sms
     if not c.fused_combine:
         return None
@@ -353,14 +349,11 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     turns = 0 if p.source == "q" else p.q_len * p.head_dim * 2  # a cosine and a sine for each pair of a token
     if target.arch.has_ldmatrix:
         ring = teams * c.num_stages * c.block_n * p.head_dim * 2
-        if c.split_d > 1 and c.block_m // 8 % c.split_d == 0:  # rows are dealt to the warps of a team
-            exchange = scores + teams * c.block_m * (c.block_n * 2 + 4)
-        else:
-            exchange = 2 * scores
+        dealt = c.split_d > 1 and c.block_m // 8 % c.split_d == 0  # rows, to the warps of a team
+        exchange = scores + teams * c.block_m * (c.block_n * 2 + 4) if dealt else 2 * scores
         meeting = 16 if target.arch.has_cp_async and c.split_d > 1 and teams > 1 and not c.fused_combine else 0
         return ring + queries + exchange + stats + meeting + turns
-    merge = teams * 8 * 128 * c.split_d * 4
-    probabilities = c.num_warps * c.block_m * 80
+    merge, probabilities = teams * 8 * 128 * c.split_d * 4, c.num_warps * c.block_m * 80
     return merge + queries + probabilities + 2 * scores + stats + turns
 
 

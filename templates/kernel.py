@@ -176,6 +176,7 @@ class Traffic:
     )
     cuda_ops: int = 0  # instructions per thread summed over threads, outside the tensor cores (dequant, softmax)
     bytes_in_flight: int | None = None  # of loads that a block keeps outstanding in its main loop
+    memory_share: float = 1.0  # of the memory's rate, what is reached: less where many SMs have no block
     copies: bool = False  # what is in flight are asynchronous copies, and goes on while warps compute
     # What executes `flops`: mma (mma.sync), what a block's warps issue together (wgmma, tcgen05), or roles: wgmma by
     # warpgroups that do nothing but multiply and one that does nothing but copy.
@@ -187,7 +188,7 @@ class Traffic:
     waits: float = (
         0  # of a block: trips to L2, one after another, while it has nothing else to do: meeting other blocks
     )
-    fit: str = ""  # of the first launch: which of the kernel's fitted constants (kerngen/cost/fitted.toml) apply
+    fit: str = ""  # which of the kernel's fitted constants (kerngen/cost/fitted.toml) apply to the launch
 
 
 @dataclass(frozen=True, slots=True)

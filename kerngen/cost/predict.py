@@ -62,8 +62,8 @@ CONSTANTS = Constants()
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """What was measured of a way to run a kernel and is not understood: the predicted time of its first launch times
-    `scale`, and `offset_us` microseconds more, on `arches`. source: what it was fitted to.
+    """What was measured of a way to run a kernel and is not understood: the predicted time of a launch times `scale`,
+    and `offset_us` microseconds more, on `arches`. source: what it was fitted to.
     """
 
     scale: float
@@ -203,8 +203,8 @@ class Predictor:
             if key not in self._timed:
                 self._timed[key] = launch_us(launch, moved, target, given, registers, i > 0, self._constants)
             us, bound, fit = self._timed[key]
-            if i == 0 and (fitted := FITTED.get((self._kernel.name, moved.fit))) and target.arch.name in fitted.arches:
-                us = us * fitted.scale + fitted.offset_us
+            if (fitted := FITTED.get((self._kernel.name, moved.fit))) and target.arch.name in fitted.arches:
+                us = max(us * fitted.scale + fitted.offset_us, 0.0)
             threads, blocks = prod(launch.block), prod(launch.grid)
             spill = given.spill_store_bytes + given.spill_load_bytes if given else 0
             predictions.append(
@@ -318,7 +318,8 @@ def _times(launch: Launch, t: Traffic, target: Target, resident: int, k: Constan
     loop = _together(arriving, alone, norm=norm) if t.copies else arriving + alone
     waiting = t.waits * latency
     times = {
-        "memory": t.dram_bytes / (device.mem_gbps * 1e3 * (arch.copy_share if t.copies else arch.load_share)),
+        "memory": t.dram_bytes
+        / (device.mem_gbps * 1e3 * t.memory_share * (arch.copy_share if t.copies else arch.load_share)),
         "l2": max(on_sm * l2_bytes / units / L2_PORT_BYTES, l2_bytes / device.num_sms / arch.l2_bytes_per_clock)
         / clock,
         "smem": on_sm * (smem + joining),

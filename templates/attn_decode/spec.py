@@ -2,17 +2,12 @@
 
 A block has one kv head and one split of the sequence's visible key tiles. Its rows are the query heads of that kv head
 times the new tokens (GQA packing), so KV is read once a kv head. Method: Flash-Decoding (Dao et al., 2023) over the
-online softmax of arXiv 1805.02867. Split-KV partials are combined in one of these ways:
+online softmax of arXiv 1805.02867. Split-KV partials are combined
 
-- attn_combine, a second launch, reads them from the workspace (fp32).
-- Config.fused_combine: in the same launch, by LL exchange (fused_combine.cuh.jinja); all blocks are co-resident.
-- Config.cluster, with body=wgmma_ws: blocks of a cluster reduce their splits through DSMEM, after a cluster barrier
-  (pull) or with st.async (push: Config.partial_bits, dsmem_reduce.cuh.jinja). attn_combine combines the clusters'
-  results; with fused_combine the last block to arrive does, and none waits.
-- Config.partial_bits without a cluster: each block stores its accumulators in fragment layout for attn_combine and
-  exits (fragment_partials.cuh.jinja).
-
-body=wgmma_ws is warp-specialised: one TMA producer warp, consumer warpgroups (wgmma_ws.cu.jinja).
+- by attn_combine, a second launch, from the workspace: in fp32 or, Config.partial_bits without a cluster, as blocks
+  store their accumulators, in fragment layout (fragment_partials.cuh.jinja);
+- with Config.fused_combine in the same launch (fused_combine.cuh.jinja);
+- with Config.cluster, of body=wgmma_ws, through DSMEM (dsmem_reduce.cuh.jinja), and the clusters' results as above.
 
 If `q` is the projection itself (Problem.source), each block applies norm and RoPE to its own rows of q, and makes K and
 V of the new tokens among its keys, for itself and for the cache. new_heads.cuh.jinja says why every new token is
@@ -26,12 +21,14 @@ it may write nothing else that is read here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from math import ceil, prod
 from typing import ClassVar
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import ProblemError
+from kerngen.templates.attn_decode import wgmma_ws
 from kerngen.templates.common.rows.spec import DTYPES
 from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, TensorMap
 
@@ -165,11 +162,6 @@ def cluster_split_choices(problem: Problem, target: Target) -> tuple[int, ...]:
     return tuple(sorted({s // 8 * 8 for s in (*choices, resident, resident // 2) if s >= 8} | set(choices)))
 
 
-def partial_bits_choices(problem: Problem, target: Target) -> tuple[int, ...]:
-    """Few rows have few results, which come as soon in 32 bits; those of many need half the room in 16."""
-    return (0, 32 if problem.rows <= 8 or problem.head_dim == 128 else 16)
-
-
 def resident_cluster_blocks(target: Target) -> int:
     """Blocks, one an SM, of clusters of four and eight that are resident at once: some SMs of each GPC are left."""
     return target.device.num_sms * 6 // 7
@@ -177,12 +169,9 @@ def resident_cluster_blocks(target: Target) -> int:
 
 LADDER = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 27)
 _VOLTA_SPACE: dict[str, Choices] = {
-    "block_m": (8, 16, 32),
-    "block_n": (16, 32),
-    "split_d": (1, 2, 4, 8),
-    "num_warps": (2, 3, 4, 6, 8, 12),
+    "block_m": (8, 16, 32), "block_n": (16, 32), "split_d": (1, 2, 4, 8), "num_warps": (2, 3, 4, 6, 8, 12),
     "num_splits": split_choices,
-}
+}  # fmt: skip
 
 ARGS: dict[str, tuple[Arg, ...]] = {
     "attn_decode": (
@@ -199,33 +188,27 @@ ARGS: dict[str, tuple[Arg, ...]] = {
 _MMA_SPACE = _VOLTA_SPACE | {"num_stages": (1, 2, 3, 4, 6), "prefetch_stages": (0, 2)}
 _MAPS = (Arg("k_map", "map", of="k_cache"), Arg("v_map", "map", of="v_cache"))
 _WGMMA_WS_SPACE: dict[str, Choices] = {
-    "block_m": (8, 16, 24, 32, 40, 48, 56, 64),
-    "block_n": (16,),
-    "split_d": (4, 8),
-    "num_warps": (4, 8, 12),
-    "num_stages": (4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24),
-    "num_splits": cluster_split_choices,
-    "cluster": (1, 2, 4, 8),
-    "k_column_parts": (1, 2, 4),
-    "partial_bits": partial_bits_choices,
+    "block_m": (8, 16, 24, 32, 40, 48, 56, 64), "block_n": (16,), "split_d": (4, 8), "num_warps": (4, 8, 12),
+    "num_stages": (4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24), "num_splits": cluster_split_choices,
+    "cluster": (1, 2, 4, 8), "k_column_parts": (1, 2, 4),
+    # Few rows have few results, which come as soon in 32 bits; those of many need half the room in 16.
+    "partial_bits": lambda problem, target: (0, 32 if problem.rows <= 8 or problem.head_dim == 128 else 16),
     "prefetch_stages": (0, 3),
-}
+}  # fmt: skip
 BODIES = (
-    Body(
-        "kernel.cu.jinja", ARGS, _MMA_SPACE, serves=lambda arch: arch.has_ldmatrix,
-        when={"fused_combine": False, "body": "mma"},
+    *(
+        Body(
+            "kernel.cu.jinja", ARGS, _MMA_SPACE, serves=lambda arch: arch.has_ldmatrix,
+            when={"fused_combine": fused, "body": "mma"}, proven=not fused,
+        )
+        for fused in (False, True)
     ),
-    Body(
-        "kernel.cu.jinja", ARGS, _MMA_SPACE, serves=lambda arch: arch.has_ldmatrix,
-        when={"fused_combine": True, "body": "mma"}, proven=False,
-    ),
-    Body(
-        "wgmma_ws.cu.jinja", ARGS | {"attn_decode": (*ARGS["attn_decode"], *_MAPS)}, _WGMMA_WS_SPACE,
-        serves=lambda arch: arch.has_wgmma, when={"fused_combine": False, "body": "wgmma_ws"},
-    ),
-    Body(
-        "wgmma_ws.cu.jinja", ARGS | {"attn_decode": (*ARGS["attn_decode"], *_MAPS)}, _WGMMA_WS_SPACE,
-        serves=lambda arch: arch.has_wgmma, when={"fused_combine": True, "body": "wgmma_ws"},
+    *(
+        Body(
+            "wgmma_ws.cu.jinja", ARGS | {"attn_decode": (*ARGS["attn_decode"], *_MAPS)}, _WGMMA_WS_SPACE,
+            serves=lambda arch: arch.has_wgmma, when={"fused_combine": fused, "body": "wgmma_ws"},
+        )
+        for fused in (False, True)
     ),
     Body(
         "volta.cu.jinja", ARGS, _VOLTA_SPACE | {"block_m": (8, 16), "block_n": (32,), "num_stages": (2, 4)},
@@ -238,75 +221,39 @@ OUTPUTS = ("out", "k_cache", "v_cache")
 MAX_ACCUMULATORS = 128
 # One register on sm70 with head_dim 128, where a cap of 128 registers lets two blocks share an SM.
 MAX_SPILL_BYTES = 8
-# Of a thread, beside the accumulators and statistics of its warpgroup.
-WARPGROUP_SPARE_REGS = 24
-PRODUCER_REGS = 32  # with setmaxnreg: of a thread of the producer warpgroup
-UNIFORM_SPARE_REGS = 30  # without setmaxnreg: with 24 one of 300 builds spilled
-
-
 MAX_SLICES = 8  # of the splits, in a block of the combine
 LINE_QUADS = 8  # of 4 fp32, a line: a block combines a multiple of it
 
 
-TILE = 64  # keys that a warpgroup multiplies at once
-L2_PREFETCH_TILES = 8  # their 32 chunks' pages are known once the pipeline has been filled
-FRAGMENT_BYTES_IN_FLIGHT = 80 * 1024  # of a block with fragment partials, once its pipeline has been filled
-# With fragment partials: warps of a block of attn_combine; its share of an SM's registers beside a block of attn_decode
-# (1 / COMBINE_SHARE), for two of its blocks; above so many splits for one, whose weights take more.
-COMBINE_WARPS, COMBINE_SHARE, FEW_FRAGMENT_SPLITS = 4, 4, 36
-
-
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
-    found = {"MAX_SLICES": MAX_SLICES, "FRAGMENT_PARTIALS": int(has_fragment_partials(config))}
-    if config.warpgroups:
-        found |= {"SMEM_BYTES": _wgmma_ws_smem_bytes(problem, config)}
-        found["PRODUCER_REGISTERS"] = PRODUCER_REGS
-        found["BLOCKS_PER_SM"], found["PRODUCER_WARPS"], found["REGISTERS"] = register_split(problem, config, arch)
-        found["ITEM_WORDS"] = item_words(config)
-        found["MAX_INFLIGHT_STAGES"] = max_inflight_stages(problem, config)
-        found["BOUND_THREADS"] = _bound_threads(problem, config, arch)
-        if has_fragment_partials(config):
-            blocks, ahead = combine_blocks(config)
-            found |= {"COMBINE_WARPS": COMBINE_WARPS, "COMBINE_BLOCKS": blocks, "COMBINE_AHEAD": ahead}
-            found["CHUNK_LANES"], found["SPAN"] = chunk_lanes(config), span(problem, config)
-        found["UNIT_COLUMNS"], found["DSMEM_BYTES"] = unit_columns(problem, config), dsmem_bytes(problem, config)
-    elif config.fused_combine:
-        piece, owners, rows = combine_tiles(problem, config)
-        found |= {"PIECE": piece, "OWNERS": owners, "PIECE_ROWS": rows, "CELL": cell_quads(piece, rows)}
+    p, c = problem, config
+    found = {"MAX_SLICES": MAX_SLICES, "FRAGMENT_PARTIALS": int(wgmma_ws.has_fragment_partials(c))}
+    if c.warpgroups:
+        return found | wgmma_ws.constants(p, c, arch)
+    if c.fused_combine:
+        found |= zip(("PIECE", "OWNERS", "PIECE_ROWS", "CELL"), combine_tiles(p, c), strict=True)
     return found
 
 
 def bound_threads(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
     """Entries whose __launch_bounds__ exceed their blocks, to leave registers to attn_combine's blocks."""
-    return {"attn_decode": _bound_threads(problem, config, arch)} if has_fragment_partials(config) else {}
+    stores = wgmma_ws.has_fragment_partials(config)
+    return {"attn_decode": wgmma_ws.register_split(problem, config, arch)[3]} if stores else {}
 
 
-def _bound_threads(problem: Problem, config: Config, arch: Arch) -> int:
-    """Of attn_decode by warpgroups."""
-    threads = (config.num_warps // 4 + 1) * 128
-    beside = _regs_left_by_combine(problem, config, arch)
-    return max(threads, arch.bound_for(beside)) if beside else threads
+def expected_registers(problem: Problem, config: Config, target: Target) -> int:
+    """Of a thread. With body=mma as many for the queries as for the accumulators, and 64 for the rest."""
+    p, c = problem, config
+    if c.warpgroups:
+        return target.arch.registers_of(wgmma_ws.register_split(p, c, target.arch)[3])
+    return min(255, 64 + 2 * (c.block_m * p.head_dim // c.split_d // 32))
 
 
-def _regs_left_by_combine(p: Problem, c: Config, arch: Arch) -> int:
-    """Registers that a thread starts with if attn_combine's blocks must fit beside; 0 if those would be too few, with
-    or without setmaxnreg.
-    """
-    if not has_fragment_partials(c) or _two_blocks_fit(p, c, arch):
-        return 0
-    left = arch.regs_per_sm * (COMBINE_SHARE - 1) // COMBINE_SHARE // (32 * (c.num_warps + 4)) // 8 * 8
-    return left if registers_held(p, c) + WARPGROUP_SPARE_REGS <= _consumer_regs(left, c) else 0
-
-
-def _consumer_regs(registers: int, c: Config) -> int:
-    """Registers of a consumer thread after setmaxnreg, if every thread of the block starts with so many."""
-    return min(232, (registers * (c.num_warps + 4) - 4 * PRODUCER_REGS) // c.num_warps // 8 * 8)
-
-
-def combine_tiles(problem: Problem, config: Config) -> tuple[int, int, int]:
+def combine_tiles(problem: Problem, config: Config) -> tuple[int, int, int, int]:
     """Pieces of a block's output that the num_splits blocks with the same rows combine in the same launch.
 
-    (4-element quads of a piece, whole lines of their fp32; pieces, one a block; rows that a piece touches at most)
+    (4-element quads of a piece, whole lines of their fp32; pieces, one a block; rows that a piece touches at most;
+    quads that a split sends to a piece's owner: the piece, then lines with the lse of its rows)
     """
     p, c = problem, config
     row = p.head_dim // 4
@@ -314,93 +261,13 @@ def combine_tiles(problem: Problem, config: Config) -> tuple[int, int, int]:
     piece = ceil(quads / c.num_splits / LINE_QUADS) * LINE_QUADS
     owners = ceil(quads / piece)
     ends = ((i * piece, min((i + 1) * piece, quads)) for i in range(owners))
-    return piece, owners, max((end - 1) // row - first // row + 1 for first, end in ends)
-
-
-def cell_quads(piece: int, piece_rows: int) -> int:
-    """What a split sends to a piece's owner, in quads of fp32: the piece, then lines with the lse of its rows."""
-    return piece + ceil(piece_rows / 4 / LINE_QUADS) * LINE_QUADS
-
-
-def stages_per_tile(config: Config) -> int:
-    """Stages that K of a tile takes, by columns or by keys; V takes as many, by keys."""
-    return TILE // config.block_n if config.k_column_parts == 1 else config.k_column_parts
-
-
-def stage_bytes(problem: Problem, config: Config) -> int:
-    return TILE * problem.head_dim * 2 // stages_per_tile(config)
+    rows = max((end - 1) // row - first // row + 1 for first, end in ends)
+    return piece, owners, rows, piece + ceil(rows / 4 / LINE_QUADS) * LINE_QUADS
 
 
 def partials(config: Config) -> int:
     """Partial results of a row that are left to combine: num_splits, after the clusters' reduction."""
     return config.num_splits // config.cluster
-
-
-def has_fragment_partials(config: Config) -> bool:
-    """Whether blocks store partials in fragment layout for attn_combine (fragment_partials.cuh.jinja)."""
-    return config.warpgroups and config.partial_bits > 0 and config.cluster == 1
-
-
-def combine_blocks(config: Config) -> tuple[int, int]:
-    """(blocks of attn_combine an SM, loads of a lane in flight), with fragment partials."""
-    return (8, 9) if config.num_splits <= FEW_FRAGMENT_SPLITS else (6, 8)
-
-
-def max_inflight_stages(problem: Problem, config: Config) -> int:
-    """The most stages in flight once all have been filled."""
-    return min(
-        config.num_stages,
-        max(2, FRAGMENT_BYTES_IN_FLIGHT // stage_bytes(problem, config)) if has_fragment_partials(config) else 64,
-    )
-
-
-def chunk_lanes(config: Config) -> int:
-    """Lanes of attn_combine that combine a chunk: eight for every nine splits, up to a warp."""
-    return min(32, 8 << (ceil(config.num_splits / 9) - 1).bit_length())
-
-
-def span(problem: Problem, config: Config) -> int:
-    """Chunks of a pair that a warp of attn_combine combines at once: with few splits twice or four times as many."""
-    lanes, (_, ahead) = chunk_lanes(config), combine_blocks(config)
-    more = next(n for n in (4, 2, 1) if n == 1 or n * ceil(config.num_splits * 8 / lanes) <= ahead)
-    return min(32 // lanes * more, chunks(problem, config)[1])
-
-
-def loads_per_lane(problem: Problem, config: Config) -> int:
-    """Loads of 16 bytes of a lane of attn_combine for its part of a span."""
-    lanes = chunk_lanes(config)
-    return ceil(config.num_splits * 8 / lanes) * (span(problem, config) * lanes // 32)
-
-
-def chunks(problem: Problem, config: Config) -> tuple[int, int]:
-    """(pairs of rows, chunks of 128 bytes of each) that a block stores."""
-    return ceil(min(config.block_m, problem.rows) / 2), problem.head_dim * config.partial_bits // 512
-
-
-def item_words(config: Config) -> int:
-    """Words of the workspace for 128 columns of a row that the last block combines (wgmma_ws with fused_combine).
-
-    Each cluster's partial; then, on lines of their own, the arrival counter and the clusters' lse.
-    """
-    return partials(config) * 128 + ceil((1 + partials(config)) / 32) * 32
-
-
-def unit_columns(problem: Problem, config: Config) -> int:
-    """Columns of a pair of rows that one block of a cluster combines, if partials are pushed (st.async).
-
-    At most an item's (item_words); exactly those if the last block combines the clusters.
-    """
-    return 128 if config.fused_combine else min(128, problem.head_dim // config.cluster)
-
-
-def dsmem_bytes(problem: Problem, config: Config) -> int:
-    """The receive buffer for pushed partials: of each block of the cluster units and log-sum-exps; and an mbarrier."""
-    p, c = problem, config
-    if not c.partial_bits or has_fragment_partials(c):
-        return 0
-    columns = unit_columns(p, c)
-    slots = ceil(ceil(min(c.block_m, p.rows) / 2) * (p.head_dim // columns) / c.cluster)
-    return slots * c.cluster * (2 * columns * c.partial_bits // 8 + 8) + 16
 
 
 def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]) -> TensorMap | None:
@@ -426,28 +293,19 @@ def outputs(problem: Problem) -> tuple[str, ...]:
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     p, c, arch = problem, config, target.arch
-    dim = p.head_dim // c.split_d
+    dim, volta = p.head_dim // c.split_d, not arch.has_ldmatrix
     if c.prefetch_stages and not arch.has_pdl:
-        return (
-            f"prefetch_stages={c.prefetch_stages} is for launches that begin before others end, on sm90 and newer; "
-            "prefetch_stages=0"
-        )
+        return f"prefetch_stages={c.prefetch_stages} is for launches that begin before others end, on sm90 and newer; 0"
     if not 0 <= c.prefetch_stages < c.num_stages:
         return f"prefetch_stages={c.prefetch_stages} of num_stages={c.num_stages}: fewer, or 0 for all"
     if c.num_warps % c.split_d:
         return f"num_warps={c.num_warps} is no multiple of split_d={c.split_d}"
     if c.warpgroups:
-        return _why_not_wgmma_ws(p, c, arch) or arch.why_too_large(smem_bytes(p, c, target))
-    if c.cluster != 1 or c.k_column_parts != 2:
-        return (
-            f"cluster={c.cluster}, k_column_parts={c.k_column_parts} are body=wgmma_ws's; cluster=1, k_column_parts=2"
-        )
-    if c.l2_prefetch_stages:
-        return f"l2_prefetch_stages={c.l2_prefetch_stages} is body=wgmma_ws's; l2_prefetch_stages=0"
-    if c.partial_bits:
-        return f"partial_bits={c.partial_bits} is body=wgmma_ws's; partial_bits=0"
-    least = 64 if arch.has_ldmatrix else 128
-    if dim < least:
+        return wgmma_ws.why_not(p, c, arch) or arch.why_too_large(smem_bytes(p, c, target))
+    for name, only in (("cluster", 1), ("k_column_parts", 2), ("l2_prefetch_stages", 0), ("partial_bits", 0)):
+        if (value := getattr(c, name)) != only:
+            return f"{name}={value} is body=wgmma_ws's; {name}={only}"
+    if dim < (least := 128 if volta else 64):
         return f"split_d={c.split_d} leaves a warp {dim} of head_dim={p.head_dim}; at least {least} on {arch}"
     if c.block_m != 8 and c.block_m % 16:  # teams are merged by tiles of 8 rows, two at once
         return f"block_m={c.block_m}: a block has 8 rows or a multiple of 16 with body=mma"
@@ -455,126 +313,15 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return f"block_m={c.block_m} is twice the {p.rows} rows or more; block_m={c.block_m // 2} does the same"
     if (need := c.block_m * dim // 32) > MAX_ACCUMULATORS:
         return f"{need} accumulators a lane (block_m * head_dim / split_d / 32); at most {MAX_ACCUMULATORS}"
-    if not arch.has_ldmatrix and c.block_m > 16:
-        return f"block_m={c.block_m}: scores of more than 16 rows leave {arch} no registers to load ahead; at most 16"
-    if not arch.has_ldmatrix and c.block_n != 32:
-        return f"block_n={c.block_n}: the four quad-pairs of a warp take 8 keys each on {arch}; block_n=32"
-    if not arch.has_ldmatrix and c.num_stages not in (2, 4):
-        return f"num_stages={c.num_stages} batches in registers do not divide a tile on {arch}; 2 or 4"
-    if arch.has_ldmatrix and not arch.has_cp_async and c.num_stages != 1:
-        return f"num_stages={c.num_stages} needs cp.async, which {arch} lacks; num_stages=1"
-    if arch.has_cp_async and c.num_stages < 2:
-        return f"num_stages={c.num_stages} leaves nothing on its way while a tile is used; at least 2 on {arch}"
+    if volta and (c.block_m > 16 or c.block_n != 32 or c.num_stages not in (2, 4)):
+        return f"{arch} has registers for block_m=8 or 16, of tiles of block_n=32 keys in num_stages=2 or 4"
+    if not volta and (c.num_stages > 1) != arch.has_cp_async:
+        return f"num_stages={c.num_stages}: with cp.async, from sm80 on, 2 at least, and 1 without it"
     return why_not_fused_combine(p, c, target) or arch.why_too_large(smem_bytes(p, c, target))
 
 
-def registers_held(p: Problem, c: Config) -> int:
-    """By a thread of a multiplying warpgroup: output, scores, probabilities and statistics of rows."""
-    return p.head_dim * c.block_m * 4 // c.split_d // 128 + c.block_m // 2 + c.block_m // 4 + c.block_m // 2
-
-
-def register_split(p: Problem, c: Config, arch: Arch) -> tuple[int, int, int]:
-    """(blocks that an SM is to hold; warps beside num_warps; registers of a thread that multiplies), by warpgroups.
-
-    Two blocks where shared memory and registers allow that, or one, and those of attn_combine beside it. One warp
-    copies, and all have the same. Where that is not enough registers are dealt out to warpgroups, and the one that
-    copies has a whole one. A block takes them by four warps.
-    """
-    if beside := _regs_left_by_combine(p, c, arch):
-        if registers_held(p, c) + WARPGROUP_SPARE_REGS <= beside:
-            return 1, 1, beside
-        return 1, 4, _consumer_regs(beside, c)
-    held, warps = registers_held(p, c), c.num_warps + 4  # with those of the copier, or in their place
-    for blocks in (2, 1) if _two_blocks_fit(p, c, arch) else (1,):
-        same = min(255, arch.regs_per_sm // (32 * blocks * warps) // 8 * 8)
-        if held + UNIFORM_SPARE_REGS <= same:
-            return blocks, 1, same
-        more = _consumer_regs(same // 8 * 8, c)
-        if held + WARPGROUP_SPARE_REGS <= more:
-            break
-    return blocks, 4, more
-
-
-def _two_blocks_fit(p: Problem, c: Config, arch: Arch) -> bool:
-    """Blocks by warpgroups in an SM's shared memory; not of twelve warps, with 64 registers too few for clusters."""
-    return 2 * (_wgmma_ws_smem_bytes(p, c) + arch.reserved_smem_bytes) <= arch.smem_per_sm and c.num_warps < 12
-
-
-def _why_not_wgmma_ws(p: Problem, c: Config, arch: Arch) -> str | None:
-    if not arch.has_wgmma:
-        return f"body=wgmma_ws needs wgmma, which {arch} (number {arch.number}) lacks; body=mma"
-    if c.split_d not in (4, 8):
-        return f"split_d={c.split_d}: one warpgroup or two, 4 or 8 warps, share a tile with body=wgmma_ws"
-    if c.num_warps not in (4, 8, 12):
-        return f"num_warps={c.num_warps}: one to three warpgroups, 4, 8 or 12 warps, multiply with body=wgmma_ws"
-    if c.block_n != 16:
-        return f"block_n={c.block_n}: a page of page_size={p.page_size} is sure to hold boxes of 16 keys; block_n=16"
-    if c.block_m % 8 or not 8 <= c.block_m <= TILE:
-        return f"block_m={c.block_m} is no multiple of 8 up to {TILE}"
-    if c.block_m >= p.rows + 8:
-        return f"block_m={c.block_m}: {p.rows} rows fill {c.block_m - 8}"
-    most = min(4, p.head_dim // 64)
-    if c.k_column_parts not in (1, 2, 4) or c.k_column_parts > most:
-        return f"k_column_parts={c.k_column_parts}: 1, 2 or 4 parts have whole blocks of 64 columns; {most} at most"
-    if c.k_column_parts == 1 and c.num_stages % (TILE // c.block_n):
-        return f"num_stages={c.num_stages}: whole keys take four stages; a multiple of 4 with k_column_parts=1"
-    if c.num_stages < 2:
-        return f"num_stages={c.num_stages}: a stage is in use while the next one is awaited; at least 2"
-    if c.num_stages > 32:
-        return f"num_stages={c.num_stages}: a thread has a bit for the phase of each stage; at most 32"
-    most = L2_PREFETCH_TILES * 2 * stages_per_tile(c)
-    if c.l2_prefetch_stages < 0 or (c.l2_prefetch_stages and c.num_stages + c.l2_prefetch_stages > most):
-        left = max(most - c.num_stages, 0)
-        return f"l2_prefetch_stages={c.l2_prefetch_stages}: after num_stages={c.num_stages} at most {left}"
-    if c.cluster not in (1, 2, 4, 8):
-        return f"cluster={c.cluster}: a cluster has 1, 2, 4 or 8 blocks wherever it lies"
-    if c.num_splits < 1 or c.num_splits % c.cluster:
-        return f"num_splits={c.num_splits}: whole clusters have them; a multiple of cluster={c.cluster}"
-    if c.fused_combine and not 2 <= partials(c) <= 32:
-        return (
-            f"fused_combine=True: the last block merges 2 to 32 results of a row; num_splits / cluster is {partials(c)}"
-        )
-    held, (*_, limit) = registers_held(p, c), register_split(p, c, arch)
-    if held + WARPGROUP_SPARE_REGS > limit:
-        return (
-            f"output, scores and statistics take {held} registers a thread; with {WARPGROUP_SPARE_REGS} for the rest "
-            f"that is over {limit}"
-        )
-    if c.partial_bits and (why := _why_no_partial_bits(p, c, arch)):
-        return why
-    if c.partial_bits and c.num_warps == c.split_d:
-        return None  # one team, which has nobody of its block to meet
-    results, room = c.num_warps // c.split_d * c.block_m * p.head_dim * 4, c.num_stages * stage_bytes(p, c)
-    if results > room:
-        return f"{results:,} B of results of {c.num_warps // c.split_d} teams meet in a ring of {room:,} B"
-    return None
-
-
-def _why_no_partial_bits(p: Problem, c: Config, arch: Arch) -> str | None:
-    bits, columns = c.partial_bits, unit_columns(p, c)
-    if bits not in (16, 32):
-        return f"partial_bits={bits}: values are pushed in 16 or 32 bits; 0 pushes none"
-    if c.cluster == 1 and (c.fused_combine or c.num_splits == 1):
-        return f"partial_bits={bits}: of cluster=1 they go to attn_combine; fused_combine=False and several splits"
-    if bits == 16 and p.head_dim * 4 < 128 * c.split_d:
-        return (
-            f"partial_bits=16: split_d={c.split_d} leaves a warpgroup one block of 64 columns; two are pushed at once"
-        )
-    if bits == 16 and columns < 32:
-        return (
-            f"partial_bits=16: of each row a block merges {columns} columns; 32 are pushed at once, or partial_bits=32"
-        )
-    if register_split(p, c, arch)[0] < register_split(p, replace(c, partial_bits=0), arch)[0]:
-        return f"partial_bits={bits}: its {dsmem_bytes(p, c):,} B cost an SM its second block; fewer num_stages, or 0"
-    return None
-
-
 def why_not_fused_combine(problem: Problem, config: Config, target: Target) -> str | None:
-    """Why fused_combine, if set, cannot work.
-
-    A waiting block keeps its SM's registers and shared memory, so the whole grid must be co-resident. One block an SM
-    always is.
-    """
+    """Why fused_combine, if set, cannot work: a waiting block keeps its SM, so all must be co-resident."""
     p, c, sms = problem, config, target.device.num_sms
     if not c.fused_combine:
         return None
@@ -591,23 +338,10 @@ def grid_of(p: Problem, c: Config) -> tuple[int, int, int]:
     return ceil(p.rows / c.block_m) * c.num_splits, p.num_kv_heads, p.batch
 
 
-def _wgmma_ws_smem_bytes(p: Problem, c: Config) -> int:
-    """Queries; the stages; each warpgroup's probabilities, or rotations before; new keys and values; the receive
-    buffer; statistics; barriers."""
-    row, warpgroups = p.head_dim * 2, c.num_warps // 4
-    new = 2 * p.q_len * row if p.owns_kv else 0
-    turns = 0 if p.source == "q" else p.q_len * row
-    stats = warpgroups * c.block_m * (4 + (4 if has_fragment_partials(c) else 0) + 1) * 4
-    barriers = 8 * (c.num_stages * (c.num_warps // c.split_d + 1) + 1)
-    shown = warpgroups * c.block_m * TILE * 2
-    ring = c.num_stages * stage_bytes(p, c)
-    return c.block_m * row + ring + max(shown, turns) + new + dsmem_bytes(p, c) + stats + barriers
-
-
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     p, c = problem, config
     if c.warpgroups:
-        return _wgmma_ws_smem_bytes(p, c)
+        return wgmma_ws.smem_bytes(p, c)
     teams = c.num_warps // c.split_d
     queries = c.block_m * p.head_dim * 2
     scores = c.num_warps * c.block_n * c.block_m * 4 if c.split_d > 1 else 0
@@ -615,43 +349,33 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     turns = 0 if p.source == "q" else p.q_len * p.head_dim * 2  # a cosine and a sine for each pair of a token
     if target.arch.has_ldmatrix:
         ring = teams * c.num_stages * c.block_n * p.head_dim * 2
-        if c.split_d > 1 and c.block_m // 8 % c.split_d == 0:  # rows are dealt to the warps of a team
-            exchange = scores + teams * c.block_m * (c.block_n * 2 + 4)
-        else:
-            exchange = 2 * scores
+        dealt = c.split_d > 1 and c.block_m // 8 % c.split_d == 0  # rows, to the warps of a team
+        exchange = scores + teams * c.block_m * (c.block_n * 2 + 4) if dealt else 2 * scores
         meeting = 16 if target.arch.has_cp_async and c.split_d > 1 and teams > 1 and not c.fused_combine else 0
         return ring + queries + exchange + stats + meeting + turns
-    merge = teams * 8 * 128 * c.split_d * 4
-    probabilities = c.num_warps * c.block_m * 80
+    merge, probabilities = teams * 8 * 128 * c.split_d * 4, c.num_warps * c.block_m * 80
     return merge + queries + probabilities + 2 * scores + stats + turns
 
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
-    p, c = problem, config
+    p, c, arch, sms = problem, config, target.arch, target.device.num_sms
+    warps = c.num_warps + (wgmma_ws.register_split(p, c, arch)[1] if c.warpgroups else 0)
+    grid = grid_of(p, c)
     decode = Launch(
-        "attn_decode",
-        grid=grid_of(p, c),
-        block=((c.num_warps + (register_split(p, c, target.arch)[1] if c.warpgroups else 0)) * 32, 1, 1),
-        smem_bytes=smem_bytes(p, c, target),
-        pdl=target.arch.has_pdl,
-        reads_ahead=target.arch.has_pdl,
-        cluster=(c.cluster, 1, 1),
-        cooperative=c.fused_combine and not c.warpgroups,
-    )
+        "attn_decode", grid, (warps * 32, 1, 1), smem_bytes(p, c, target), pdl=arch.has_pdl, reads_ahead=arch.has_pdl,
+        cluster=(c.cluster, 1, 1), cooperative=c.fused_combine and not c.warpgroups,
+    )  # fmt: skip
     if partials(c) == 1 or c.fused_combine:
         return (decode,)
-    if has_fragment_partials(c):
-        pairs, of_pair = chunks(p, c)
-        spans = prod(decode.grid) // c.num_splits * pairs * of_pair // span(p, c)
-        busy = min(prod(decode.grid), target.device.num_sms)
-        room = 2 * busy + combine_blocks(c)[0] * (target.device.num_sms - busy)
-        grid = (min(ceil(spans / COMBINE_WARPS), room), 1, 1)
-        return (decode, Launch("attn_combine", grid, (COMBINE_WARPS * 32, 1, 1), 0, pdl=target.arch.has_pdl))
-    slices, columns = combine_shape(p.head_dim, partials(c))
-    rows = p.batch * p.q_len * p.num_q_heads
-    grid = (rows, p.head_dim // (4 * columns), 1)
-    combine = Launch("attn_combine", grid, (slices * columns, 1, 1), 0, pdl=target.arch.has_pdl)
-    return (decode, combine)
+    if wgmma_ws.has_fragment_partials(c):
+        blocks, _, pairs, chunks, _, span = wgmma_ws.fragment_combine(p, c)
+        spans = prod(grid) // c.num_splits * pairs * chunks // span
+        room = 2 * min(prod(grid), sms) + blocks * max(sms - prod(grid), 0)
+        threads, merging = wgmma_ws.COMBINE_WARPS * 32, (min(ceil(spans / wgmma_ws.COMBINE_WARPS), room), 1, 1)
+    else:
+        slices, columns = combine_shape(p.head_dim, partials(c))
+        threads, merging = slices * columns, (p.batch * p.q_len * p.num_q_heads, p.head_dim // (4 * columns), 1)
+    return (decode, Launch("attn_combine", merging, (threads, 1, 1), 0, pdl=arch.has_pdl))
 
 
 def combine_shape(head_dim: int, num_partials: int) -> tuple[int, int]:
@@ -664,7 +388,7 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     """Partials for attn_combine, fp32: o [rows, partials, head_dim], then lse [rows, partials].
 
     A group is the blocks with the same rows. fused_combine, body=mma: for each group [owners, num_splits] cells
-    (cell_quads), zero between launches. fused_combine, body=wgmma_ws: for each group [rows, head_dim / 128] items
+    (combine_tiles), zero between launches. fused_combine, body=wgmma_ws: for each group [rows, head_dim / 128] items
     (item_words), counters zero between launches. Fragment partials: for each group [pairs of rows, chunks, num_splits]
     chunks of 128 bytes; then, for all groups, the lse [rows, num_splits].
     """
@@ -672,14 +396,14 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     if partials(c) == 1:
         return 0
     groups = prod(grid_of(p, c)) // c.num_splits
-    if has_fragment_partials(c):
-        pairs, of_pair = chunks(p, c)
-        return groups * pairs * c.num_splits * (of_pair * 128 + 2 * 4)
+    if wgmma_ws.has_fragment_partials(c):
+        _, _, pairs, chunks, _, _ = wgmma_ws.fragment_combine(p, c)
+        return groups * pairs * c.num_splits * (chunks * 128 + 2 * 4)
     if c.fused_combine and c.warpgroups:
-        return groups * min(c.block_m, p.rows) * p.head_dim // 128 * item_words(c) * 4
+        return groups * min(c.block_m, p.rows) * p.head_dim // 128 * wgmma_ws.item_words(c) * 4
     if c.fused_combine:
-        piece, owners, rows = combine_tiles(p, c)
-        return groups * owners * c.num_splits * cell_quads(piece, rows) * 16
+        _, owners, _, cell = combine_tiles(p, c)
+        return groups * owners * c.num_splits * cell * 16
     return p.batch * p.q_len * p.num_q_heads * partials(c) * (p.head_dim + 1) * 4
 
 
@@ -693,19 +417,8 @@ def cost(problem: Problem) -> Cost:
     return Cost(bytes=kv + ends + constants, flops=4 * p.batch * p.q_len * p.num_q_heads * p.visible * p.head_dim)
 
 
-def bytes_in_flight(p: Problem, c: Config, target: Target) -> float:
-    """Bytes of KV of a block in flight, on average: a warp waits for one of its tiles and uses another."""
-    dim = p.head_dim // c.split_d
-    if c.warpgroups:  # two stages are in use, or those of a tile's whole keys
-        stages_in_flight = max(c.num_stages - (stages_per_tile(c) if c.k_column_parts == 1 else 2), 1)
-        return min(stages_in_flight, max_inflight_stages(p, c)) * stage_bytes(p, c)
-    if not target.arch.has_ldmatrix:
-        return c.num_warps * (c.num_stages - 0.5) * 32 * 4 * 16  # batches of four 16-byte loads a lane
-    return c.num_warps * max(c.num_stages - 0.5, 0.5) * c.block_n * dim * 2
+def candidates(problem: Problem, target: Target) -> Iterator[Config]:
+    """See candidates.py. Raises ProblemError where no shape fits."""
+    from kerngen.templates.attn_decode.candidates import candidates as found  # which imports this module
 
-
-def default_config(problem: Problem, target: Target) -> Config:
-    """What defaults.py chooses. Raises ProblemError where no shape fits."""
-    from kerngen.templates.attn_decode.defaults import chosen_for  # which imports this module
-
-    return chosen_for(problem, target)
+    return found(problem, target)

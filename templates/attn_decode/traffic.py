@@ -6,17 +6,21 @@ from math import ceil
 
 from kerngen.arch import Target
 from kerngen.templates.attn_decode.spec import (
-    COMBINE_WARPS,
-    TILE,
     Config,
     Problem,
-    bytes_in_flight,
     combine_shape,
     cost,
-    has_fragment_partials,
-    loads_per_lane,
     partials,
     workspace_bytes,
+)
+from kerngen.templates.attn_decode.wgmma_ws import (
+    COMBINE_WARPS,
+    TILE,
+    fragment_combine,
+    has_fragment_partials,
+    max_inflight_stages,
+    stage_bytes,
+    stages_per_tile,
 )
 from kerngen.templates.kernel import Traffic
 
@@ -26,12 +30,16 @@ SCORE_OPS, ROW_OPS, COPY_OPS = 10, 20, 4
 HEAD_OPS, TURN_OPS = 10, 15  # instructions for an element of a head's norm and RoPE, for an element's sine and cosine
 # Clocks that a tile takes a warp however idle its SM is: a product that waits for the one before it along head_dim (an
 # mma.sync's latency), the softmax with its reductions over lanes, and, where warps share a tile, their exchange.
-MMA_CLOCKS, SOFTMAX_CLOCKS, EXCHANGE_CLOCKS = 33, 500, 250
-# Of a block: kv_lens, the block table, the first keys, the teams' merge, twice; the norms of its heads, of new keys.
-WAITS, HEAD_WAITS = 5, 2
+MMA_CLOCKS, SOFTMAX_CLOCKS, EXCHANGE_CLOCKS = 33, 500, 100
+# Of a block: kv_lens, the block table, the first keys, the teams' merge, twice; for 32 rows that it ends with; for each
+# further head that a group of lanes makes, one after the other.
+WAITS, ROWS_WAITS, HEAD_WAITS = 5, 2, {"mma": 3, "wgmma_ws": 4}
 COMBINE_LOADS = 8  # 16-byte loads that a thread of the combine has under way
-PRODUCT_CLOCKS = 32  # that a product by a warpgroup takes at least, its operands from shared memory
+PRODUCT_CLOCKS = 48  # that a product by a warpgroup takes at least, its operands from shared memory
 DSMEM_WAITS = 1  # where what a block merges is pushed to it
+# Of the memory's rate: the part of an SM's share that nobody takes where it has no block, and the even shares that an
+# SM takes at most where others have done their blocks.
+IDLE_COSTS, MOST_SHARES = 0.2, 1.3
 COMBINE_WAITS = 2  # where blocks merge together: partial results out to L2 or another SM, and the others' from it
 
 
@@ -79,23 +87,38 @@ def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, 
         dram_bytes=least,
         flops=tiles * 4 * c.block_m * c.block_n * p.head_dim,
         l2_bytes=least + (m_blocks - 1) * tiles // m_blocks * tile_bytes + moved_on + 2 * merged,
-        smem_bytes=tiles * moved + merge,
+        smem_bytes=tiles * moved,
+        join_bytes=merge,
         cuda_ops=tiles * c.split_d * warp_ops * 32
         + blocks * p.head_dim * (heads * HEAD_OPS + turns * TURN_OPS)
         + merged // 2,
         bytes_in_flight=int(bytes_in_flight(p, c, target)),
+        memory_share=_memory_share(blocks, target),
         copies=arch.has_cp_async,
         joins=1,
-        waits=WAITS + (0 if p.source == "q" else HEAD_WAITS) + (COMBINE_WAITS if c.fused_combine else 0),
+        waits=WAITS + _own_waits(p, c) + (COMBINE_WAITS if c.fused_combine else 0),
         clocks=ceil(ceil(tiles / blocks) / teams) * tile_clocks,
+        fit=_fit(c),
     )
     return (decode,) if c.num_splits == 1 or c.fused_combine else (decode, _combine(p, c, moved_on))
+
+
+def bytes_in_flight(p: Problem, c: Config, target: Target) -> float:
+    """Bytes of KV of a block in flight, on average: a warp waits for one of its tiles and uses another."""
+    dim = p.head_dim // c.split_d
+    if c.warpgroups:  # two stages are in use, or those of a tile's whole keys
+        in_use = stages_per_tile(c) if c.k_column_parts == 1 else 2
+        flying = min(max(c.num_stages - in_use, 1), max_inflight_stages(p, c))
+        return flying * stage_bytes(p, c)
+    if not target.arch.has_ldmatrix:
+        return c.num_warps * (c.num_stages - 0.5) * 32 * 4 * 16  # batches of four 16-byte loads a lane
+    return c.num_warps * max(c.num_stages - 0.5, 0.5) * c.block_n * dim * 2
 
 
 def _combine(p: Problem, c: Config, moved: int) -> Traffic:
     slices, columns = combine_shape(p.head_dim, partials(c))
     in_flight = slices * columns * 16 * min(COMBINE_LOADS, ceil(partials(c) / slices))
-    return Traffic(0, 0, l2_bytes=moved, cuda_ops=moved // 2, bytes_in_flight=in_flight)
+    return Traffic(0, 0, l2_bytes=moved, cuda_ops=moved // 2, bytes_in_flight=in_flight, fit="combine")
 
 
 def _wgmma_ws_traffic(p: Problem, c: Config, target: Target) -> tuple[Traffic, ...]:
@@ -124,15 +147,42 @@ def _wgmma_ws_traffic(p: Problem, c: Config, target: Target) -> tuple[Traffic, .
         cuda_ops=tiles * sharing * TILE * c.block_m * SCORE_OPS
         + blocks * p.head_dim * (heads * HEAD_OPS + turns * TURN_OPS),
         bytes_in_flight=int(bytes_in_flight(p, c, target)),
+        memory_share=_memory_share(blocks, target),
         copies=True,
         tensor="roles",
         joins=1,
-        waits=WAITS + (0 if p.source == "q" else HEAD_WAITS) + in_cluster + (COMBINE_WAITS if c.fused_combine else 0),
+        waits=WAITS + _own_waits(p, c) + in_cluster + (COMBINE_WAITS if c.fused_combine else 0),
         clocks=ceil(ceil(tiles / blocks) / teams) * ((scores + outputs) // sharing * PRODUCT_CLOCKS + SOFTMAX_CLOCKS),
+        fit=_fit(c),
     )
     if partials(c) == 1 or c.fused_combine:
         return (decode,)
     if not has_fragment_partials(c):
         return (decode, _combine(p, c, moved_on))
-    in_flight = COMBINE_WARPS * 32 * 16 * min(COMBINE_LOADS, loads_per_lane(p, c))
-    return (decode, Traffic(0, 0, moved_on, cuda_ops=moved_on * 16 // c.partial_bits, bytes_in_flight=in_flight))
+    _, _, _, _, lanes, span = fragment_combine(p, c)
+    loads = ceil(c.num_splits * 8 / lanes) * (span * lanes // 32)  # of 16 bytes, of a lane for its part of a span
+    in_flight = COMBINE_WARPS * 32 * 16 * min(COMBINE_LOADS, loads)
+    ops = moved_on * 16 // c.partial_bits
+    return (decode, Traffic(0, 0, moved_on, cuda_ops=ops, bytes_in_flight=in_flight, fit="fragment_combine"))
+
+
+def _memory_share(blocks: int, target: Target) -> float:
+    on_sm = blocks / target.device.num_sms
+    return 1 - IDLE_COSTS * (1 - on_sm) if on_sm <= 1 else min(1.0, MOST_SHARES * on_sm / ceil(on_sm))
+
+
+def _own_waits(p: Problem, c: Config) -> float:
+    """Of a block for its rows, and for the heads that it makes: rows of q, new keys and values, 16 elements a lane."""
+    rows = min(c.block_m, p.rows)
+    heads = 0 if p.source == "q" else rows + (2 * p.q_len if p.owns_kv else 0)
+    groups = c.num_warps * 32 // (p.head_dim // 16)
+    return ROWS_WAITS * rows / 32 + HEAD_WAITS[c.body] * max(ceil(heads / groups) - 1, 0)
+
+
+def _fit(c: Config) -> str:
+    """Which fitted constants hold of the decode launch."""
+    if not c.warpgroups:
+        return "mma"
+    if c.cluster > 1:
+        return "push" if c.partial_bits else "cluster"
+    return "fragments" if c.partial_bits else "wgmma"

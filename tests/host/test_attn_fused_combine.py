@@ -26,12 +26,9 @@ SHAPES = [(8, 1, 1), (8, 2, 1), (8, 1, 3), (8, 8, 1), (16, 8, 5), (32, 16, 8), (
 
 
 def _config(problem: Problem, target: Target, num_splits: int, fused_combine: bool = True) -> Config:
-    """As the default, by mma.sync: what waits of warpgroups' blocks is none's."""
-    config: Config = KERNEL.default_config(problem, target)
-    own = {"body": "mma", "cluster": 1, "k_column_parts": 2, "partial_bits": 0}
-    if config.warpgroups:
-        own |= {"num_warps": 8, "num_stages": 3, "prefetch_stages": 0}
-    return replace(config, num_splits=num_splits, fused_combine=fused_combine, **own)
+    """By mma.sync, the candidate whose warps share a tile most: what waits of warpgroups' blocks is none's."""
+    found = (c for c in KERNEL.candidates(problem, target) if c.body == "mma")
+    return replace(max(found, key=lambda c: c.split_d), num_splits=num_splits, fused_combine=fused_combine)
 
 
 # ---- refusals
@@ -113,26 +110,27 @@ def test_pieces_cover_what_a_block_writes(head_dim: int, block_m: int, group: in
     problem = Problem(head_dim, 2 * group, 2, q_len=q_len)
     for num_splits in (2, 3, 5, 8, 13, 33, 132):
         config = Config(block_m=block_m, num_splits=num_splits, fused_combine=True)
-        piece, owners, piece_rows = combine_tiles(problem, config)
+        piece, owners, piece_rows, cell = combine_tiles(problem, config)
         quads = min(block_m, problem.rows) * head_dim // 4
         assert piece % 8 == 0, "whole lines"
         assert owners <= num_splits
         assert (owners - 1) * piece < quads <= owners * piece
         touched = [{q // (head_dim // 4) for q in range(i * piece, min((i + 1) * piece, quads))} for i in range(owners)]
         assert max(map(len, touched)) == piece_rows
+        assert cell - piece >= piece_rows / 4, "a place for the lse of each"
 
 
 def test_workspace_has_a_place_for_each_word() -> None:
     """Two rows of 64 quads between 8 blocks: pieces of 16, each in a row, from each of 8 splits, with a line of lse."""
     config = _config(WINDOW, H200, 8)
-    assert combine_tiles(WINDOW, config) == (16, 8, 1)
+    assert combine_tiles(WINDOW, config) == (16, 8, 1, 16 + 8)
     one = 8 * 8 * (16 * 16 + 128)
     assert KERNEL.workspace_bytes(WINDOW, config, H200) == 16 * one
     assert KERNEL.workspace_bytes(replace(WINDOW, batch=3), config, H200) == 48 * one
     # Three rows among 5 blocks: pieces of 40 quads, which touch two rows.
     three = Problem(256, 2, 2, q_len=3)
     config = replace(config, num_splits=5)
-    assert combine_tiles(three, config) == (40, 5, 2)
+    assert combine_tiles(three, config) == (40, 5, 2, 40 + 8)
     assert KERNEL.workspace_bytes(three, config, H200) == 2 * 5 * 5 * (40 * 16 + 128)
     assert KERNEL.workspace_bytes(three, replace(config, num_splits=1, fused_combine=False), H200) == 0
 

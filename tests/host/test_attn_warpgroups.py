@@ -18,25 +18,17 @@ from kerngen.arch import Target, find_arch, find_device
 from kerngen.compiler.compile import compile_cubin
 from kerngen.compiler.render import render
 from kerngen.templates import find_kernel
-from kerngen.templates.attn_decode import defaults
-from kerngen.templates.attn_decode.spec import (
+from kerngen.templates.attn_decode.spec import Config, Problem, partials, resident_cluster_blocks
+from kerngen.templates.attn_decode.wgmma_ws import (
     TILE,
-    Config,
-    Problem,
-    bytes_in_flight,
-    chunk_lanes,
-    chunks,
-    dsmem_bytes,
+    fragment_combine,
     has_fragment_partials,
     item_words,
-    partials,
+    receive_buffer,
     register_split,
-    resident_cluster_blocks,
-    span,
     stage_bytes,
     stages_per_tile,
-    unit_columns,
-)  # fmt: skip
+)
 from kerngen.tuning.space import candidates
 
 KERNEL = find_kernel("attn_decode")
@@ -45,23 +37,28 @@ FULL = Problem(512, 32, 4, q_len=4, source="qk", num_rotated_pairs=64)
 CONFIG = Config(32, 16, 8, 8, 10, num_splits=33, body="wgmma_ws", k_column_parts=4)
 
 
+def _fragment_partials(problem: Problem) -> Config:
+    """Of one wave."""
+    return next(c for c in KERNEL.candidates(problem, H200) if has_fragment_partials(c))
+
+
 @pytest.mark.parametrize(("changes", "why"), [
-    ({"fused_combine": True}, "the last block merges 2 to 32 results of a row; num_splits / cluster is 33"),
-    ({"fused_combine": True, "num_splits": 8, "cluster": 8}, "num_splits / cluster is 1"),
+    ({"fused_combine": True}, "the last block merges 2 to 32 clusters' results of a row, not 33"),
+    ({"fused_combine": True, "num_splits": 8, "cluster": 8}, "results of a row, not 1"),
     ({"split_d": 2}, "split_d=2: one warpgroup or two, 4 or 8 warps"),
     ({"num_warps": 16}, "num_warps=16: one to three warpgroups"),
     ({"num_warps": 4}, "num_warps=4 is no multiple of split_d=8"),
-    ({"block_n": 32}, "block_n=32: a page of page_size=64 is sure to hold boxes of 16 keys"),
-    ({"block_m": 12}, "block_m=12 is no multiple of 8 up to 64"),
-    ({"block_m": 72}, "block_m=72 is no multiple of 8 up to 64"),
+    ({"block_n": 32}, "block_n=32: any page is sure to hold boxes of 16 keys"),
+    ({"block_m": 12}, "block_m=12: a multiple of 8 up to 64"),
+    ({"block_m": 72}, "block_m=72: a multiple of 8 up to 64"),
     ({"block_m": 40}, "block_m=40: 32 rows fill 32"),
-    ({"num_stages": 1}, "num_stages=1: a stage is in use while the next one is awaited; at least 2"),
-    ({"num_stages": 33}, "num_stages=33: a thread has a bit for the phase of each stage; at most 32"),
+    ({"num_stages": 1}, "num_stages=1: one is in use, one awaited"),
+    ({"num_stages": 33}, "bit for the phase of each; 2 to 32"),
     ({"num_stages": 3}, "65,536 B of results of 1 teams meet in a ring of 49,152 B"),
     ({"cluster": 3}, "cluster=3: a cluster has 1, 2, 4 or 8 blocks"),
     ({"cluster": 2}, "num_splits=33: whole clusters have them; a multiple of cluster=2"),
-    ({"cluster": 3, "body": "mma", "num_stages": 2}, "cluster=3, k_column_parts=4 are body=wgmma_ws"),
-    ({"body": "mma", "num_stages": 2}, "cluster=1, k_column_parts=4 are body=wgmma_ws's; cluster=1, k_column_parts=2"),
+    ({"cluster": 3, "body": "mma", "num_stages": 2}, "cluster=3 is body=wgmma_ws's; cluster=1"),
+    ({"body": "mma", "num_stages": 2}, "k_column_parts=4 is body=wgmma_ws's; k_column_parts=2"),
     ({"k_column_parts": 3}, "k_column_parts=3: 1, 2 or 4 parts"),
     ({"num_splits": 0}, "num_splits=0: whole clusters have them"),
     ({"k_column_parts": 1}, "num_stages=10: whole keys take four stages; a multiple of 4"),
@@ -74,7 +71,7 @@ CONFIG = Config(32, 16, 8, 8, 10, num_splits=33, body="wgmma_ws", k_column_parts
         {"partial_bits": 16, "body": "mma", "k_column_parts": 2, "num_stages": 2},
         "partial_bits=16 is body=wgmma_ws's; partial_bits=0",
     ),
-    ({"num_warps": 12, "split_d": 4}, "output, scores and statistics take 168 registers a thread; with 24"),
+    ({"num_warps": 12, "split_d": 4}, "a thread holds 168 registers; with 24"),
     ({"l2_prefetch_stages": -1}, "l2_prefetch_stages=-1: after num_stages=10 at most 54"),
     ({"l2_prefetch_stages": 55}, "l2_prefetch_stages=55: after num_stages=10 at most 54"),
     (
@@ -103,7 +100,7 @@ def test_results_of_many_teams_need_the_room_of_the_rings() -> None:
     config = Config(64, 16, 4, 8, 7, body="wgmma_ws")
     parts = replace(config, k_column_parts=4)
     assert KERNEL.why_invalid(problem, parts, H200) == (
-        "k_column_parts=4: 1, 2 or 4 parts have whole blocks of 64 columns; 2 at most"
+        "k_column_parts=4: parts have whole blocks of 64 columns; 2 at most"
     )
     why = KERNEL.why_invalid(problem, config, H200)
     assert why == "65,536 B of results of 2 teams meet in a ring of 57,344 B"
@@ -146,43 +143,32 @@ def _problems(target: Target) -> Iterator[Problem]:
 
 
 @pytest.mark.parametrize("board", ["V100", "A100", "H100", "H200", "RTX5090"])
-def test_a_default_covers_rows_and_keys_and_keeps_memory_busy(board: str) -> None:
+def test_candidates_cover_rows_and_keys(board: str) -> None:
     target = Target.of(find_device(board))
-    arch, device = target.arch, target.device
     for problem in _problems(target):
-        config = KERNEL.default_config(problem, target)
-        assert KERNEL.why_invalid(problem, config, target) is None
-        decode, *_ = KERNEL.launches(problem, config, target)
-        m_blocks, blocks = ceil(problem.rows / config.block_m), prod(decode.grid)
-        assert blocks == m_blocks * config.num_splits * problem.num_kv_heads * problem.batch
-        assert m_blocks * config.block_m - problem.rows < config.block_m, "no block has padding alone"
-        tile = TILE if arch.has_wgmma and _is_wgmma_ws(config) else config.block_n
-        assert config.num_splits == 1 or config.num_splits * tile <= problem.visible, (problem, config)
-        # What blocks of an SM have on its way covers four fifths of the latency at the SM's share of the memory's rate.
-        at_once = min(defaults._waves(problem, config, target)[0], ceil(blocks / device.num_sms))
-        need = defaults.LATENCY_US * device.mem_gbps * 1e3 / device.num_sms
-        assert at_once * bytes_in_flight(problem, config, target) >= 0.8 * need, (problem, config)
+        found = KERNEL.candidates(problem, target)
+        assert 1 <= len(found) <= 12, (problem, len(found))
+        assert {type(config.num_splits) for config in found} == {int}
+        for config in found:
+            decode, *_ = KERNEL.launches(problem, config, target)
+            m_blocks = ceil(problem.rows / config.block_m)
+            assert prod(decode.grid) == m_blocks * config.num_splits * problem.num_kv_heads * problem.batch
+            assert m_blocks * config.block_m - problem.rows < config.block_m, "no block has padding alone"
+            tile = TILE if config.warpgroups else config.block_n
+            assert (config.num_splits - 1) * tile < max(problem.visible, 1), (problem, config)
 
 
 @pytest.mark.parametrize("board", ["H100", "H200"])
-def test_defaults_in_clusters_are_resident_and_those_that_store_use_most_sms(board: str) -> None:
+def test_candidates_in_clusters_are_resident_and_fragment_partials_use_most_sms(board: str) -> None:
     target = Target.of(find_device(board))
     sms, seen = target.device.num_sms, Counter[str]()
-    for problem in _problems(target):
-        config = KERNEL.default_config(problem, target)
+    for problem, config in ((p, c) for p in _problems(target) for c in KERNEL.candidates(p, target)):
         blocks = prod(KERNEL.launches(problem, config, target)[0].grid)
-        if config.num_splits > 1 and _is_wgmma_ws(config):
-            assert blocks <= 4 * sms, (problem, config)
         if config.cluster > 1:
             seen[f"cluster={config.cluster}"] += 1
-            assert config.num_splits % config.cluster == 0
             # Clusters of four and eight leave SMs of a GPC over.
             held = register_split(problem, config, target.arch)[0] * resident_cluster_blocks(target)
             assert config.cluster == 2 or blocks <= held, (problem, config)
-            # 64 rows of 512 columns are 64 KB in 16 bits, and who streams for long wants the places: those are read.
-            streams = problem.visible > defaults.MOST_STREAMED_KEYS * config.num_splits
-            assert config.partial_bits == (16 if config.block_m < 64 and not streams else 0), (problem, config)
-            assert config.num_stages >= 6
         if has_fragment_partials(config):
             seen["has_fragment_partials"] += 1
             share = blocks / (ceil(blocks / sms) * sms)
@@ -196,9 +182,9 @@ def test_defaults_in_clusters_are_resident_and_those_that_store_use_most_sms(boa
 
 def test_a_board_of_few_sms_gets_clusters_that_it_holds() -> None:
     problem = Problem(512, 16, 2, q_len=4, kv_len=8192, source="qk", num_rotated_pairs=64)
-    assert KERNEL.default_config(problem, H200).cluster == 8
+    assert any(c.cluster == 8 for c in KERNEL.candidates(problem, H200))
     few = Target(H200.arch, replace(H200.device, num_sms=16))
-    assert KERNEL.why_invalid(problem, KERNEL.default_config(problem, few), few) is None
+    assert not any(c.cluster == 8 and c.num_splits > 8 for c in KERNEL.candidates(problem, few))
 
 
 @pytest.mark.parametrize(("config", "says"), [
@@ -218,12 +204,12 @@ def test_fewer_tiles_are_on_their_way_than_there_is_room_for(config: Config, say
 def test_few_splits_are_merged_several_chunks_at_a_time() -> None:
     """A lane has up to nine loads under way, whatever the splits."""
     problem = Problem(512, 16, 2, q_len=5, kv_len=5003, batch=7)
-    chosen = KERNEL.default_config(problem, H200)
+    chosen = _fragment_partials(problem)
     for splits, lanes, chunks_at_once in (
         (2, 8, 16), (3, 8, 8), (4, 8, 8), (5, 8, 4), (9, 8, 4), (10, 16, 2), (18, 16, 2), (19, 32, 1), (132, 32, 1)
     ):  # fmt: skip
         config = replace(chosen, num_splits=splits)
-        assert (chunk_lanes(config), span(problem, config)) == (lanes, chunks_at_once), splits
+        assert fragment_combine(problem, config)[4:] == (lanes, chunks_at_once), splits
         of_lane = chunks_at_once * lanes // 32
         assert splits > 36 or of_lane * -(-splits * 8 // lanes) <= 9
         constants = KERNEL.spec.constants(problem, config, H200.arch)
@@ -240,11 +226,11 @@ def test_blocks_that_store_leave_room_for_those_that_merge() -> None:
         (Problem(512, 16, 2, q_len=5, kv_len=5003, batch=7), 2),  # registers are dealt
         (Problem(256, 32, 16, q_len=4, window=1024, source="qkv", num_rotated_pairs=128), 2),
     ):  # fmt: skip
-        config = KERNEL.default_config(problem, H200)
+        config = _fragment_partials(problem)
         bound = KERNEL.spec.bound_threads(problem, config, H200.arch)["attn_decode"]
         assert f"__launch_bounds__({bound}, BLOCKS_PER_SM)" in render(KERNEL, problem, config, H200)
         granted = [H200.arch.registers_of(threads) for threads in (bound, bound - 128)]
-        _, copiers, most = register_split(problem, config, H200.arch)
+        _, copiers, most, _ = register_split(problem, config, H200.arch)
         at_first = most if copiers == 1 else (config.num_warps * most + 4 * 32) // (config.num_warps + 4)
         assert granted[0] <= at_first < granted[1]
         decode, combine = KERNEL.launches(problem, config, H200)
@@ -265,7 +251,7 @@ def test_each_value_is_stored_where_a_lane_of_the_merge_finds_it(head_dim: int, 
     problem = Problem(head_dim, 16, 2, q_len=5)
     config = Config(24, 16, split_d, 8, 8, 5, body="wgmma_ws", partial_bits=bits)
     blocks, parts = (2 if bits == 16 else 1), split_d // 4
-    pairs, of_pair = chunks(problem, config)
+    _, _, pairs, of_pair, _, _ = fragment_combine(problem, config)
     assert (pairs, of_pair) == (12, head_dim // (16 * blocks))
     found: dict[tuple[int, int, int], list[tuple[int, int]]] = {}  # (pair, chunk, lane g): (row, column) in its words
     for part, w, i, j, t, g in product(
@@ -301,20 +287,18 @@ def test_launches_have_warps_that_copy() -> None:
     assert combine == apart[1]
     assert KERNEL.workspace_bytes(FULL, CONFIG, H200) == 4 * 32 * 33 * (512 + 1) * 4
     one_each = replace(CONFIG, split_d=4)
-    assert register_split(FULL, one_each, H200.arch) == (1, 4, 232)
+    assert register_split(FULL, one_each, H200.arch) == (1, 4, 232, 12 * 32)
     assert KERNEL.launches(FULL, one_each, H200)[0].block == (12 * 32, 1, 1)
 
 
 def test_two_blocks_share_an_sm_where_they_fit() -> None:
     problem, config = Problem(512, 32, 4), Config(8, 16, 4, 4, 6, body="wgmma_ws", k_column_parts=4)
-    assert register_split(problem, config, H200.arch) == (2, 1, 128)
+    assert register_split(problem, config, H200.arch) == (2, 1, 128, 8 * 32)
     assert 2 * (KERNEL.smem_bytes(problem, config, H200) + 1024) <= H200.arch.smem_per_sm
-    assert register_split(problem, replace(config, num_stages=7), H200.arch) == (1, 1, 255)
+    assert register_split(problem, replace(config, num_stages=7), H200.arch) == (1, 1, 255, 8 * 32)
     assert register_split(replace(problem, q_len=3), replace(config, block_m=24, num_stages=4), H200.arch) == (
-        2,
-        4,
-        224,
-    )
+        2, 4, 224, 8 * 32,
+    )  # fmt: skip
 
 
 def test_what_is_compiled_leaves_room_for_the_second_block() -> None:
@@ -328,7 +312,7 @@ def test_what_is_compiled_leaves_room_for_the_second_block() -> None:
         (replace(window, q_len=4, source="qkv", num_rotated_pairs=128), Config(8, 16, 4, 4, 5, 1, body="wgmma_ws")),
         (Problem(512, 32, 4, q_len=2), Config(16, 16, 8, 8, 4, 32, True, "wgmma_ws", 8, 1)),
     ):
-        blocks, copiers, _ = register_split(problem, config, H200.arch)
+        blocks, copiers, _, _ = register_split(problem, config, H200.arch)
         assert blocks == 2
         takes = compile_cubin(render(KERNEL, problem, config, H200), H200.arch).entries["attn_decode"]
         warps = -(-(config.num_warps + copiers) // 4) * 4
@@ -369,7 +353,7 @@ def test_a_cluster_has_consecutive_splits_of_the_same_rows(m_blocks: int, num_sp
 
 
 @pytest.mark.parametrize(("problem", "config", "why"), [
-    (Problem(128, 16, 2), Config(8, 16, 8, 8, 8, 2, False, "wgmma_ws", 2, 2, 16), "leaves a warpgroup one block of 64"),
+    (Problem(128, 16, 2), Config(8, 16, 8, 8, 8, 2, False, "wgmma_ws", 2, 2, 16), "leaves a warpgroup 64 columns"),
     (Problem(128, 16, 2), Config(8, 16, 4, 4, 8, 8, False, "wgmma_ws", 8, 2, 16), "a block merges 16 columns; 32"),
     (
         Problem(512, 32, 4), Config(8, 16, 4, 4, 6, 8, False, "wgmma_ws", 8, 4, 16),
@@ -386,11 +370,11 @@ def test_one_team_that_pushes_needs_no_room_for_results_in_its_ring() -> None:
     config = Config(40, 16, 8, 8, 4, 8, body="wgmma_ws", cluster=8, k_column_parts=4)
     assert "meet in a ring of 65,536 B" in (KERNEL.why_invalid(batch, config, H200) or "")
     assert KERNEL.why_invalid(batch, replace(config, partial_bits=16), H200) is None
-    assert dsmem_bytes(batch, replace(config, partial_bits=16)) == 40 * 512 * 2 + 20 * 8 * 8 + 16
+    assert receive_buffer(batch, replace(config, partial_bits=16))[1] == 40 * 512 * 2 + 20 * 8 * 8 + 16
     # Of a window's two rows nobody pushes the six that pad them.
     window = Problem(256, 32, 16, window=1024)
     one = Config(8, 16, 4, 4, 6, 8, body="wgmma_ws", cluster=8, partial_bits=32)
-    assert dsmem_bytes(window, one) == 2 * 256 * 4 + 8 * 8 + 16
+    assert receive_buffer(window, one)[1] == 2 * 256 * 4 + 8 * 8 + 16
 
 
 @pytest.mark.parametrize(
@@ -405,7 +389,7 @@ def test_each_column_is_pushed_to_one_block_which_finds_it(
 ) -> None:
     """dsmem_reduce.cuh.jinja: Slot, who pushes which columns of which rows, and who merges them."""
     config = Config(64, 16, 4, 4, 8, 2 * cluster, fused_combine, True, cluster, 2, bits)
-    columns = unit_columns(Problem(head_dim), config)
+    columns, _ = receive_buffer(Problem(head_dim), config)
     blocks = 2 if bits == 16 else 1  # of 64 columns, that a chunk has 16 of each of
     chunks, units = columns // (16 * blocks), head_dim // columns
 
@@ -449,7 +433,7 @@ def test_what_pushes_compiles_to_what_fits() -> None:
         (batch, Config(40, 16, 8, 8, 8, 8, False, "wgmma_ws", 8, 4, 16), False),
         (FULL, Config(32, 16, 4, 8, 8, 24, True, "wgmma_ws", 8, 4, 16), False),
     ):
-        blocks, copiers, _ = register_split(problem, config, H200.arch)
+        blocks, copiers, _, _ = register_split(problem, config, H200.arch)
         assert blocks == 1 + two
         cubin = compile_cubin(render(KERNEL, problem, config, H200), H200.arch)
         takes, warps = cubin.entries["attn_decode"], -(-(config.num_warps + copiers) // 4) * 4

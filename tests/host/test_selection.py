@@ -78,7 +78,7 @@ def test_between_two_defaults_the_kernel_prefers_one_of_them() -> None:
 
 def test_a_default_does_not_depend_on_who_asked_first() -> None:
     """Batches of 19 and 20 share one, and 19's own would deal each sequence's keys out to more blocks."""
-    few, many = (replace(GLOBAL, batch=batch, kv_len=4096) for batch in (19, 20))
+    few, many = (replace(GLOBAL, batch=batch, kv_len=8192) for batch in (19, 20))
     selector = Selector([], H200)
     assert selector.choice(DECODE, few) is selector.choice(DECODE, many)
     assert selector.choice(DECODE, few).config == DECODE.default_config(many, H200) != DECODE.default_config(few, H200)

@@ -224,6 +224,8 @@ class Spec(Protocol):
 
     And one of candidates(problem, target): 3 to 12 sensible configurations, the valid one that the cost model ranks
     first being the default; and default_config(problem, target): the default itself, where there is nothing to rank.
+    ranked_as(problem, config) -> (problem, config): what is timed by the cost model in their place, where a default
+    must be the same for several problems.
 
     What sees an Arch, `BODIES` and `constants`, decides what is compiled: a cubin depends on the arch alone. All that
     is chosen at launch sees the Target, the board included.
@@ -355,6 +357,11 @@ class Kernel:
         """Of a thread, before `config` is compiled, where the spec knows about how many."""
         known: Callable[[Any, Any, Target], int] | None = getattr(self.spec, "expected_registers", None)
         return None if known is None else known(problem, config, target)
+
+    def ranked_as(self, problem: Any, config: Any) -> tuple[Any, Any]:
+        """What the cost model times in place of `problem` and `config` to rank its candidates: themselves, mostly."""
+        given: Callable[[Any, Any], tuple[Any, Any]] | None = getattr(self.spec, "ranked_as", None)
+        return (problem, config) if given is None else given(problem, config)
 
     @property
     def max_spill_bytes(self) -> int:

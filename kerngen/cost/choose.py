@@ -19,10 +19,12 @@ def fastest(kernel: Kernel, problem: Any, target: Target, configs: Iterable[Any]
 
 def ranked(kernel: Kernel, problem: Any, target: Target, configs: Iterable[Any]) -> list[tuple[float, Any]]:
     """(predicted microseconds, configuration) of each, in the order given."""
-    predictor = Predictor(kernel, problem, target)
+    predictors: dict[Any, Predictor] = {}
 
     def us(config: Any) -> float:
-        registers = kernel.expected_registers(problem, config, target) or GUESSED_REGISTERS
-        return predictor.predict(config, registers=registers).latency_us
+        asked, timed = kernel.ranked_as(problem, config)
+        registers = kernel.expected_registers(asked, timed, target) or GUESSED_REGISTERS
+        predictor = predictors.setdefault(asked, Predictor(kernel, asked, target))
+        return predictor.predict(timed, registers=registers).latency_us
 
     return [(us(config), config) for config in configs]

@@ -8,6 +8,7 @@ Nobody waits for a block of the same launch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -118,16 +119,12 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     return None
 
 
-def default_config(problem: Problem, target: Target) -> Config:
-    """The fewest lanes a row, whose loads are the most under way. Of the rows a block takes what leaves nearly every SM
-    a block; each block finds the best centroids anew.
+def candidates(problem: Problem, target: Target) -> Sequence[Config]:
+    """The fewest lanes a row, whose loads are the most under way. Each block of few rows finds the best centroids anew;
+    of many rows, blocks leave SMs idle.
     """
-    p = problem
-    lanes = next(n for n in SPACE["lanes_per_row"] if ceil(p.hidden / VEC / n) <= MAX_ROW_VECS)
-    few = 3 * target.device.num_sms // 4
-    enough = [Config(lanes, rows_per_block=r) for r in SPACE["rows_per_block"]]
-    valid = [c for c in enough if why_invalid(p, c, target) is None]
-    return next((c for c in reversed(valid) if _token_blocks(p, c) >= few), valid[0])
+    lanes = next(n for n in SPACE["lanes_per_row"] if ceil(problem.hidden / VEC / n) <= MAX_ROW_VECS)
+    return [Config(lanes, rows_per_block=r) for r in SPACE["rows_per_block"]]
 
 
 def _keys_per_thread(p: Problem, c: Config) -> int:

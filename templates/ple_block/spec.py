@@ -1,8 +1,8 @@
 """ple_block: the end of a layer with per-layer embeddings, for few tokens, in two launches.
 
-All that E2B and E4B do in a layer from the MLP's output on: the norm after the MLP and the residual, the gate's dense
-product, GELU and the product with the layer's own input, the projection, its norm, the residual, the layer's scalar,
-and the norm before the next layer.
+All that such a layer does from the MLP's output on: the norm after the MLP and the residual, the gate's dense product,
+GELU and the product with the layer's own input, the projection, its norm, the residual, the layer's scalar, and the
+norm before the next layer.
 
 ple_gate: each block makes the whole residual row anew (a few KB from L2) and multiplies some rows of the gate with it.
 ple_project: each block multiplies some rows of the projection; the last block to finish does the norms. Both have their
@@ -11,12 +11,13 @@ weights on the way before they wait for the kernel before them.
 Why not one launch: between gate and projection every block needs every other's results. Waiting for them within one
 launch is right only if all blocks are on the GPU together, which nothing promises where another stream's kernel, or a
 second one that waits like this, holds SMs: two half-resident grids would wait for each other for ever. A cluster is
-always resident, but a portable one has 8 blocks, whose shared memory does not hold E4B's 2.6 MB of weights, and which
-only sm90 and newer have. Here no block waits for another.
+always resident, but a portable one has 8 blocks, whose shared memory does not hold 2.6 MB of weights, and which only
+sm90 and newer have. Here no block waits for another.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -77,8 +78,6 @@ class Config:
 
 
 SPACE = {"block_m": (1, 2, 4, 8), "gate_warps": (4, 8), "num_warps": (4, 8), "rows_per_warp": (1, 2, 4)}
-# Of tokens up to a number, by data/ab/h200/ple_block-few.toml.
-FEW_TOKENS = ((1, Config()), (8, Config(1, 8, 8, 4)), (16, Config(2, 4, 8, 4)))
 ARGS = {
     "ple_gate": (
         *args("ptr", "residual", "h", "ffn_weight", "gate"),
@@ -119,19 +118,13 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     return None
 
 
-def default_config(problem: Problem, target: Target) -> Config:
-    """Of few tokens one or two in a block, though each block reads the weights again, from L2: its time is its tokens'.
-    Of more as many in a block as registers allow comfortably.
+def candidates(problem: Problem, target: Target) -> Sequence[Config]:
+    """Few tokens in a block, though each block reads the weights again, from L2: its time is its tokens'. Or as many as
+    leave two blocks room on an SM.
     """
-    for most_tokens, config in FEW_TOKENS:
-        if problem.num_tokens <= most_tokens and why_invalid(problem, config, target) is None:
-            return config
-    for block_m in (8, 4, 2):
-        config = Config(block_m, gate_warps=8 if block_m > 2 else 4)
-        held = max(_row_vecs(problem, config, w) for w in (config.gate_warps, config.num_warps))
-        if held <= FEW_ROW_VECS and why_invalid(problem, config, target) is None:
-            return config
-    return Config()
+    few = [Config(), Config(1, 8, 8, 4), Config(2, 4, 8, 4)]
+    many = [Config(block_m, 8 if block_m > 2 else 4) for block_m in (2, 4, 8)]
+    return few + [c for c in many if max(_row_vecs(problem, c, w) for w in (c.gate_warps, c.num_warps)) <= FEW_ROW_VECS]
 
 
 def _row_vecs(p: Problem, c: Config, warps: int) -> int:

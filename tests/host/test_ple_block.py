@@ -62,7 +62,7 @@ def test_a_tokens_part_of_the_workspace_stays_where_it_is() -> None:
 
 def test_weights_are_on_their_way_before_the_wait_and_nothing_else_is() -> None:
     p = KERNEL.problem_type()
-    ptx = compile_ptx(render(KERNEL, p, KERNEL.default_config(p, H200), H200), SM90).image.decode()
+    ptx = compile_ptx(render(KERNEL, p, KERNEL.config_type(), H200), SM90).image.decode()
     for entry, weights in (("ple_gate", 6 + 2), ("ple_project", 2 + 1 + 1 + 1)):
         (body,) = re.findall(rf"\.entry {entry}\b(.*?)(?=\.entry |\Z)", ptx, flags=re.DOTALL)
         before, after = body.split("griddepcontrol.wait", 1)

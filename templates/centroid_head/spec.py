@@ -124,7 +124,7 @@ def candidates(problem: Problem, target: Target) -> Sequence[Config]:
     of many rows, blocks leave SMs idle.
     """
     lanes = next(n for n in SPACE["lanes_per_row"] if ceil(problem.hidden / VEC / n) <= MAX_ROW_VECS)
-    return [Config(lanes, rows_per_block=r) for r in SPACE["rows_per_block"]]
+    return [Config(lanes, score_warps=w, rows_per_block=r) for r in SPACE["rows_per_block"] for w in (4, 2)]
 
 
 def _keys_per_thread(p: Problem, c: Config) -> int:

@@ -188,30 +188,38 @@ def ranked_as(problem: Problem, config: Config) -> tuple[Problem, Config]:
 
 
 def _cuts(p: Problem, target: Target) -> Iterator[Config]:
-    """Of few rows, one block of eight warps an SM, as many of them along n as leave each SM one block at most, and of
-    those along k each with as many loads in flight as it has; where blocks are fewer than SMs, along k too. Of many
-    rows, small blocks, each of which goes through many.
+    """Of few rows, eight warps an SM or sixteen, as many of them along n as leave each SM one block at most, and each
+    of those along k with as many loads in flight as it has; where blocks are fewer than SMs, several along k. Of many
+    rows, small blocks, each of which has its own or goes through many.
     """
     steps, tiles, num_sms = -(-p.k // COLUMNS), -(-p.n // ROWS), target.device.num_sms
 
-    def cut(
-        warps_n: int, warps_k: int, unroll: int, split_k: int = 1, blocks: int = 1, persistent: bool = False
-    ) -> Config:
-        return Config(MAX_TOKENS, 1, warps_n, warps_k, unroll, split_k, blocks, persistent)
+    def cut(warps_n: int, warps_k: int, unroll: int, *, row_tiles: int = 1, split_k: int = 1, blocks: int = 1,
+            persistent: bool = False) -> Config:  # fmt: skip
+        return Config(MAX_TOKENS, row_tiles, warps_n, warps_k, unroll, split_k, blocks, persistent)
 
     def longest(shares: int) -> int:
         """Loads in flight of a warp, where so many share the columns and each has some."""
         return max(n for n in range(1, MAX_UNROLL + 1) if n == 1 or -(-steps // n) >= shares)
 
     if tiles > 8 * num_sms:
-        for warps_k, unroll, blocks in ((4, 5, 3), (2, 7, 3), (4, 8, 2), (8, 4, 2), (8, 8, 1)):
-            yield cut(1, warps_k, unroll, blocks=blocks, persistent=True)
-        yield cut(8, 1, 2, blocks=2, persistent=True)
+        yield cut(4, 1, 5, row_tiles=2, blocks=2)
+        yield cut(1, 4, 2, row_tiles=2, blocks=2)
+        yield cut(4, 2, 6)
+        for warps_k, unroll in ((2, 4), (4, 2), (2, 7), (4, 5)):
+            yield cut(1, warps_k, unroll, blocks=3)
+        for warps_n, warps_k, unroll, blocks in ((1, 2, 7, 3), (1, 4, 5, 3), (2, 2, 3, 4)):
+            yield cut(warps_n, warps_k, unroll, blocks=blocks, persistent=True)
     warps_n = next((n for n in (1, 2, 4) if tiles <= n * num_sms), 8)
     for split_k in (1, 2, 4, 8):
         if split_k == 1 or -(-tiles // warps_n) * split_k <= num_sms:
-            yield cut(warps_n, 8 // warps_n, longest(8 // warps_n * split_k), split_k)
-            yield cut(warps_n, 8 // warps_n, min(6, longest(8 // warps_n * split_k)), split_k)
+            unroll = longest(8 // warps_n * split_k)
+            yield cut(warps_n, 8 // warps_n, unroll, split_k=split_k)
+            if split_k <= 2:
+                yield cut(warps_n, 8 // warps_n, min(6, unroll), split_k=split_k)
+    yield cut(1, 16, min(4, longest(16)))
+    yield cut(1, 16, min(2, longest(16)))
+    yield cut(1, 8, longest(8))
     yield cut(4, 2, longest(2))
     yield cut(1, 4, longest(4))
     yield cut(1, 4, 5, blocks=3)

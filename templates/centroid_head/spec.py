@@ -85,6 +85,7 @@ SPACE = {
     "num_warps": (4, 8, 16),
     "rows_per_block": (32, 64, 128, 256, 512, 1024),
 }
+REGISTERS = 64  # a thread's, about
 ARGS = {
     "centroid_scores": (
         *args("ptr", "y", "centroids", "workspace"),
@@ -125,6 +126,10 @@ def candidates(problem: Problem, target: Target) -> Sequence[Config]:
     """
     lanes = next(n for n in SPACE["lanes_per_row"] if ceil(problem.hidden / VEC / n) <= MAX_ROW_VECS)
     return [Config(lanes, score_warps=w, rows_per_block=r) for r in SPACE["rows_per_block"] for w in (4, 2)]
+
+
+def expected_registers(problem: Problem, config: Config, target: Target) -> int:
+    return REGISTERS
 
 
 def _keys_per_thread(p: Problem, c: Config) -> int:

@@ -122,6 +122,11 @@ def registers(config: Config, arch: Arch) -> int:
     return loaded + accumulators * _fragments(config) + OTHER_REGISTERS
 
 
+def expected_registers(problem: Problem, config: Config, target: Target) -> int:
+    """What ptxas takes where there is room: a quarter more than it needs."""
+    return registers(config, target.arch) * 5 // 4
+
+
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     c, arch = config, target.arch
     if problem.num_tokens > c.block_m:

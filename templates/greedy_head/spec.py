@@ -219,6 +219,10 @@ def registers(problem: Problem, config: Config, arch: Arch) -> int:
     return config.row_tiles * each + config.block_tokens // 2 + others
 
 
+def expected_registers(problem: Problem, config: Config, target: Target) -> int:
+    return registers(problem, config, target.arch)
+
+
 def _first_bits(problem: Problem, config: Config) -> int:
     return config.first_bits or problem.bits
 

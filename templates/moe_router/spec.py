@@ -122,6 +122,10 @@ def registers(problem: Problem, config: Config, arch: Arch) -> int:
     return 8 * c.unroll * c.row_tiles + max(row, products) + OTHER_REGISTERS
 
 
+def expected_registers(problem: Problem, config: Config, target: Target) -> int:
+    return registers(problem, config, target.arch)
+
+
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     c, arch = config, target.arch
     warps, groups = _warps(c), -(-problem.hidden // (COLUMNS * c.unroll))

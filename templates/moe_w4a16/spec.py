@@ -239,6 +239,15 @@ def candidates(problem: Problem, target: Target) -> Sequence[Config]:
     return (*found, _tiles(8, 2, arch)[-1])
 
 
+def expected_registers(problem: Problem, config: Config, target: Target) -> int:
+    """Of gate_up, about: sums, and by gemv what a warp loads of its rows ahead."""
+    c = config
+    if c.body == "wgmma":
+        return 120 + c.block_m
+    loaded = c.up_block_k * c.warp_n // (64 * c.up_warps_k)
+    return 60 + loaded if c.body == "gemv" else 60 + loaded // 2 + c.block_m * c.warp_n // (32 * c.warps_m)
+
+
 def _tiles(block_m: int, deep: int, arch: Arch) -> list[Config]:
     """Of block_m rows. deep: stages, where there is room."""
     warp_n = 32 if arch.has_ldmatrix else 64

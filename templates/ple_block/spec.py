@@ -127,6 +127,11 @@ def candidates(problem: Problem, target: Target) -> Sequence[Config]:
     return few + [c for c in many if max(_row_vecs(problem, c, w) for w in (c.gate_warps, c.num_warps)) <= FEW_ROW_VECS]
 
 
+def expected_registers(problem: Problem, config: Config, target: Target) -> int:
+    """Of ple_gate, about: a row's vectors, and the sums of its tokens."""
+    return 40 + 10 * _row_vecs(problem, config, config.gate_warps) + 4 * config.block_m
+
+
 def _row_vecs(p: Problem, c: Config, warps: int) -> int:
     return ceil(p.hidden / VEC / (32 * warps // c.block_m))
 

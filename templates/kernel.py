@@ -187,7 +187,7 @@ class Traffic:
     waits: float = (
         0  # of a block: trips to L2, one after another, while it has nothing else to do: meeting other blocks
     )
-    fit: str = ""  # of the first launch: which of the kernel's fitted constants (kerngen/cost/fitted.toml) apply
+    fit: str = ""  # which of the kernel's fitted constants (kerngen/cost/fitted.toml) apply
 
 
 @dataclass(frozen=True, slots=True)

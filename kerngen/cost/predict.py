@@ -62,8 +62,8 @@ CONSTANTS = Constants()
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """What was measured of a way to run a kernel and is not understood: the predicted time of its first launch times
-    `scale`, and `offset_us` microseconds more, on `arches`. source: what it was fitted to.
+    """What was measured of a way to run a kernel and is not understood: the predicted time of a launch whose Traffic
+    says so times `scale`, and `offset_us` microseconds more, on `arches`. source: what it was fitted to.
     """
 
     scale: float
@@ -203,7 +203,7 @@ class Predictor:
             if key not in self._timed:
                 self._timed[key] = launch_us(launch, moved, target, given, registers, i > 0, self._constants)
             us, bound, fit = self._timed[key]
-            if i == 0 and (fitted := FITTED.get((self._kernel.name, moved.fit))) and target.arch.name in fitted.arches:
+            if (fitted := FITTED.get((self._kernel.name, moved.fit))) and target.arch.name in fitted.arches:
                 us = us * fitted.scale + fitted.offset_us
             threads, blocks = prod(launch.block), prod(launch.grid)
             spill = given.spill_store_bytes + given.spill_load_bytes if given else 0

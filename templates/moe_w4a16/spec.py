@@ -240,12 +240,14 @@ def candidates(problem: Problem, target: Target) -> Sequence[Config]:
 
 
 def expected_registers(problem: Problem, config: Config, target: Target) -> int:
-    """Of gate_up, about: sums, and by gemv what a warp loads of its rows ahead."""
+    """Of gate_up, about, by the ptxas reports."""
     c = config
+    k = c.up_block_k // c.up_warps_k  # that a warp multiplies at a time
     if c.body == "wgmma":
         return 120 + c.block_m
-    loaded = c.up_block_k * c.warp_n // (64 * c.up_warps_k)
-    return 60 + loaded if c.body == "gemv" else 60 + loaded // 2 + c.block_m * c.warp_n // (32 * c.warps_m)
+    if c.body == "gemv":
+        return min(255, 64 + k * c.warp_n // 32)
+    return 48 + 4 * c.warp_n // 5 + k // 3 if c.block_m == 8 else 85 + k // 12
 
 
 def _tiles(block_m: int, deep: int, arch: Arch) -> list[Config]:

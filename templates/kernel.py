@@ -218,8 +218,8 @@ class Spec(Protocol):
     OUTPUTS the kernel writes for it, workspace_bytes(problem, config, target) -> int, traffic(problem, config, target),
     tensor_map(problem, config, of, shape) -> TensorMap | None for arguments that are maps, MAX_SPILL_BYTES,
     COMPARES_SIZES: True where defaults of other values of the dynamic field may be faster between powers of two,
-    expected_registers(problem, config, target) -> int: a thread's, before the configuration is compiled, and
-    constants(problem, config, arch) -> dict: what spec.py and its templates both know (`k` there), said once; its
+    expected_registers(problem, config, target) -> int, or by entry: a thread's, before the configuration is compiled,
+    and constants(problem, config, arch) -> dict: what spec.py and its templates both know (`k` there), said once; its
     problem comes without RUNTIME fields.
 
     And one of candidates(problem, target): 3 to 12 sensible configurations, the valid one that the cost model ranks
@@ -353,9 +353,12 @@ class Kernel:
             raise ProblemError(f"no configuration of {self.name} serves {describe(problem)} on {target.arch}")
         return found
 
-    def expected_registers(self, problem: Any, config: Any, target: Target) -> int | None:
-        """Of a thread, before `config` is compiled, where the spec knows about how many."""
-        known: Callable[[Any, Any, Target], int] | None = getattr(self.spec, "expected_registers", None)
+    def expected_registers(self, problem: Any, config: Any, target: Target) -> int | Mapping[str, int] | None:
+        """Of a thread, before `config` is compiled, where the spec knows about how many; of each entry where they
+        differ.
+        """
+        known: Callable[[Any, Any, Target], int | Mapping[str, int]] | None
+        known = getattr(self.spec, "expected_registers", None)
         return None if known is None else known(problem, config, target)
 
     def ranked_as(self, problem: Any, config: Any) -> tuple[Any, Any]:

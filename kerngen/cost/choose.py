@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kerngen.arch import Target
+from kerngen.compiler.compile import Resources
 from kerngen.cost.predict import Predictor
 from kerngen.templates.kernel import Kernel
 
@@ -25,6 +26,9 @@ def ranked(kernel: Kernel, problem: Any, target: Target, configs: Iterable[Any])
         asked, timed = kernel.ranked_as(problem, config)
         registers = kernel.expected_registers(asked, timed, target) or GUESSED_REGISTERS
         predictor = predictors.setdefault(asked, Predictor(kernel, asked, target))
-        return predictor.predict(timed, registers=registers).latency_us
+        if isinstance(registers, int):
+            return predictor.predict(timed, registers=registers).latency_us
+        takes = {entry: Resources(n, 0, 0, 0, 0) for entry, n in registers.items()}
+        return predictor.predict(timed, takes).latency_us
 
     return [(us(config), config) for config in configs]

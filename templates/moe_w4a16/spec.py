@@ -239,15 +239,20 @@ def candidates(problem: Problem, target: Target) -> Sequence[Config]:
     return (*found, _tiles(8, 2, arch)[-1])
 
 
-def expected_registers(problem: Problem, config: Config, target: Target) -> int:
-    """Of gate_up, about, by the ptxas reports."""
+def expected_registers(problem: Problem, config: Config, target: Target) -> dict[str, int]:
+    """About, by the ptxas reports."""
     c = config
-    k = c.up_block_k // c.up_warps_k  # that a warp multiplies at a time
-    if c.body == "wgmma":
-        return 120 + c.block_m
-    if c.body == "gemv":
-        return min(255, 64 + k * c.warp_n // 32)
-    return 48 + 4 * c.warp_n // 5 + k // 3 if c.block_m == 8 else 85 + k // 12
+
+    def of(block_k: int, warps_k: int) -> int:
+        k = block_k // warps_k  # that a warp multiplies at a time
+        if c.body == "wgmma":
+            return 120 + c.block_m
+        if c.body == "gemv":
+            return min(255, 64 + k * c.warp_n // 32)
+        return 48 + 4 * c.warp_n // 5 + k // 3 if c.block_m == 8 else 85 + k // 12
+
+    up, down = of(c.up_block_k, c.up_warps_k), of(c.down_block_k, c.down_warps_k)
+    return {"plan": 32, "gate_up": up, "down": down}
 
 
 def _tiles(block_m: int, deep: int, arch: Arch) -> list[Config]:

@@ -123,13 +123,17 @@ def candidates(problem: Problem, target: Target) -> Sequence[Config]:
     leave two blocks room on an SM.
     """
     few = [Config(), Config(1, 8, 8, 4), Config(2, 4, 8, 4)]
-    many = [Config(block_m, 8 if block_m > 2 else 4) for block_m in (2, 4, 8)]
+    many = [Config(2, 4), Config(4, 8), Config(4, 8, 8, 4), Config(8, 8)]
     return few + [c for c in many if max(_row_vecs(problem, c, w) for w in (c.gate_warps, c.num_warps)) <= FEW_ROW_VECS]
 
 
-def expected_registers(problem: Problem, config: Config, target: Target) -> int:
-    """Of ple_gate, about: a row's vectors, and the sums of its tokens."""
-    return 40 + 10 * _row_vecs(problem, config, config.gate_warps) + 4 * config.block_m
+def expected_registers(problem: Problem, config: Config, target: Target) -> dict[str, int]:
+    """About: a row's vectors, and the sums of its tokens."""
+    vecs = _row_vecs(problem, config, config.gate_warps)
+    return {
+        "ple_gate": 40 + 10 * vecs + 4 * config.block_m,
+        "ple_project": 28 + 5 * config.block_m + 5 * _row_vecs(problem, config, config.num_warps),
+    }
 
 
 def _row_vecs(p: Problem, c: Config, warps: int) -> int:
@@ -192,20 +196,25 @@ def cost(problem: Problem) -> Cost:
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> list[Traffic]:
-    """cuda_ops: about 3 instructions an element of a product, 12 an element of a norm."""
+    """cuda_ops: a lane takes about 4 instructions an element of the gate's product and one of the projection's, whose
+    rows are shorter, 3 of a norm, and 24 for a block of the projection. clocks: a block's own chain, whatever else its
+    SM does: the norm's sums and a warp's row for each token; and of the projection the meeting of all blocks.
+    """
     p, c, size = problem, config, ELEMENT_BYTES[problem.dtype]
     tiles = ceil(p.num_tokens / c.block_m)
     row = p.hidden * (size + ELEMENT_BYTES[p.residual_dtype])
-    weights, products = size * p.hidden * p.width, 3 * p.num_tokens * p.hidden * p.width
-    gates = ceil(p.width / c.gate_warps)
+    weights, products = size * p.hidden * p.width, p.num_tokens * p.hidden * p.width
+    gates, rows = ceil(p.width / c.gate_warps), ceil(p.hidden / (c.num_warps * c.rows_per_warp))
     return [
         Traffic(
             weights + 2 * p.num_tokens * row, 0, l2_bytes=tiles * (weights + gates * c.block_m * row),
-            cuda_ops=products + 12 * gates * p.num_tokens * p.hidden, bytes_in_flight=c.gate_warps * size * p.hidden,
+            cuda_ops=4 * products + 3 * gates * p.num_tokens * p.hidden, bytes_in_flight=c.gate_warps * size * p.hidden,
+            clocks=700 + 45 * c.block_m * p.hidden // 100,
         ),
         Traffic(
             weights + 2 * p.num_tokens * row, 0, l2_bytes=tiles * weights,
-            cuda_ops=products + 16 * p.num_tokens * p.hidden,
+            cuda_ops=products + 3 * p.num_tokens * p.hidden + 24 * tiles * rows * 32 * c.num_warps,
             bytes_in_flight=c.num_warps * c.rows_per_warp * size * p.width,
+            clocks=2200 + 80 * c.block_m * c.rows_per_warp,
         ),
     ]  # fmt: skip

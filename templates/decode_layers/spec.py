@@ -385,7 +385,7 @@ def _units(p: Problem, c: Config, matrix: int) -> int:
     return min(p.matrices(kind)[matrix][0] for kind in _kinds(p)) // STRIP * c.parts[matrix]
 
 
-def _max_peers(strips: int, parts: int, blocks: int) -> int:
+def max_peers(strips: int, parts: int, blocks: int) -> int:
     """The most blocks that share an n-tile, where strips * parts units are dealt evenly."""
     least = max(1, strips * parts // blocks)  # units of a block that has any
     return min(parts, ceil((parts - 1) / least) + 1)
@@ -461,7 +461,7 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     for name, parts, matrices in (("out_split_k", c.out_split_k, (1,)), ("down_split_k", c.down_split_k, DOWN)):
         if parts > (groups := _least_columns(p, *matrices) // p.group_size):
             return f"{name}={parts} is more than the {groups} groups of a row"
-        if parts > 1 and (peers := _max_peers(p.hidden // STRIP, parts, blocks)) > c.max_peers:
+        if parts > 1 and (peers := max_peers(p.hidden // STRIP, parts, blocks)) > c.max_peers:
             return f"{name}={parts}: {peers} blocks share an n-tile; max_peers={c.max_peers}"
     for kind in "sf":
         if (units := p.num_q_heads // _unit_heads(p, kind)) > blocks:
@@ -496,7 +496,7 @@ def candidates(problem: Problem, target: Target) -> Sequence[Config]:
     sizes.sort(key=lambda t: (ceil(p.hidden // STRIP / t), t))
     found = []
     for down, out in product(downs, outs):
-        peers = max(_max_peers(p.hidden // STRIP, parts, blocks) for parts in (out, down))
+        peers = max(max_peers(p.hidden // STRIP, parts, blocks) for parts in (out, down))
         for tiles, stages in product((sizes[0], min(sizes)), (10, 8, 7, 6, 5, 4, 3)):
             config = Config(warps, tiles, stages, 2, 2, out, down, peers)
             if smem_bytes(p, config, target) <= target.arch.max_smem_bytes:
@@ -520,7 +520,7 @@ def _split_choices(
     strips, groups = rows // STRIP, min(columns) // group_size
 
     def peers(parts: int) -> int:
-        return _max_peers(strips, parts, min(blocks, strips * parts))
+        return max_peers(strips, parts, min(blocks, strips * parts))
 
     choices = [c for c in SPACE["down_split_k"] if c <= groups and peers(c) <= most]
     if everywhere:

@@ -84,6 +84,14 @@ def _read_fitted() -> dict[tuple[str, str], Fitted]:
 
 FITTED = _read_fitted()
 
+
+def fitted_us(kernel: str, t: Traffic, arch: Arch, us: float) -> float:
+    """What the formulas say of a launch of `kernel`, by its fitted constants, if there are any."""
+    if (fitted := FITTED.get((kernel, t.fit))) is None or arch.name not in fitted.arches:
+        return us
+    return us * fitted.scale + fitted.offset_us
+
+
 _Timed = tuple[Launch, Traffic, Resources | None, int | None, bool]
 
 
@@ -203,8 +211,7 @@ class Predictor:
             if key not in self._timed:
                 self._timed[key] = launch_us(launch, moved, target, given, registers, i > 0, self._constants)
             us, bound, fit = self._timed[key]
-            if (fitted := FITTED.get((self._kernel.name, moved.fit))) and target.arch.name in fitted.arches:
-                us = us * fitted.scale + fitted.offset_us
+            us = fitted_us(self._kernel.name, moved, target.arch, us)
             threads, blocks = prod(launch.block), prod(launch.grid)
             spill = given.spill_store_bytes + given.spill_load_bytes if given else 0
             predictions.append(

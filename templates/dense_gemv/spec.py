@@ -188,8 +188,8 @@ def candidates(problem: Problem, target: Target) -> Sequence[Config]:
 
 
 def ranked_as(problem: Problem, config: Config) -> tuple[Problem, Config]:
-    """As for 16 tokens: see candidates."""
-    return replace(problem, num_tokens=MAX_TOKENS), replace(config, block_m=MAX_TOKENS)
+    """As for eight tokens, whatever their number: see candidates."""
+    return replace(problem, num_tokens=TOKENS), replace(config, block_m=TOKENS)
 
 
 def _cuts(p: Problem, target: Target) -> Iterator[Config]:

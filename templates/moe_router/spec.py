@@ -186,7 +186,7 @@ def candidates(problem: Problem, target: Target) -> Sequence[Config]:
     """Eight warps a block, over a few tokens and some experts, or over many tokens and all experts; fewer and smaller
     ones for short rows, small shared memory and few registers.
     """
-    rows = [(2, (8, 1, 8, 6)), (4, (8, 1, 8, 6)), (4, (8, 1, 4, 11)), (2, (8, 2, 4, 6)), (2, (16, 2, 4, 6)),
+    rows = [(4, (8, 1, 8, 6)), (2, (8, 1, 8, 6)), (4, (8, 1, 4, 11)), (2, (8, 2, 4, 6)), (2, (16, 2, 4, 6)),
             (2, (16, 4, 2, 6)), (2, (32, 4, 2, 6)), (2, (32, 8, 1, 6)), (4, (32, 8, 1, 6))]  # fmt: skip
     rows += product((8, 4, 1), ((16, 8, 1, 6), (8, 8, 1, 4), (8, 1, 8, 3), (8, 1, 4, 1), (8, 1, 1, 1)))
     found = (

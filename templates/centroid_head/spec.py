@@ -205,7 +205,9 @@ def cost(problem: Problem) -> Cost:
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> list[Traffic]:
-    """cuda_ops: about 3 instructions an element of a product; the choice takes 60 and 8 for each of a thread's keys."""
+    """cuda_ops: about one instruction an element of the centroids' product, 12 of the tokens', whose rows are gathered;
+    the choice takes 300 and 24 for each of a thread's keys.
+    """
     p, c, size = problem, config, ELEMENT_BYTES[problem.dtype]
     tiles, selected = ceil(p.num_tokens / SCORE_TOKENS), p.num_tokens * p.num_selected
     row = size * p.hidden
@@ -214,15 +216,15 @@ def traffic(problem: Problem, config: Config, target: Target) -> list[Traffic]:
         row * (p.num_centroids + p.num_tokens) + keys,
         0,
         l2_bytes=row * p.num_centroids * tiles,
-        cuda_ops=3 * p.hidden * p.num_tokens * p.num_centroids,
+        cuda_ops=p.hidden * p.num_tokens * p.num_centroids,
         bytes_in_flight=row * 32 * c.score_warps // c.lanes_per_row,
     )
-    choosing = _token_blocks(p, c) * 32 * c.num_warps * (60 + 8 * _keys_per_thread(p, c))
+    choosing = _token_blocks(p, c) * 32 * c.num_warps * (300 + 24 * _keys_per_thread(p, c))
     tokens = Traffic(
         cost(p).bytes - row * p.num_centroids,
         0,
         l2_bytes=(row + 8) * selected + 2 * _padded(p) * _token_blocks(p, c),
-        cuda_ops=choosing + 3 * p.hidden * selected,
+        cuda_ops=choosing + 12 * p.hidden * selected,
         bytes_in_flight=row * 32 * c.num_warps // c.lanes_per_row,
     )
     return [scores, tokens]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
 from kerngen.arch import Arch, Target
 from kerngen.templates.common.rows.spec import (
@@ -182,9 +181,10 @@ def cost(problem: Problem) -> Cost:
 def candidates(problem: Problem, target: Target) -> Sequence[Config]:
     """The same for all num_tokens up to 8, and but for block_m, up to 16: so are the bits of a token's outputs."""
     widest = replace(problem, num_tokens=MAX_TOKENS)
-    valid = (c for c in _cuts(widest, target) if why_invalid(widest, c, target) is None)
+    valid = [c for c in dict.fromkeys(_cuts(widest, target)) if why_invalid(widest, c, target) is None]
+    least = Config(MAX_TOKENS, warps_k=1, unroll=1, blocks_per_sm=1)  # valid everywhere
     block_m = TOKENS if problem.num_tokens <= TOKENS else MAX_TOKENS
-    return [replace(c, block_m=block_m) for c in islice(dict.fromkeys(valid), MAX_CANDIDATES)]
+    return [replace(c, block_m=block_m) for c in valid[:MAX_CANDIDATES] or [least]]
 
 
 def ranked_as(problem: Problem, config: Config) -> tuple[Problem, Config]:
@@ -199,34 +199,33 @@ def _cuts(p: Problem, target: Target) -> Iterator[Config]:
     """
     steps, tiles, num_sms = -(-p.k // COLUMNS), -(-p.n // ROWS), target.device.num_sms
 
-    def cut(warps_n: int, warps_k: int, unroll: int, *, row_tiles: int = 1, split_k: int = 1, blocks: int = 1,
+    def cut(warps_n: int, warps_k: int, unroll: int, *, split_k: int = 1, blocks: int = 1,
             persistent: bool = False) -> Config:  # fmt: skip
-        return Config(MAX_TOKENS, row_tiles, warps_n, warps_k, unroll, split_k, blocks, persistent)
+        return Config(MAX_TOKENS, 1, warps_n, warps_k, unroll, split_k, blocks, persistent)
 
     def longest(shares: int) -> int:
         """Loads in flight of a warp, where so many share the columns and each has some."""
         return max(n for n in range(1, MAX_UNROLL + 1) if n == 1 or -(-steps // n) >= shares)
 
     if tiles > 8 * num_sms:
-        yield cut(4, 1, 5, row_tiles=2, blocks=2)
-        yield cut(1, 4, 2, row_tiles=2, blocks=2)
-        yield cut(4, 2, 6)
-        for warps_k, unroll in ((2, 4), (4, 2), (2, 7), (4, 5)):
+        for warps_k, unroll in ((4, 5), (2, 7)):
             yield cut(1, warps_k, unroll, blocks=3)
-        for warps_n, warps_k, unroll, blocks in ((1, 2, 7, 3), (1, 4, 5, 3), (2, 2, 3, 4)):
-            yield cut(warps_n, warps_k, unroll, blocks=blocks, persistent=True)
-    warps_n = next((n for n in (1, 2, 4) if tiles <= n * num_sms), 8)
-    for split_k in (1, 2, 4, 8):
-        if split_k == 1 or -(-tiles // warps_n) * split_k <= num_sms:
-            unroll = longest(8 // warps_n * split_k)
-            yield cut(warps_n, 8 // warps_n, unroll, split_k=split_k)
-            if split_k <= 2:
-                yield cut(warps_n, 8 // warps_n, min(6, unroll), split_k=split_k)
-    yield cut(1, 16, min(4, longest(16)))
-    yield cut(1, 16, min(2, longest(16)))
-    yield cut(1, 8, longest(8))
-    yield cut(4, 2, longest(2))
-    yield cut(1, 4, longest(4))
-    yield cut(1, 4, 5, blocks=3)
-    yield cut(8, 1, 4)
-    yield cut(1, 1, 1)
+            yield cut(1, warps_k, unroll, blocks=3, persistent=True)
+        yield cut(2, 2, 3, blocks=4, persistent=True)
+        yield cut(4, 2, 6)
+        yield cut(8, 1, 8)
+        yield cut(8, 1, 6)
+    else:
+        warps_n = next((n for n in (1, 2, 4) if tiles <= n * num_sms), 8)
+        for split_k in (1, 2, 4, 8):
+            if split_k == 1 or -(-tiles // warps_n) * split_k <= num_sms:
+                unroll = longest(8 // warps_n * split_k)
+                yield cut(warps_n, 8 // warps_n, unroll, split_k=split_k)
+                if split_k <= 2:
+                    yield cut(warps_n, 8 // warps_n, min(6, unroll), split_k=split_k)
+        yield cut(1, 16, min(4, longest(16)))
+        yield cut(1, 16, min(2, longest(16)))
+        yield cut(1, 8, longest(8))
+        yield cut(4, 2, longest(2))
+        yield cut(1, 4, longest(4))
+        yield cut(1, 4, 5, blocks=3)

@@ -30,6 +30,7 @@ MAX_TOP_K = 8
 MAX_CANDIDATES = 12
 MAX_TILES = 1024  # of tokens, that several blocks share: so many counters begin the workspace
 ROWS, COLUMNS, TOKENS = 16, 32, 8  # of a fragment: DenseLane of common/rows/dense_rows.cuh
+ROW_CLOCKS = 1000  # that a row takes the warps that norm it however idle their SM is
 OTHER_REGISTERS = 70  # beside what is loaded and summed, by the ptxas reports
 
 
@@ -200,8 +201,9 @@ def candidates(problem: Problem, target: Target) -> Sequence[Config]:
 def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     """Every tile of tokens reads all of W, and all blocks that share a tile read its rows: through L2.
 
-    cuda_ops: about 30 instructions an element of a row for two norms and their roundings, 12 and 8 for each product of
-    a warp's step, and moe_route's 500 of a warp for each token.
+    cuda_ops: about 20 instructions an element of a row for two norms and their roundings, 12 and 20 for each product of
+    a warp's step, and moe_route's 500 of a warp for each token. bytes_in_flight: rows twice, once for each norm; W's
+    loads are issued as others are used. clocks: groups of warps norm one row after another.
     """
     p, c = problem, config
     tiles, shared = num_tiles(p, c), expert_blocks(p, c)
@@ -212,13 +214,15 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     w_bytes = 2 * p.num_experts * p.hidden
     l2 = cost(p).bytes + (tiles - 1) * w_bytes + (shared - 1) * p.num_tokens * row_bytes
     read = steps * COLUMNS * 2 * c.block_t + tiles * shared * c.block_t * p.hidden * 2
-    rows = min(c.block_t, p.num_tokens, _warps(c) // c.row_warps)
+    tokens, groups = min(c.block_t, p.num_tokens), _warps(c) // c.row_warps
     return Traffic(
         cost(p).bytes,
         flops,
         l2_bytes=l2 + 2 * workspace_bytes(p, c, target),
         smem_bytes=read,
-        cuda_ops=30 * shared * p.num_tokens * p.hidden + 32 * (steps * (12 + 8 * token_tiles) + 500 * p.num_tokens),
-        bytes_in_flight=rows * row_bytes + _warps(c) * c.unroll * c.row_tiles * ROWS * COLUMNS * 2,
+        cuda_ops=20 * shared * p.num_tokens * p.hidden + 32 * (steps * (12 + 20 * token_tiles) + 500 * p.num_tokens),
+        bytes_in_flight=2 * min(tokens, groups) * row_bytes
+        + _warps(c) * c.unroll * c.row_tiles * 6 * ROWS * COLUMNS // 5,
+        clocks=ROW_CLOCKS * -(-tokens // groups),
         waits=2 if shared > 1 else 0,
     )

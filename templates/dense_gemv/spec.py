@@ -122,8 +122,10 @@ def registers(config: Config, arch: Arch) -> int:
 
 
 def expected_registers(problem: Problem, config: Config, target: Target) -> int:
-    """What ptxas takes where there is room: a quarter more than it needs."""
-    return registers(config, target.arch) * 5 // 4
+    """Of what ptxas may take, what it does, by its reports."""
+    c = config
+    available = target.arch.regs_per_sm // (_threads(c) * c.blocks_per_sm)
+    return min(available, 10 * c.unroll * (c.row_tiles + c.block_m // TOKENS) + 20)
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:

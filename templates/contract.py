@@ -18,7 +18,7 @@ REQUIRED = {"why_invalid": 3, "launches": 3, "cost": 1}
 CHOICE = {"candidates": 2, "default_config": 2}  # one: configurations to choose among, or the choice
 OPTIONAL = {
     "expected_registers": 3, "why_unsupported": 2, "smem_bytes": 3, "outputs": 1, "workspace_bytes": 3,
-    "constants": 3, "traffic": 3,
+    "constants": 3, "traffic": 3, "ranked_as": 2,
 }  # fmt: skip
 ARG_KINDS = (*POINTERS, "i32", "i64", "f32", "map")
 

@@ -219,12 +219,14 @@ class Spec(Protocol):
     OUTPUTS the kernel writes for it, workspace_bytes(problem, config, target) -> int, traffic(problem, config, target),
     tensor_map(problem, config, of, shape) -> TensorMap | None for arguments that are maps, MAX_SPILL_BYTES,
     COMPARES_SIZES: True where defaults of other values of the dynamic field may be faster between powers of two,
-    expected_registers(problem, config, target) -> int: a thread's, before the configuration is compiled, and
-    constants(problem, config, arch) -> dict: what spec.py and its templates both know (`k` there), said once; its
+    expected_registers(problem, config, target) -> int, or by entry: a thread's, before the configuration is compiled,
+    and constants(problem, config, arch) -> dict: what spec.py and its templates both know (`k` there), said once; its
     problem comes without RUNTIME fields.
 
     And one of candidates(problem, target): 3 to 12 sensible configurations, the valid one that the cost model ranks
     first being the default; and default_config(problem, target): the default itself, where there is nothing to rank.
+    ranked_as(problem, config) -> (problem, config): what is timed by the cost model in their place, where a default
+    must be the same for several problems.
 
     What sees an Arch, `BODIES` and `constants`, decides what is compiled: a cubin depends on the arch alone. All that
     is chosen at launch sees the Target, the board included.
@@ -352,10 +354,18 @@ class Kernel:
             raise ProblemError(f"no configuration of {self.name} serves {describe(problem)} on {target.arch}")
         return found
 
-    def expected_registers(self, problem: Any, config: Any, target: Target) -> int | None:
-        """Of a thread, before `config` is compiled, where the spec knows about how many."""
-        known: Callable[[Any, Any, Target], int] | None = getattr(self.spec, "expected_registers", None)
+    def expected_registers(self, problem: Any, config: Any, target: Target) -> int | Mapping[str, int] | None:
+        """Of a thread, before `config` is compiled, where the spec knows about how many; of each entry where they
+        differ.
+        """
+        known: Callable[[Any, Any, Target], int | Mapping[str, int]] | None
+        known = getattr(self.spec, "expected_registers", None)
         return None if known is None else known(problem, config, target)
+
+    def ranked_as(self, problem: Any, config: Any) -> tuple[Any, Any]:
+        """What the cost model times in place of `problem` and `config` to rank its candidates: themselves, mostly."""
+        given: Callable[[Any, Any], tuple[Any, Any]] | None = getattr(self.spec, "ranked_as", None)
+        return (problem, config) if given is None else given(problem, config)
 
     @property
     def max_spill_bytes(self) -> int:

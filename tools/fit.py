@@ -26,7 +26,7 @@ import click
 
 from kerngen.arch import Target
 from kerngen.compiler.compile import Resources
-from kerngen.cost.predict import CONSTANTS, MODEL, Constants, Predictor, launch_us
+from kerngen.cost.predict import CONSTANTS, MODEL, Constants, Predictor, fitted_us, launch_us
 from kerngen.errors import RecordingError
 from kerngen.templates.kernel import Launch, Traffic
 from kerngen.tuning.recorded import Recorded, Row
@@ -180,18 +180,21 @@ SWEEPS = 20
 class Sample:
     """Some configurations of a problem, as the model sees them, apart from its constants."""
 
+    kernel: str
     target: Target
     work: tuple[tuple[tuple[Launch, Traffic, Resources | None], ...], ...]
     measured_us: tuple[float, ...]
 
     def predicted_us(self, constants: Constants) -> list[float]:
         return [
-            sum(
-                launch_us(launch, moved, self.target, given, None, i > 0, constants)[0]
-                for i, (launch, moved, given) in enumerate(launches)
-            )
-            for launches in self.work
+            sum(self._launch_us(i, *launch, constants) for i, launch in enumerate(launches)) for launches in self.work
         ]
+
+    def _launch_us(
+        self, i: int, launch: Launch, moved: Traffic, given: Resources | None, constants: Constants
+    ) -> float:
+        us = launch_us(launch, moved, self.target, given, None, i > 0, constants)[0]
+        return fitted_us(self.kernel, moved, self.target.arch, us)
 
 
 def sample(recorded: Recorded, most: int = MOST_ROWS) -> Sample:
@@ -204,7 +207,7 @@ def sample(recorded: Recorded, most: int = MOST_ROWS) -> Sample:
         tuple((launch, moved, (h.row.takes or {}).get(launch.entry)) for launch, moved in predictor.work(h.row.config))
         for h in held
     )
-    return Sample(recorded.target, work, tuple(h.measured_us for h in held))
+    return Sample(recorded.kernel.name, recorded.target, work, tuple(h.measured_us for h in held))
 
 
 def loss(samples: Sequence[Sample], constants: Constants) -> float:

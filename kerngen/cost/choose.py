@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kerngen.arch import Target
+from kerngen.compiler.compile import Resources
 from kerngen.cost.predict import Predictor
 from kerngen.templates.kernel import Kernel
 
@@ -19,10 +20,15 @@ def fastest(kernel: Kernel, problem: Any, target: Target, configs: Iterable[Any]
 
 def ranked(kernel: Kernel, problem: Any, target: Target, configs: Iterable[Any]) -> list[tuple[float, Any]]:
     """(predicted microseconds, configuration) of each, in the order given."""
-    predictor = Predictor(kernel, problem, target)
+    predictors: dict[Any, Predictor] = {}
 
     def us(config: Any) -> float:
-        registers = kernel.expected_registers(problem, config, target) or GUESSED_REGISTERS
-        return predictor.predict(config, registers=registers).latency_us
+        asked, timed = kernel.ranked_as(problem, config)
+        registers = kernel.expected_registers(asked, timed, target) or GUESSED_REGISTERS
+        predictor = predictors.setdefault(asked, Predictor(kernel, asked, target))
+        if isinstance(registers, int):
+            return predictor.predict(timed, registers=registers).latency_us
+        takes = {entry: Resources(n, 0, 0, 0, 0) for entry, n in registers.items()}
+        return predictor.predict(timed, takes).latency_us
 
     return [(us(config), config) for config in configs]

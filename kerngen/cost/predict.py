@@ -62,8 +62,8 @@ CONSTANTS = Constants()
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """What was measured of a way to run a kernel and is not understood: the predicted time of a launch times `scale`,
-    and `offset_us` microseconds more, on `arches`. source: what it was fitted to.
+    """What was measured of a way to run a kernel and is not understood: the predicted time of a launch whose Traffic
+    says so times `scale`, and `offset_us` microseconds more, on `arches`. source: what it was fitted to.
     """
 
     scale: float
@@ -83,6 +83,14 @@ def _read_fitted() -> dict[tuple[str, str], Fitted]:
 
 
 FITTED = _read_fitted()
+
+
+def fitted_us(kernel: str, t: Traffic, arch: Arch, us: float) -> float:
+    """What the formulas say of a launch of `kernel`, by its fitted constants, if there are any."""
+    if (fitted := FITTED.get((kernel, t.fit))) is None or arch.name not in fitted.arches:
+        return us
+    return max(us * fitted.scale + fitted.offset_us, 0.0)
+
 
 _Timed = tuple[Launch, Traffic, Resources | None, int | None, bool]
 
@@ -203,8 +211,7 @@ class Predictor:
             if key not in self._timed:
                 self._timed[key] = launch_us(launch, moved, target, given, registers, i > 0, self._constants)
             us, bound, fit = self._timed[key]
-            if (fitted := FITTED.get((self._kernel.name, moved.fit))) and target.arch.name in fitted.arches:
-                us = max(us * fitted.scale + fitted.offset_us, 0.0)
+            us = fitted_us(self._kernel.name, moved, target.arch, us)
             threads, blocks = prod(launch.block), prod(launch.grid)
             spill = given.spill_store_bytes + given.spill_load_bytes if given else 0
             predictions.append(

@@ -11,6 +11,7 @@ of parts follows from each launch (num_splits), so one cubin serves any number o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import ClassVar
@@ -161,8 +162,7 @@ BODIES = (
     ),
 )  # fmt: skip
 OUTPUTS = ("out",)
-# What the partials and the combine launch take, in the time of a block's key tile (1.6 us on an H200).
-COMBINE_TILES = 6
+MIN_SAVED_TILES = 6  # of a block's key tiles: partials go through memory, and a launch of its own combines them
 # What ptxas may keep in local memory, a thread: the accumulators fill the register file. 96 at most in the test cases.
 MAX_SPILL_BYTES = 128
 
@@ -322,41 +322,37 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     return c.block_m * row + tiles * c.block_n * row + probabilities + maxima
 
 
-# (block_m, block_n, num_warps, warps_d), best first on an H200; the first that fits is the default.
-_PREFERRED = {
-    128: ((128, 64, 4, 1), (128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1)),
+# (block_m, block_n, num_warps, warps_d) where there is no wgmma: large tiles, and smaller ones for less shared memory.
+_MMA_TILES = {
+    128: ((128, 64, 4, 1), (128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1), (128, 32, 4, 1)),
     256: ((128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 1), (64, 32, 8, 2), (64, 32, 4, 1)),
     512: ((64, 64, 8, 4), (64, 32, 8, 4), (64, 32, 8, 2), (64, 16, 8, 2), (32, 32, 8, 4), (32, 16, 4, 2)),
 }
-# Under a window a block has few tiles: two small blocks an SM hide each other's start (H200: 829 us, 892 in one big).
-_WINDOWED_256 = Config(64, 64, 4, 1)
-
-
-# Where there is wgmma, best on an H200.
-_WGMMA_CONFIGS = {
-    128: Config(192, 80, 12, 1, 2, body="wgmma_ws", use_tma=True),
-    256: Config(128, 80, 8, 1, 2, body="wgmma_ws", use_tma=True),
-    512: Config(64, 64, 8, 2, 8, body="wgmma_ws", use_tma=True, cluster=2),
+_WGMMA_TILES = {
+    128: (Config(192, 80, 12, 1, 2, body="wgmma_ws"), Config(128, 128, 8, 1, 2, body="wgmma_ws")),
+    256: (Config(128, 80, 8, 1, 2, body="wgmma_ws"), Config(128, 64, 8, 1, 2, body="wgmma_ws")),
+    512: (Config(64, 64, 8, 2, 8, body="wgmma_ws", cluster=2),),
 }
 
 
-def _wgmma_config(problem: Problem, target: Target) -> Config:
-    config = _WGMMA_CONFIGS[problem.head_dim]
-    if problem.window and problem.page_size and config.block_n == 80:  # boxes of more than 16 keys, and shorter ends
-        config = replace(config, block_n=64)
-    if not box_rows(problem, config):
-        config = replace(config, use_tma=False, cluster=1)
-    if config.warps_d == 1:
-        return config
-    # A tuned point's winner serves down to half as many tokens.
-    return replace(config, split_kv=_blocks(problem, config) <= 2 * target.device.num_sms)
+def candidates(problem: Problem, target: Target) -> Sequence[Config]:
+    """By warpgroups where there is wgmma, with TMA where pages allow it."""
+    if not target.arch.has_wgmma:
+        return [Config(*fields) for fields in _MMA_TILES[problem.head_dim]]
+    found = []
+    for config in _WGMMA_TILES[problem.head_dim]:
+        boxed = replace(config, use_tma=True)
+        config = boxed if box_rows(problem, boxed) else replace(config, cluster=1)
+        # A tuned point's winner serves down to half as many tokens.
+        split_kv = config.warps_d == 2 and _blocks(problem, config) <= 2 * target.device.num_sms
+        found.append(replace(config, split_kv=split_kv))
+    return found
 
 
 def num_splits(problem: Problem, config: Config, target: Target) -> int:
-    """Splits of a row tile's keys: as many as fill SMs that would be idle, if the combine costs less than they gain.
+    """Splits of a row tile's keys: as many as fill SMs that would be idle, if the longest block saves enough tiles.
 
-    More waves of shorter blocks may win if contexts are as long as kv_len allows (H200: 384 tokens of 32 heads 340 us
-    in place of 389 behind 8192 keys) and lose as much if they are not (101 and 67 behind 1024).
+    More waves of shorter blocks may win if contexts are as long as kv_len allows and lose as much if they are not.
     """
     p, sms = problem, target.device.num_sms
     blocks = _blocks(p, config)
@@ -366,7 +362,7 @@ def num_splits(problem: Problem, config: Config, target: Target) -> int:
     rounds = -(-blocks // sms)
     splits = max(min(rounds * sms // blocks, MAX_SPLITS, pairs, MAX_PARTIAL_BYTES // _partial_bytes(p, 1)), 1)
     longest = -(-pairs // splits)
-    return -(-pairs // longest) if 2 * rounds * (pairs - longest) >= COMBINE_TILES else 1
+    return -(-pairs // longest) if 2 * rounds * (pairs - longest) >= MIN_SAVED_TILES else 1
 
 
 def _row_tiles(problem: Problem, config: Config) -> int:
@@ -383,21 +379,6 @@ def _blocks(problem: Problem, config: Config) -> int:
 def visible_keys(problem: Problem) -> int:
     """That the last query of a sequence sees."""
     return min(problem.kv_len, problem.window or problem.kv_len)
-
-
-def default_config(problem: Problem, target: Target) -> Config:
-    """By warpgroups where there is wgmma; elsewhere the first configuration of a short list, best first, that fits."""
-    arch = target.arch
-    if arch.has_wgmma:
-        return _wgmma_config(problem, target)
-    if problem.head_dim == 256 and problem.window:
-        need = smem_bytes(problem, _WINDOWED_256, target) + arch.reserved_smem_bytes
-        if arch.has_cp_async and 2 * need <= arch.smem_per_sm:
-            return _WINDOWED_256
-    configs = [Config(*fields) for fields in _PREFERRED[problem.head_dim]]
-    if problem.head_dim == 128 and problem.page_size and arch.has_cp_async and not arch.has_tma:
-        configs.insert(0, Config(128, 32, 4, 1))  # at block_n=64 ptxas spills 68 B for sm80 to sm89
-    return next((c for c in configs if why_invalid(problem, c, target) is None), configs[-1])
 
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from kerngen.arch import Target
-from kerngen.templates.attn_prefill.spec import CHUNK_BYTES, Config, Problem, cost, num_splits, visible_pairs
+from kerngen.templates.attn_prefill.spec import (
+    CHUNK_BYTES,
+    Config,
+    Problem,
+    box_rows,
+    cost,
+    num_splits,
+    visible_pairs,
+)
 from kerngen.templates.kernel import Traffic
 
 # Clocks that a tile takes a warp however idle its SM is: a product that waits for the one before it along head_dim (an
@@ -11,6 +19,7 @@ from kerngen.templates.kernel import Traffic
 MMA_CLOCKS, SOFTMAX_CLOCKS, EXCHANGE_CLOCKS = 33, 500, 250
 # A warpgroup's product of 64 rows takes a clock for so many of columns times depth (PTX ISA: m64nNk16, full rate).
 WGMMA_PER_CLOCK = 32
+BOX_CLOCKS, BOX_COLUMNS = 24, 64  # of a producer warp for each TMA box of so many columns
 WAITS = 3  # of a block: which rows, which pages, the first keys
 
 
@@ -27,10 +36,11 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     group = p.num_q_heads // p.num_kv_heads
     queries = p.num_tokens // max(p.batch, 1)
     blocks = p.batch * p.num_kv_heads * -(-queries * group // c.block_m) * splits
-    ends = 2 if p.window else 1
+    ends = 1 + (0 < p.window < p.kv_len)
     waste = ends * (c.block_n + min(c.block_m // group, queries)) // 2 if p.causal or p.window else c.block_n // 2
     rows = p.batch * p.num_q_heads * queries
     pairs = p.num_q_heads * visible_pairs(p) + rows * waste
+    pairs = pairs * blocks * c.block_m // max(rows * splits, 1)  # a block multiplies rows that it does not have
     pairs = max(pairs, blocks * c.block_m * c.block_n)  # a block works on one tile at least
     tiles = -(-pairs // (c.block_m * c.block_n))
     longest = -(-min(p.kv_len, (p.window or p.kv_len) + c.block_m // group) // c.block_n) or 1  # of all parts
@@ -45,6 +55,8 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
         tile_clocks = (
             product + max(product, SOFTMAX_CLOCKS)
         ) // c.warps_d  # who share the scores of tiles, and columns
+        if rows_of_box := box_rows(p, c):
+            tile_clocks += 2 * (c.block_n // rows_of_box) * (p.head_dim // BOX_COLUMNS) * BOX_CLOCKS
         instructions = 0
     else:
         readers, q_read = c.num_warps // c.warps_d, 0 if c.q_in_regs else q_tile * c.warps_d
@@ -66,7 +78,7 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
         cuda_ops=12 * tiles * c.block_m * c.block_n + instructions,
         bytes_in_flight=in_flight,
         clocks=longest * tile_clocks,
-        units=-(-tiles // longest) if blocks <= 2 * target.device.num_sms else blocks,
+        units=min(-(-tiles // longest), blocks) if blocks <= 2 * target.device.num_sms else blocks,
         waits=WAITS,
         copies=target.arch.has_cp_async,
         tensor="roles" if c.wgmma else "mma",

@@ -8,6 +8,7 @@ Nobody waits for a block of the same launch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -84,6 +85,7 @@ SPACE = {
     "num_warps": (4, 8, 16),
     "rows_per_block": (32, 64, 128, 256, 512, 1024),
 }
+REGISTERS = 64  # a thread's, about
 ARGS = {
     "centroid_scores": (
         *args("ptr", "y", "centroids", "workspace"),
@@ -118,16 +120,16 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     return None
 
 
-def default_config(problem: Problem, target: Target) -> Config:
-    """The fewest lanes a row, whose loads are the most under way. Of the rows a block takes what leaves nearly every SM
-    a block; each block finds the best centroids anew.
+def candidates(problem: Problem, target: Target) -> Sequence[Config]:
+    """The fewest lanes a row, whose loads are the most under way. Each block of few rows finds the best centroids anew;
+    of many rows, blocks leave SMs idle.
     """
-    p = problem
-    lanes = next(n for n in SPACE["lanes_per_row"] if ceil(p.hidden / VEC / n) <= MAX_ROW_VECS)
-    few = 3 * target.device.num_sms // 4
-    enough = [Config(lanes, rows_per_block=r) for r in SPACE["rows_per_block"]]
-    valid = [c for c in enough if why_invalid(p, c, target) is None]
-    return next((c for c in reversed(valid) if _token_blocks(p, c) >= few), valid[0])
+    lanes = next(n for n in SPACE["lanes_per_row"] if ceil(problem.hidden / VEC / n) <= MAX_ROW_VECS)
+    return [Config(lanes, score_warps=w, rows_per_block=r) for r in SPACE["rows_per_block"] for w in (4, 2)]
+
+
+def expected_registers(problem: Problem, config: Config, target: Target) -> int:
+    return REGISTERS
 
 
 def _keys_per_thread(p: Problem, c: Config) -> int:
@@ -203,7 +205,9 @@ def cost(problem: Problem) -> Cost:
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> list[Traffic]:
-    """cuda_ops: about 3 instructions an element of a product; the choice takes 60 and 8 for each of a thread's keys."""
+    """cuda_ops: about one instruction an element of the centroids' product, 12 of the tokens', whose rows are gathered;
+    the choice takes 300 and 24 for each of a thread's keys.
+    """
     p, c, size = problem, config, ELEMENT_BYTES[problem.dtype]
     tiles, selected = ceil(p.num_tokens / SCORE_TOKENS), p.num_tokens * p.num_selected
     row = size * p.hidden
@@ -212,15 +216,15 @@ def traffic(problem: Problem, config: Config, target: Target) -> list[Traffic]:
         row * (p.num_centroids + p.num_tokens) + keys,
         0,
         l2_bytes=row * p.num_centroids * tiles,
-        cuda_ops=3 * p.hidden * p.num_tokens * p.num_centroids,
+        cuda_ops=p.hidden * p.num_tokens * p.num_centroids,
         bytes_in_flight=row * 32 * c.score_warps // c.lanes_per_row,
     )
-    choosing = _token_blocks(p, c) * 32 * c.num_warps * (60 + 8 * _keys_per_thread(p, c))
+    choosing = _token_blocks(p, c) * 32 * c.num_warps * (300 + 24 * _keys_per_thread(p, c))
     tokens = Traffic(
         cost(p).bytes - row * p.num_centroids,
         0,
         l2_bytes=(row + 8) * selected + 2 * _padded(p) * _token_blocks(p, c),
-        cuda_ops=choosing + 3 * p.hidden * selected,
+        cuda_ops=choosing + 12 * p.hidden * selected,
         bytes_in_flight=row * 32 * c.num_warps // c.lanes_per_row,
     )
     return [scores, tokens]

@@ -19,7 +19,7 @@ protocol; split-KV attention as in Flash-Decoding (2023).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 from math import ceil, lcm
@@ -54,8 +54,7 @@ LEAST_SMEM_BYTES = 160 * 1024  # with less a launch each was not compared with
 SAVED_US = 12.0  # a layer, beside launches of its own; of the 31B 20
 READ_US_PER_KEY_BYTE = 0.28e-6  # of a full layer's keys and values,
 US_PER_KEY_BYTE = 0.081e-6  # beyond what attn_decode takes to read them
-SUM_TILES = 11  # what waiting for the sums of one more block is worth, in tiles that a block multiplies
-TRIP_US = 1.7  # of a slot's copy: 3 of 25 KB are faster than 2 on an H200, on an H100 2 are
+MAX_CANDIDATES = 12
 MAX_ROW_WORDS = 40  # of partial sums that a thread waits for at once: more of them and the registers spill
 
 
@@ -386,7 +385,7 @@ def _units(p: Problem, c: Config, matrix: int) -> int:
     return min(p.matrices(kind)[matrix][0] for kind in _kinds(p)) // STRIP * c.parts[matrix]
 
 
-def _max_peers(strips: int, parts: int, blocks: int) -> int:
+def max_peers(strips: int, parts: int, blocks: int) -> int:
     """The most blocks that share an n-tile, where strips * parts units are dealt evenly."""
     least = max(1, strips * parts // blocks)  # units of a block that has any
     return min(parts, ceil((parts - 1) / least) + 1)
@@ -421,7 +420,7 @@ def pays(problem: Problem, target: Target) -> bool:
     all the more if a small drafter has work for few blocks. kv_len is the longest context: three quarters of it count.
     """
     p = problem
-    sms_of_block = target.device.num_sms / num_blocks(p, default_config(p, target), target)
+    sms_of_block = target.device.num_sms / num_blocks(p, candidates(p, target)[0], target)
     us_per_byte = US_PER_KEY_BYTE + READ_US_PER_KEY_BYTE * (sms_of_block - 1)
     heads, dim = p.heads_of("f")
     key_bytes = 0.75 * p.kv_len * 2 * heads * dim * ELEMENT_BYTES[p.dtype]
@@ -441,10 +440,11 @@ def why_unsupported(problem: Problem, target: Target) -> str | None:
         heads = p.num_q_heads // p.heads_of(kind)[0]
         if heads % _unit_heads(p, kind):
             return f"{heads} q heads to a KV head are neither {UNIT_HEADS} at most nor a multiple; {otherwise}"
-    config = default_config(p, target)
-    if why := why_invalid(p, config, target):  # where the smallest does not fit, none does
-        return f"{why} (by {num_blocks(p, config, target)} blocks); {otherwise}"
-    return None
+    whys = {config: why_invalid(p, config, target) for config in candidates(p, target)}
+    if None in whys.values():
+        return None
+    config, why = next(iter(whys.items()))  # where the smallest does not fit, none does
+    return f"{why} (by {num_blocks(p, config, target)} blocks); {otherwise}"
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
@@ -461,7 +461,7 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     for name, parts, matrices in (("out_split_k", c.out_split_k, (1,)), ("down_split_k", c.down_split_k, DOWN)):
         if parts > (groups := _least_columns(p, *matrices) // p.group_size):
             return f"{name}={parts} is more than the {groups} groups of a row"
-        if parts > 1 and (peers := _max_peers(p.hidden // STRIP, parts, blocks)) > c.max_peers:
+        if parts > 1 and (peers := max_peers(p.hidden // STRIP, parts, blocks)) > c.max_peers:
             return f"{name}={parts}: {peers} blocks share an n-tile; max_peers={c.max_peers}"
     for kind in "sf":
         if (units := p.num_q_heads // _unit_heads(p, kind)) > blocks:
@@ -475,9 +475,10 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     return arch.why_too_large(smem_bytes(p, c, target))
 
 
-def default_config(problem: Problem, target: Target) -> Config:
-    """As few stages as hold a whole row of the hidden size, shares of equal size, and as deep a pipeline as fits. By
-    measurement on an H200. If none fits, the smallest: see why_unsupported.
+def candidates(problem: Problem, target: Target) -> Sequence[Config]:
+    """As few stages as hold a whole row of the hidden size, and as deep a pipeline as fits, of which two stages are in
+    flight, or three where a row has more; K of out and down cut as _split_choices says. If none fits, the smallest:
+    see why_unsupported.
     """
     p, blocks = problem, target.device.num_sms
 
@@ -486,26 +487,22 @@ def default_config(problem: Problem, target: Target) -> Config:
 
     warps = min((n for n in (8, 10, 11, 12) if sizes_of(n)), key=lambda n: _row_vecs(p, n))
     most = max(1, MAX_ROW_WORDS // (8 * _row_vecs(p, warps)))
-    out = _parts(p.hidden, (_least_columns(p, 1),), p.group_size, blocks, most, everywhere=False)
-    downs = [_least_columns(p, i) for i in DOWN if i < _num_products(p)]
-    down = _parts(p.hidden, downs, p.group_size, blocks, most, everywhere=True)
-    peers = max(_max_peers(p.hidden // STRIP, parts, blocks) for parts in (out, down))
+    outs = _split_choices(p.hidden, (_least_columns(p, 1),), p.group_size, blocks, most, everywhere=False)
+    columns = [_least_columns(p, i) for i in DOWN if i < _num_products(p)]
+    downs = _split_choices(p.hidden, columns, p.group_size, blocks, most, everywhere=True)
     sizes = sizes_of(warps)
     sizes = [t for t in sizes if matrix_bytes(STRIP, STRIP * t, p.group_size) >= _least_slot_bytes(p)] or sizes[-1:]
     sizes = [t for t in sizes if t <= 48] or sizes[:1]
     sizes.sort(key=lambda t: (ceil(p.hidden // STRIP / t), t))
-    for tiles, stages in product((sizes[0], min(sizes)), (10, 8, 7, 6, 5, 4, 3)):
-        max_inflight_stages = min(max(2, p.hidden // STRIP // tiles), _max_inflight_stages(p, tiles, target))
-        config = Config(warps, tiles, stages, max_inflight_stages, 2, out, down, peers)
-        if smem_bytes(p, config, target) <= target.arch.max_smem_bytes:
-            break
-    return config
-
-
-def _max_inflight_stages(p: Problem, tiles: int, target: Target) -> int:
-    """Two stages, or three if an SM's share of the bandwidth loads two before the first has been used."""
-    bytes_per_us = 1e3 * target.device.mem_gbps / target.device.num_sms
-    return 3 if bytes_per_us * TRIP_US > 2 * matrix_bytes(STRIP, STRIP * tiles, p.group_size) else 2
+    found = []
+    for down, out in product(downs, outs):
+        peers = max(max_peers(p.hidden // STRIP, parts, blocks) for parts in (out, down))
+        for tiles, stages in product((sizes[0], min(sizes)), (10, 8, 7, 6, 5, 4, 3)):
+            config = Config(warps, tiles, stages, 2, 2, out, down, peers)
+            if smem_bytes(p, config, target) <= target.arch.max_smem_bytes:
+                break
+        found += [replace(config, max_inflight_stages=n) for n in (2, 3) if n <= max(2, p.hidden // STRIP // tiles)]
+    return found[:MAX_CANDIDATES]
 
 
 def _row_vecs(p: Problem, num_warps: int) -> int:
@@ -513,23 +510,26 @@ def _row_vecs(p: Problem, num_warps: int) -> int:
     return ceil(p.hidden / VEC / (32 * num_warps))
 
 
-def _parts(rows: int, columns: Sequence[int], group_size: int, blocks: int, most: int, *, everywhere: bool) -> int:
-    """Parts of K of an n-tile of a matrix, or of several that are cut alike, of so many columns each. everywhere:
-    nearly all blocks must have a share, if there is enough work. most: blocks that may share an n-tile.
-
-    The cost of a choice, in tiles: what the busiest block multiplies, plus SUM_TILES for each block whose sums it
-    awaits.
+def _split_choices(
+    rows: int, columns: Sequence[int], group_size: int, blocks: int, most: int, *, everywhere: bool
+) -> list[int]:
+    """Parts of K of an n-tile of a matrix, or of several that are cut alike, of so many columns each: those that no
+    other beats both in the tiles of the busiest block and in how many blocks share an n-tile. everywhere: nearly all
+    blocks must have a share, if there is enough work. most: blocks that may share an n-tile.
     """
     strips, groups = rows // STRIP, min(columns) // group_size
 
-    def price(parts: int) -> int:
-        busiest = ceil(strips * parts / blocks) * sum(ceil(k // STRIP / parts) for k in columns)
-        return busiest + SUM_TILES * _max_peers(strips, parts, min(blocks, strips * parts))
+    def peers(parts: int) -> int:
+        return max_peers(strips, parts, min(blocks, strips * parts))
 
-    choices = [c for c in SPACE["down_split_k"] if c <= groups]
-    choices = [c for c in choices if _max_peers(strips, c, min(blocks, strips * c)) <= most]
-    enough = [c for c in choices if strips * c >= 0.95 * blocks] if everywhere else choices
-    return min(enough or choices[-1:], key=price)
+    choices = [c for c in SPACE["down_split_k"] if c <= groups and peers(c) <= most]
+    if everywhere:
+        choices = [c for c in choices if strips * c >= 0.95 * blocks] or choices[-1:]
+    best: dict[int, tuple[int, int]] = {}  # peers -> the fewest tiles of the busiest block, and the parts
+    for parts in choices:
+        tiles = ceil(strips * parts / blocks) * sum(ceil(k // STRIP / parts) for k in columns)
+        best[peers(parts)] = min(best.get(peers(parts), (tiles, parts)), (tiles, parts))
+    return [parts for n, (tiles, parts) in best.items() if all(tiles < best[m][0] for m in best if m < n)]
 
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 from kerngen.arch import Target
-from kerngen.templates.decode_layers.spec import Config, Problem, cost, num_blocks, slot_bytes
+from kerngen.templates.common.w4.tiling import STRIP, matrix_bytes
+from kerngen.templates.decode_layers.spec import Config, Problem, cost, max_peers, num_blocks, slot_bytes
 from kerngen.templates.kernel import Traffic
 
 WAITS, EXPERT_WAITS = 15, 4  # of a layer, and of its router and experts beside
+PEER_WAITS = 0.62  # for the sums of one more block
+DRAINED = 0.6  # of what is in flight, that a layer's exchanges wait for
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
-    """Every block reads every row through L2. cuda_ops: about 44 instructions a tile of 32 x 32 weights and lane.
-    waits: of a layer, for each product, norm and attention that all blocks meet at.
+    """Every block reads every row through L2. dram_bytes: a product takes what its busiest block reads, as if all SMs
+    did, and loads in flight are in front of a layer's rows. cuda_ops: about 44 instructions a tile of 32 x 32 weights
+    and lane. waits: of a layer, for each product, norm and attention that all blocks meet at, and for the blocks that
+    share an n-tile.
     """
-    p, c, blocks = problem, config, num_blocks(problem, config, target)
-    least, weights, rows = cost(problem).bytes, 0, 0
+    p, c, blocks, num_sms = problem, config, num_blocks(problem, config, target), target.device.num_sms
+    tile_bytes = matrix_bytes(STRIP, STRIP, p.group_size)
+    least, weights, rows, uneven, waits = cost(problem).bytes, 0, 0, 0.0, 0.0
     for letter in p.layers:
         weights += sum(n * k for n, k in p.matrices(letter))
         rows += 4 * (p.matrices(letter)[1][1] + p.inner_of(letter)) + 8 * p.hidden * c.max_peers
         if p.num_experts:
             rows += 4 * (p.num_experts + p.top_k * p.expert_inner) + 4 * p.hidden * c.max_peers
+        waits += WAITS + (EXPERT_WAITS if p.num_experts else 0)
+        for (n, k), parts in zip(p.matrices(letter), c.parts, strict=False):
+            strips, tiles = n // STRIP, k // STRIP
+            uneven += num_sms * ceil(strips * parts / blocks) * ceil(tiles / parts) - strips * tiles
+            waits += PEER_WAITS * (max_peers(strips, parts, min(blocks, strips * parts)) - 1)
+    in_flight = c.max_inflight_stages * slot_bytes(p, c)
+    dram = least + uneven * tile_bytes + DRAINED * len(p.layers) * blocks * in_flight
     return Traffic(
-        least, 0, l2_bytes=least + blocks * rows, smem_bytes=2 * least, cuda_ops=weights * 44 // 32,
-        bytes_in_flight=c.max_inflight_stages * slot_bytes(p, c), copies=True,
-        waits=(WAITS + (EXPERT_WAITS if p.num_experts else 0)) * len(p.layers),
+        round(dram), 0, l2_bytes=least + blocks * rows, smem_bytes=2 * least, cuda_ops=weights * 44 // 32,
+        bytes_in_flight=in_flight, copies=True, waits=waits,
     )  # fmt: skip

@@ -10,12 +10,10 @@ on M, block_m or the order in which blocks finish: a token's outputs are the sam
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import product
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from kerngen.arch import Arch, Target
-from kerngen.errors import ProblemError
 from kerngen.templates.common.rows.spec import (
     ELEMENT_BYTES,
     require_dtypes,
@@ -30,6 +28,8 @@ MAX_TOKENS = 16
 ROWS, COLUMNS, TOKENS = 16, 32, 8  # of a fragment: DenseLane of common/rows/dense_rows.cuh
 STEP_BYTES = ROWS * COLUMNS * 2  # of W: 32 bytes a lane
 MAX_STATIC_SMEM = 48 * 1024
+MAX_CANDIDATES = 12
+MAX_UNROLL = 8
 OTHER_REGISTERS = 48  # beside what is loaded and summed, by the ptxas reports
 
 
@@ -121,6 +121,13 @@ def registers(config: Config, arch: Arch) -> int:
     return loaded + accumulators * _fragments(config) + OTHER_REGISTERS
 
 
+def expected_registers(problem: Problem, config: Config, target: Target) -> int:
+    """Of what ptxas may take, what it does, by its reports."""
+    c = config
+    available = target.arch.regs_per_sm // (_threads(c) * c.blocks_per_sm)
+    return min(available, 10 * c.unroll * (c.row_tiles + c.block_m // TOKENS) + 20)
+
+
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     c, arch = config, target.arch
     if problem.num_tokens > c.block_m:
@@ -173,46 +180,54 @@ def cost(problem: Problem) -> Cost:
     return Cost(size * (p.n * p.k + p.num_tokens * (p.k + p.n)), 2 * p.num_tokens * p.n * p.k)
 
 
-def default_config(problem: Problem, target: Target) -> Config:
+def candidates(problem: Problem, target: Target) -> Sequence[Config]:
     """The same for all num_tokens up to 8, and but for block_m, up to 16: so are the bits of a token's outputs."""
-    if (found := _best(problem.n, problem.k, problem.dtype, 8 if problem.num_tokens <= TOKENS else 16, target)) is None:
-        raise ProblemError(f"no default configuration of dense_gemv serves {problem} on {target.arch}")
-    return found
+    widest = replace(problem, num_tokens=MAX_TOKENS)
+    valid = [c for c in dict.fromkeys(_cuts(widest, target)) if why_invalid(widest, c, target) is None]
+    least = Config(MAX_TOKENS, warps_k=1, unroll=1, blocks_per_sm=1)  # valid everywhere
+    block_m = TOKENS if problem.num_tokens <= TOKENS else MAX_TOKENS
+    return [replace(c, block_m=block_m) for c in valid[:MAX_CANDIDATES] or [least]]
 
 
-@lru_cache(maxsize=1024)
-def _best(n: int, k: int, dtype: str, block_m: int, target: Target) -> Config | None:
-    # Chosen as for 16 tokens, so that the order of the sums is the same below.
-    widest = Problem(n, k, dtype, MAX_TOKENS)
-    warps = ((1, 8), (1, 4), (2, 4), (1, 16), (4, 2), (8, 1), (4, 1), (1, 2), (2, 1), (1, 1))
-    candidates = (
-        Config(MAX_TOKENS, 1, warps_n, warps_k, unroll, split_k, blocks, persistent)
-        for (warps_n, warps_k), unroll, split_k, blocks, persistent in product(
-            warps, (2, 3, 4, 5, 6, 7, 8, 1), (1, 2, 4, 8), (1, 2, 3), (False, True)
-        )
-    )
-    valid = [c for c in candidates if why_invalid(widest, c, target) is None]
-    if not valid:
-        return None
-    best = min(valid, key=lambda c: estimated_us(widest, c, target))
-    return Config(block_m, *(getattr(best, f) for f in list(SPACE)[1:]))
+def ranked_as(problem: Problem, config: Config) -> tuple[Problem, Config]:
+    """As for eight tokens, whatever their number: see candidates."""
+    return replace(problem, num_tokens=TOKENS), replace(config, block_m=TOKENS)
 
 
-def estimated_us(problem: Problem, config: Config, target: Target) -> float:
-    """What the default is chosen by: bytes under way over latency, whole blocks an SM, and what meetings cost."""
-    p, c, device = problem, config, target.device
-    items = num_tiles(p, c) * c.split_k
-    busy = min(items, device.num_sms)
-    per_sm = -(-items // device.num_sms)
-    warps, turns = c.warps_n * c.warps_k, num_turns(p, c)
-    under_way = min(per_sm, c.blocks_per_sm) * warps * c.unroll * c.row_tiles * STEP_BYTES
-    share = device.mem_gbps * 1e3 / device.num_sms  # bytes a us; a lone SM can draw more, and latency grows with load
-    rate = min(device.mem_gbps * 1e3, busy * min(under_way / (2 * target.arch.memory_latency_us), 1.5 * share))
-    item_bytes = 2 * ROWS * c.row_tiles * c.warps_n * p.k / c.split_k
-    streaming = per_sm * item_bytes * busy / rate
-    slots = -(-per_sm // c.blocks_per_sm)  # blocks that follow each other on an SM
-    waiting = turns * slots * target.arch.memory_latency_us / (2 if turns * slots > 1 else 1)
-    meeting = 0.05 * c.warps_k + (1.5 + 0.1 * c.split_k if c.split_k > 1 else 0.0)
-    starting = 0.0 if c.persistent else 0.2 * (slots - 1)
-    # More under way than latency needs makes stragglers: weighed only where nothing else decides.
-    return max(streaming, waiting) + meeting + starting + 1e-6 * max(0, under_way - 98304)
+def _cuts(p: Problem, target: Target) -> Iterator[Config]:
+    """Of few rows, eight warps an SM or sixteen, as many of them along n as leave each SM one block at most, and each
+    of those along k with as many loads in flight as it has; where blocks are fewer than SMs, several along k. Of many
+    rows, small blocks, each of which has its own or goes through many.
+    """
+    steps, tiles, num_sms = -(-p.k // COLUMNS), -(-p.n // ROWS), target.device.num_sms
+
+    def cut(warps_n: int, warps_k: int, unroll: int, *, split_k: int = 1, blocks: int = 1,
+            persistent: bool = False) -> Config:  # fmt: skip
+        return Config(MAX_TOKENS, 1, warps_n, warps_k, unroll, split_k, blocks, persistent)
+
+    def longest(shares: int) -> int:
+        """Loads in flight of a warp, where so many share the columns and each has some."""
+        return max(n for n in range(1, MAX_UNROLL + 1) if n == 1 or -(-steps // n) >= shares)
+
+    if tiles > 8 * num_sms:
+        for warps_k, unroll in ((4, 5), (2, 7)):
+            yield cut(1, warps_k, unroll, blocks=3)
+            yield cut(1, warps_k, unroll, blocks=3, persistent=True)
+        yield cut(2, 2, 3, blocks=4, persistent=True)
+        yield cut(4, 2, 6)
+        yield cut(8, 1, 8)
+        yield cut(8, 1, 6)
+    else:
+        warps_n = next((n for n in (1, 2, 4) if tiles <= n * num_sms), 8)
+        for split_k in (1, 2, 4, 8):
+            if split_k == 1 or -(-tiles // warps_n) * split_k <= num_sms:
+                unroll = longest(8 // warps_n * split_k)
+                yield cut(warps_n, 8 // warps_n, unroll, split_k=split_k)
+                if split_k <= 2:
+                    yield cut(warps_n, 8 // warps_n, min(6, unroll), split_k=split_k)
+        yield cut(1, 16, min(4, longest(16)))
+        yield cut(1, 16, min(2, longest(16)))
+        yield cut(1, 8, longest(8))
+        yield cut(4, 2, longest(2))
+        yield cut(1, 4, longest(4))
+        yield cut(1, 4, 5, blocks=3)

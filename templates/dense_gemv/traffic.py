@@ -20,14 +20,16 @@ from kerngen.templates.kernel import Traffic
 
 LINE_BYTES = 128  # a load takes a clock of L1 for each line that it touches
 W_LINES = 16  # of a step: two loads of 64 bytes of each of 8 rows
-MEETING_WAITS, PARTS_AHEAD = 2, 4  # partial sums out and the count of who arrived; of the others', loaded at once
+MEETING_WAITS, PARTS_AHEAD = 5, 4  # partial sums out and the count of who arrived; of the others', loaded at once
+MEETING_JOINS = 3  # of warps that share rows: sums out, a barrier, and sums in
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     """Each row tile reads x once, from L1 where an SM's other warps have read it: L2 sees it once a block.
 
-    cuda_ops: a step of a warp takes about 12 instructions for its loads and addresses, and each product about 4 slots
-    with its operands.
+    cuda_ops: a step of a warp takes 56 slots for its loads and addresses, and each product 12 with its operands.
+    bytes_in_flight: two steps of a warp more than it has loads for, as good as that: their lines were fetched with
+    their neighbours'.
     """
     p, c = problem, config
     tiles = num_tiles(p, c)
@@ -41,10 +43,10 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
         cost(p).bytes,
         flops,
         l2_bytes=cost(p).bytes + x_bytes + 2 * workspace_bytes(p, c, target),
-        cuda_ops=32 * steps * (12 + 8 * token_tiles),
-        bytes_in_flight=c.warps_n * c.warps_k * c.unroll * c.row_tiles * STEP_BYTES,
+        cuda_ops=32 * steps * (56 + 12 * token_tiles),
+        bytes_in_flight=c.warps_n * c.warps_k * (c.unroll + 2) * c.row_tiles * STEP_BYTES,
         smem_bytes=steps * (W_LINES + token_tiles * min(p.num_tokens, TOKENS)) * LINE_BYTES,
-        joins=1 if c.warps_k > 1 else 0,
+        joins=MEETING_JOINS if c.warps_k > 1 else 0,
         join_bytes=2 * tiles * c.split_k * (smem_bytes(p, c, target) // (1 + c.persistent)),
         units=tiles * c.split_k,
         waits=MEETING_WAITS + -(-c.split_k // PARTS_AHEAD) if c.split_k > 1 else 0,

@@ -16,7 +16,9 @@ few thousand rows of 262,144 that remain.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
 from math import ceil, prod, sqrt
 from statistics import NormalDist
 from typing import Any
@@ -51,15 +53,13 @@ MAX_HIDDEN = 7680  # of which the digits of four tokens fit in every architectur
 TILE_CODES = ROWS * COLUMNS
 PROGRESS_BYTES = 32  # of a token in the workspace
 LOOKS_FIRST = (6, 7)  # bits for which one row's logit is the threshold, see above
-FEW_ELEMENTS = 32_000  # of all tokens, up to which the first bits alone are multiplied, where the last lies apart
-FEW_OF_LONG_ROWS = 16_000  # and of long rows where memory is fast: those that are left take longer than the bit
 LONG_ROW = 4096  # columns from which on wide blocks choose
 MOST_BY_DOT = 8  # tokens whose sums fit in registers where there is no tensor core for bytes
 MAX_SPILL_BYTES = 48  # a thread's, of the sums of 32 tokens: in 8 bits still faster than fewer warps without
 TILE_CLOCKS = 100  # that a tile takes a warp however idle its SM is
 OTHER_REGISTERS, STRIP_REGISTERS = 56, 24  # of a thread, beside tiles under way and sums; for each further strip
 UNPACKING = {4: 12, 6: 28, 7: 44, 8: 0}  # instructions a lane and tile
-ROW_OPS = 10  # a column of a row that is left, or whose last bit is looked at: by what an H100 took for them
+ROW_OPS = 10  # instructions, of a column of a row that is left, or whose last bit is looked at
 CHOOSE_WARPS_PER_SM = 16  # that there is room for, and over all tokens as many
 
 
@@ -116,20 +116,12 @@ SPACE: dict[str, Choices] = {
     "row_tiles": lambda problem, target: (1, 2) if problem.bits == 7 and problem.num_tokens > 16 else (1,),
     "first_bits": lambda problem, target: (0, FIRST_BITS[problem.bits]) if problem.bits in FIRST_BITS else (0,),
 }
-# By block_tokens, (num_warps, unroll, row_tiles) that a default takes the first of that fits.
-EIGHT_BIT_CUTS = {
-    4: ((16, 4, 1), (8, 4, 1), (4, 4, 1)),
-    8: ((16, 4, 1), (8, 4, 1), (4, 4, 1)),
-    16: ((8, 6, 1), (8, 4, 1), (4, 4, 1)),
-    32: ((16, 3, 1), (8, 6, 1), (4, 4, 1)),
-}
-SIX_BIT_CUTS = dict.fromkeys((4, 8, 16, 32), ((16, 4, 1), (8, 8, 1), (4, 4, 1)))
-SEVEN_BIT_CUTS = SIX_BIT_CUTS | {32: ((8, 4, 2), (8, 8, 1), (4, 4, 1))}
-NIBBLE_CUTS = {
-    4: ((8, 16, 1), (8, 8, 1), (4, 4, 1)),
-    8: ((16, 8, 1), (8, 8, 1), (4, 4, 1)),
-    16: ((8, 8, 1), (8, 4, 1), (4, 4, 1)),
-    32: ((16, 4, 1), (8, 8, 1), (4, 4, 1)),
+# By bits, (num_warps, unroll, row_tiles): 48 KiB of tiles and more in flight an SM, less where sums take the registers.
+CUTS = {
+    4: ((8, 16, 1), (16, 8, 1), (8, 8, 1), (16, 4, 1), (8, 4, 1), (4, 4, 1)),
+    6: ((16, 4, 1), (8, 8, 1), (4, 4, 1)),
+    7: ((16, 4, 1), (8, 4, 2), (8, 8, 1), (4, 4, 1)),
+    8: ((16, 4, 1), (16, 3, 1), (8, 6, 1), (8, 4, 1), (4, 4, 1)),
 }
 # Half of what a row's interval is wide, over the logits' standard deviation, of normal numbers: what W is rounded by,
 # over the square root of K where bounds are sure, and what is the same in any bits for each of K (screen/screen.py).
@@ -227,37 +219,32 @@ def registers(problem: Problem, config: Config, arch: Arch) -> int:
     return config.row_tiles * each + config.block_tokens // 2 + others
 
 
+def expected_registers(problem: Problem, config: Config, target: Target) -> int:
+    return registers(problem, config, target.arch)
+
+
 def _first_bits(problem: Problem, config: Config) -> int:
     return config.first_bits or problem.bits
 
 
-def default_config(problem: Problem, target: Target) -> Config:
-    """At least 48 KiB of tiles in flight an SM, less if sums take the registers. By sweeps on an H200."""
-    tiles = _tiles(problem)
-    widest = next(n for n in SPACE_TOKENS if n >= problem.num_tokens)
-    widths = [n for n in reversed(SPACE_TOKENS) if n <= widest]
-    cuts = {4: NIBBLE_CUTS, 6: SIX_BIT_CUTS, 7: SEVEN_BIT_CUTS, 8: EIGHT_BIT_CUTS}[problem.bits]
-    max_unroll = max(s for s in UNROLLS[problem.bits] if s <= tiles)
-    has_long_rows = problem.hidden >= LONG_ROW
-    few = FEW_OF_LONG_ROWS if has_long_rows and target.device.has_fast_memory else FEW_ELEMENTS
-    base = Config(
-        choose_warps=16 if has_long_rows else 8,
-        first_bits=FIRST_BITS.get(problem.bits, 0) if problem.num_tokens * problem.hidden <= few else 0,
-    )
-    candidates = (
-        replace(
-            base,
-            block_tokens=n,
-            column_parts=parts,
-            num_warps=warps,
-            unroll=min(unroll, max_unroll),
-            row_tiles=row_tiles,
-        )
-        for n in widths
-        for parts in SPACE_PARTS
-        for warps, unroll, row_tiles in cuts[n]
-    )
-    return next(c for c in candidates if why_invalid(problem, c, target) is None)
+def candidates(problem: Problem, target: Target) -> Sequence[Config]:
+    """The codes are read for as many tokens at once as fit, in as few parts of the columns; those of seven bits whole,
+    or but for the last bit.
+    """
+    p = problem
+    widest = next(n for n in SPACE_TOKENS if n >= p.num_tokens)
+    max_unroll = max(s for s in UNROLLS[p.bits] if s <= _tiles(p))
+    cuts = [cut for cut in CUTS[p.bits] if cut[2] == 1 or p.num_tokens > 16]
+    first_bits = (0, FIRST_BITS[p.bits]) if p.bits in FIRST_BITS else (0,)
+    choose_warps = 16 if p.hidden >= LONG_ROW else 8
+    for block_tokens, parts in product([n for n in reversed(SPACE_TOKENS) if n <= widest], SPACE_PARTS):
+        found = [
+            Config(block_tokens, parts, warps, min(unroll, max_unroll), 1, choose_warps, row_tiles, first)
+            for first, (warps, unroll, row_tiles) in product(first_bits, cuts)
+        ]
+        if valid := [c for c in found if why_invalid(p, c, target) is None]:
+            return valid
+    return ()
 
 
 def _tiles(p: Problem) -> int:

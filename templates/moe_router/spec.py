@@ -8,12 +8,11 @@ share the experts, and the last of them to arrive chooses; with many, a block ha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import product
+from itertools import islice, product
 
 from kerngen.arch import Arch, Target
-from kerngen.errors import ProblemError
 from kerngen.templates.common.rows.spec import (
     ELEMENT_BYTES,
     INT32_MAX,
@@ -28,8 +27,10 @@ from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, Traf
 
 MAX_EXPERTS = 256
 MAX_TOP_K = 8
+MAX_CANDIDATES = 12
 MAX_TILES = 1024  # of tokens, that several blocks share: so many counters begin the workspace
 ROWS, COLUMNS, TOKENS = 16, 32, 8  # of a fragment: DenseLane of common/rows/dense_rows.cuh
+ROW_CLOCKS = 1000  # that a row takes the warps that norm it however idle their SM is
 OTHER_REGISTERS = 70  # beside what is loaded and summed, by the ptxas reports
 
 
@@ -122,6 +123,10 @@ def registers(problem: Problem, config: Config, arch: Arch) -> int:
     return 8 * c.unroll * c.row_tiles + max(row, products) + OTHER_REGISTERS
 
 
+def expected_registers(problem: Problem, config: Config, target: Target) -> int:
+    return registers(problem, config, target.arch)
+
+
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     c, arch = config, target.arch
     warps, groups = _warps(c), -(-problem.hidden // (COLUMNS * c.unroll))
@@ -178,60 +183,27 @@ def cost(problem: Problem) -> Cost:
     return Cost(weights + rows, 2 * p.num_tokens * p.hidden * p.num_experts)
 
 
-def default_config(problem: Problem, target: Target) -> Config:
-    # The estimate changes little between neighbours: as for the next power of two, or the next 128.
-    tokens = problem.num_tokens
-    power = 1 << (tokens - 1).bit_length()
-    tokens = power if tokens <= 128 or 8192 < tokens <= 2**24 else min(-(-tokens // 128) * 128, INT32_MAX)
-    p = problem
-    found = _best(p.hidden, p.num_experts, p.top_k, p.dtype, p.residual_dtype, tokens, target)
-    if found is None:
-        raise ProblemError(f"no default configuration of moe_router serves {problem} on {target.arch}")
-    return found
-
-
-@lru_cache(maxsize=1024)
-def _best(
-    hidden: int, num_experts: int, top_k: int, dtype: str, residual_dtype: str, tokens: int, target: Target
-) -> Config | None:
-    problem = Problem(hidden, num_experts, top_k, dtype, residual_dtype, tokens)
-    spread = ((1, 16), (1, 8), (2, 8), (4, 4), (8, 2), (16, 1), (4, 2), (8, 1), (2, 4), (1, 4), (1, 2), (1, 1))
-    candidates = (
+def candidates(problem: Problem, target: Target) -> Sequence[Config]:
+    """Eight warps a block, over a few tokens and some experts, or over many tokens and all experts; fewer and smaller
+    ones for short rows, small shared memory and few registers.
+    """
+    rows = [(4, (8, 1, 8, 6)), (2, (8, 1, 8, 6)), (4, (8, 1, 4, 11)), (2, (8, 2, 4, 6)), (2, (16, 2, 4, 6)),
+            (2, (16, 4, 2, 6)), (2, (32, 4, 2, 6)), (2, (32, 8, 1, 6)), (4, (32, 8, 1, 6))]  # fmt: skip
+    rows += product((8, 4, 1), ((16, 8, 1, 6), (8, 8, 1, 4), (8, 1, 8, 3), (8, 1, 4, 1), (8, 1, 1, 1)))
+    found = (
         Config(block_t, 1, warps_n, warps_k, unroll, row_warps)
-        for block_t, (warps_n, warps_k), unroll, row_warps in product(
-            SPACE["block_t"], spread, (6, 11, 4, 3, 2, 1), (4, 2, 8, 16, 1)
-        )
+        for row_warps, (block_t, warps_n, warps_k, unroll) in rows
+        if block_t < 2 * max(problem.num_tokens, 8)
     )
-    valid = [c for c in candidates if why_invalid(problem, c, target) is None]
-    return min(valid, key=lambda c: estimated_us(problem, c, target), default=None)
-
-
-def estimated_us(problem: Problem, config: Config, target: Target) -> float:
-    """What the default is chosen by: rows and W through one SM, whole blocks an SM, and what meetings cost."""
-    p, c, device = problem, config, target.device
-    shared = expert_blocks(p, c)
-    share = device.mem_gbps * 1e3 / device.num_sms  # bytes a us of an SM, where all are busy
-    blocks = num_tiles(p, c) * shared
-    smem = smem_bytes(p, c, target) + target.arch.reserved_smem_bytes
-    resident = max(1, min(target.arch.smem_per_sm // smem, target.arch.max_warps_per_sm // _warps(c)))
-    waves = -(-blocks // (device.num_sms * resident))
-    busy = min(resident, -(-blocks // device.num_sms))  # blocks that share an SM's rate
-    tokens = min(c.block_t, p.num_tokens)
-    row_bytes = p.hidden * (ELEMENT_BYTES[p.residual_dtype] + ELEMENT_BYTES[p.dtype] / shared)
-    row_turns = -(-tokens // (_warps(c) // c.row_warps))
-    rows = max(busy * tokens * row_bytes / share, 0.9 * row_turns) + 0.1 * _row_vecs(p, c)
-    w_bytes = 2 * p.hidden * min(p.num_experts, ROWS * c.row_tiles * c.warps_n)
-    turns = -(-p.hidden // (COLUMNS * c.unroll * c.warps_k))
-    w = max(busy * w_bytes / (2.5 * share), 0.7 * (turns - 1))  # from L2; the first turn comes before the wait
-    meeting = 0.03 * c.warps_k + (1.5 if shared > 1 else 0.0)
-    return waves * (1.0 + rows + w + meeting)
+    return tuple(islice((c for c in found if why_invalid(problem, c, target) is None), MAX_CANDIDATES))
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     """Every tile of tokens reads all of W, and all blocks that share a tile read its rows: through L2.
 
-    cuda_ops: about 30 instructions an element of a row for two norms and their roundings, 12 and 8 for each product of
-    a warp's step, and moe_route's 500 of a warp for each token.
+    cuda_ops: about 20 instructions an element of a row for two norms and their roundings, 12 and 20 for each product of
+    a warp's step, and moe_route's 500 of a warp for each token. bytes_in_flight: rows twice, once for each norm; W's
+    loads are issued as others are used. clocks: groups of warps norm one row after another.
     """
     p, c = problem, config
     tiles, shared = num_tiles(p, c), expert_blocks(p, c)
@@ -242,13 +214,15 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     w_bytes = 2 * p.num_experts * p.hidden
     l2 = cost(p).bytes + (tiles - 1) * w_bytes + (shared - 1) * p.num_tokens * row_bytes
     read = steps * COLUMNS * 2 * c.block_t + tiles * shared * c.block_t * p.hidden * 2
-    rows = min(c.block_t, p.num_tokens, _warps(c) // c.row_warps)
+    tokens, groups = min(c.block_t, p.num_tokens), _warps(c) // c.row_warps
     return Traffic(
         cost(p).bytes,
         flops,
         l2_bytes=l2 + 2 * workspace_bytes(p, c, target),
         smem_bytes=read,
-        cuda_ops=30 * shared * p.num_tokens * p.hidden + 32 * (steps * (12 + 8 * token_tiles) + 500 * p.num_tokens),
-        bytes_in_flight=rows * row_bytes + _warps(c) * c.unroll * c.row_tiles * ROWS * COLUMNS * 2,
+        cuda_ops=20 * shared * p.num_tokens * p.hidden + 32 * (steps * (12 + 20 * token_tiles) + 500 * p.num_tokens),
+        bytes_in_flight=2 * min(tokens, groups) * row_bytes
+        + _warps(c) * c.unroll * c.row_tiles * 6 * ROWS * COLUMNS // 5,
+        clocks=ROW_CLOCKS * -(-tokens // groups),
         waits=2 if shared > 1 else 0,
     )

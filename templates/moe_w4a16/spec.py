@@ -15,10 +15,10 @@ common/w4/gemv.cuh.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kerngen.arch import Arch, Target
-from kerngen.errors import ProblemError
 from kerngen.templates.common.rows.spec import require, require_tokens
 from kerngen.templates.common.w4 import tiling as w4_tiling
 from kerngen.templates.common.w4.tiling import BODIES_AS_FILED, Tiling, matrix_bytes, require_matrix
@@ -223,60 +223,61 @@ def cost(problem: Problem) -> Cost:
     )
 
 
-def default_config(problem: Problem, target: Target) -> Config:
-    for config in _preferred(problem, target):
-        if why_invalid(problem, config, target) is None:
-            return config
-    raise ProblemError(f"no default configuration of moe_w4a16 serves {problem} on {target.arch}")
-
-
-def _preferred(problem: Problem, target: Target) -> tuple[Config, ...]:
-    """Best first; the last is valid everywhere. What counts is how many rows an expert has."""
+def candidates(problem: Problem, target: Target) -> Sequence[Config]:
+    """A tile has about as many rows as an expert, or the fewest that there are; the last fits everywhere."""
     arch = target.arch
+    if problem.num_tokens <= ALONE_TOKENS and arch.has_ldmatrix:
+        return (
+            Config(8, 32, 1, "gemv", 32, 384, 4, 1, 0, 32, 256, 4, 1, 0),
+            Config(8, 64, 1, "gemv", 64, 512, 4, 1, 0, 64, 256, 4, 1, 0),
+            Config(8, 32, 1, "gemv", 32, 32, 1, 1, 0, 32, 32, 1, 1, 0),
+        )
     rows = problem.num_tokens * problem.top_k / problem.num_experts
-    warp_n = 32 if arch.has_ldmatrix else 64
     deep = 4 if arch.has_cp_async else 2
+    block_ms = [m for m in (8, 16, 32, 64, 128) if min(rows, 256) / 4 < m < max(4 * rows, 16)]
+    found = [config for m in block_ms for config in _tiles(m, deep, arch)]
+    return (*found, _tiles(8, 2, arch)[-1])
 
-    def config(m: int, warp: int, warps_m: int, wgmma: bool, up: tuple[int, ...], down: tuple[int, ...],
-               up_warps_k: int = 1) -> Config:  # fmt: skip
+
+def expected_registers(problem: Problem, config: Config, target: Target) -> dict[str, int]:
+    """About, by the ptxas reports."""
+    c = config
+
+    def of(block_k: int, warps_k: int) -> int:
+        k = block_k // warps_k  # that a warp multiplies at a time
+        if c.body == "wgmma":
+            return 120 + c.block_m
+        if c.body == "gemv":
+            return min(255, 64 + k * c.warp_n // 32)
+        return 48 + 4 * c.warp_n // 5 + k // 3 if c.block_m == 8 else 85 + k // 12
+
+    up, down = of(c.up_block_k, c.up_warps_k), of(c.down_block_k, c.down_warps_k)
+    return {"plan": 32, "gate_up": up, "down": down}
+
+
+def _tiles(block_m: int, deep: int, arch: Arch) -> list[Config]:
+    """Of block_m rows. deep: stages, where there is room."""
+    warp_n = 32 if arch.has_ldmatrix else 64
+
+    def config(warp: int, body: str, up: tuple[int, int, int], down: tuple[int, int, int], up_warps_k: int = 1,
+               warps_m: int = 1) -> Config:  # fmt: skip
         (up_n, up_k, up_stages), (down_n, down_k, down_stages) = up, down
-        return Config(m, warp, warps_m, "wgmma" if wgmma else "mma", up_n, up_k, up_warps_k, up_stages, 0,
+        return Config(block_m, warp, warps_m, body, up_n, up_k, up_warps_k, up_stages, 0,
                       down_n, down_k, 1, down_stages, 0)  # fmt: skip
 
-    # the two best of sweeps on an H200, for one token and for four
-    one = Config(8, 32, 1, "gemv", 32, 384, 4, 1, 0, 32, 256, 4, 1, 0)
-    few = Config(8, 64, 1, "gemv", 64, 512, 4, 1, 0, 64, 256, 4, 1, 0)
-    least = Config(8, 32, 1, "gemv", 32, 32, 1, 1, 0, 32, 32, 1, 1, 0)
-    if problem.num_tokens <= ALONE_TOKENS and arch.has_ldmatrix:
-        return (one if problem.num_tokens == 1 else few, one, least)
-
-    last = config(8, warp_n, 1, False, (64, 64, 2), (64, 64, 2))
-    if rows <= 8 and arch.has_cp_async:  # by two sweeps of 6 to 128 tokens on an H200 (docs/performance.md)
-        return (
-            config(8, 64, 1, False, (128, 256, 2), (128, 64, 3)) if rows <= 0.75
-            else config(8, 64, 1, False, (128, 128, 4), (128, 64, 4), 2) if rows <= 4
-            else config(8, 64, 1, False, (128, 128, 3), (128, 64, 4)),
-            last,
-        )  # fmt: skip
-    if rows <= 12:
-        m = 8 if rows <= 6 else 16
-        return (
-            config(m, warp_n, 1, False, (128, 256, 2), (128, 128, 2)),
-            config(m, warp_n, 1, False, (128, 128, 2), (128, 64, 2)),
-            last,
+    long = (config(warp_n, "mma", (128, 256, 2), (128, 128, 2)), config(warp_n, "mma", (128, 128, 2), (128, 64, 2)))
+    small = config(warp_n, "mma", (64, 64, 2), (64, 64, 2))
+    if block_m == 8:
+        wide = (
+            config(64, "mma", (128, 256, 2), (128, 64, 3)),
+            config(64, "mma", (128, 128, deep), (128, 64, deep), 2),
+            config(64, "mma", (128, 128, 3), (128, 64, deep)),
         )
-    if rows <= 96:
-        m = 32 if rows <= 24 else 64
-        return (
-            config(m, 32, 1, True, (128, 128, deep), (128, 64, deep)),
-            config(m, warp_n, 1, False, (128, 64, deep), (128, 64, deep)),
-            config(32, warp_n, 1, False, (64, 64, 2), (64, 64, 2)),
-            last,
-        )
-    return (
-        config(128, 32, 1, True, (128, 64, deep), (128, 64, deep)),
-        config(128, 32, 2, False, (128, 64, deep), (128, 64, deep)),
-        config(64, 64, 2, False, (128, 32, 2), (128, 32, 2)),
-        config(32, warp_n, 1, False, (64, 64, 2), (64, 64, 2)),
-        last,
-    )
+        return [*(wide if arch.has_cp_async else long), small]
+    if block_m == 16:
+        return list(long)
+    block_k = 64 if block_m == 128 else 128
+    if arch.has_wgmma:
+        return [config(32, "wgmma", (128, block_k, deep), (128, 64, deep))]
+    warps_m = block_m // 64 if block_m == 128 else 1
+    return [config(warp_n if warps_m == 1 else 32, "mma", (128, 64, deep), (128, 64, deep), warps_m=warps_m), small]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from kerngen.arch import Target
 from kerngen.templates.common.w4.counts import Product
 from kerngen.templates.common.w4.counts import traffic as of_product
-from kerngen.templates.common.w4.tiling import matrix_bytes
+from kerngen.templates.common.w4.tiling import Tiling, matrix_bytes
 from kerngen.templates.kernel import Traffic
 from kerngen.templates.moe_w4a16.spec import ALONE_TOKENS, PHASES, Config, Problem, num_blocks, shape
 
@@ -46,5 +47,14 @@ def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, 
         dram = round(experts * matrix_bytes(n, k, p.group_size)) + read + written
         blocks = min(row_tiles * -(-n // tiling.block_n), num_blocks(p, config, target, phase))
         product = Product(n, k, p.group_size, p.dtype, routes, row_tiles, dram, gated)
-        found.append(of_product(product, tiling, target, blocks))
+        found.append(replace(of_product(product, tiling, target, blocks), fit=_fit(config, tiling, alone)))
     return tuple(found)
+
+
+def _fit(config: Config, tiling: Tiling, alone: bool) -> str:
+    """Which fitted constants apply: by body and rows of a tile, of gemv of W; and how few rows' stages are cut."""
+    if config.body == "gemv":
+        return f"gemv_{tiling.block_n}" if alone else ""
+    if config.body == "wgmma" or config.block_m > 8:
+        return f"{config.body}_{config.block_m}"
+    return "mma_8_long" if tiling.block_k == 256 else "mma_8_split" if tiling.warps_k > 1 else "mma_8"

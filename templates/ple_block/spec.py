@@ -1,8 +1,8 @@
 """ple_block: the end of a layer with per-layer embeddings, for few tokens, in two launches.
 
-All that E2B and E4B do in a layer from the MLP's output on: the norm after the MLP and the residual, the gate's dense
-product, GELU and the product with the layer's own input, the projection, its norm, the residual, the layer's scalar,
-and the norm before the next layer.
+All that such a layer does from the MLP's output on: the norm after the MLP and the residual, the gate's dense product,
+GELU and the product with the layer's own input, the projection, its norm, the residual, the layer's scalar, and the
+norm before the next layer.
 
 ple_gate: each block makes the whole residual row anew (a few KB from L2) and multiplies some rows of the gate with it.
 ple_project: each block multiplies some rows of the projection; the last block to finish does the norms. Both have their
@@ -11,12 +11,13 @@ weights on the way before they wait for the kernel before them.
 Why not one launch: between gate and projection every block needs every other's results. Waiting for them within one
 launch is right only if all blocks are on the GPU together, which nothing promises where another stream's kernel, or a
 second one that waits like this, holds SMs: two half-resident grids would wait for each other for ever. A cluster is
-always resident, but a portable one has 8 blocks, whose shared memory does not hold E4B's 2.6 MB of weights, and which
-only sm90 and newer have. Here no block waits for another.
+always resident, but a portable one has 8 blocks, whose shared memory does not hold 2.6 MB of weights, and which only
+sm90 and newer have. Here no block waits for another.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -77,8 +78,6 @@ class Config:
 
 
 SPACE = {"block_m": (1, 2, 4, 8), "gate_warps": (4, 8), "num_warps": (4, 8), "rows_per_warp": (1, 2, 4)}
-# Of tokens up to a number, by data/ab/h200/ple_block-few.toml.
-FEW_TOKENS = ((1, Config()), (8, Config(1, 8, 8, 4)), (16, Config(2, 4, 8, 4)))
 ARGS = {
     "ple_gate": (
         *args("ptr", "residual", "h", "ffn_weight", "gate"),
@@ -119,19 +118,22 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     return None
 
 
-def default_config(problem: Problem, target: Target) -> Config:
-    """Of few tokens one or two in a block, though each block reads the weights again, from L2: its time is its tokens'.
-    Of more as many in a block as registers allow comfortably.
+def candidates(problem: Problem, target: Target) -> Sequence[Config]:
+    """Few tokens in a block, though each block reads the weights again, from L2: its time is its tokens'. Or as many as
+    leave two blocks room on an SM.
     """
-    for most_tokens, config in FEW_TOKENS:
-        if problem.num_tokens <= most_tokens and why_invalid(problem, config, target) is None:
-            return config
-    for block_m in (8, 4, 2):
-        config = Config(block_m, gate_warps=8 if block_m > 2 else 4)
-        held = max(_row_vecs(problem, config, w) for w in (config.gate_warps, config.num_warps))
-        if held <= FEW_ROW_VECS and why_invalid(problem, config, target) is None:
-            return config
-    return Config()
+    few = [Config(), Config(1, 8, 8, 4), Config(2, 4, 8, 4)]
+    many = [Config(2, 4), Config(4, 8), Config(4, 8, 8, 4), Config(8, 8)]
+    return few + [c for c in many if max(_row_vecs(problem, c, w) for w in (c.gate_warps, c.num_warps)) <= FEW_ROW_VECS]
+
+
+def expected_registers(problem: Problem, config: Config, target: Target) -> dict[str, int]:
+    """About: a row's vectors, and the sums of its tokens."""
+    vecs = _row_vecs(problem, config, config.gate_warps)
+    return {
+        "ple_gate": 40 + 10 * vecs + 4 * config.block_m,
+        "ple_project": 28 + 5 * config.block_m + 5 * _row_vecs(problem, config, config.num_warps),
+    }
 
 
 def _row_vecs(p: Problem, c: Config, warps: int) -> int:
@@ -194,20 +196,25 @@ def cost(problem: Problem) -> Cost:
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> list[Traffic]:
-    """cuda_ops: about 3 instructions an element of a product, 12 an element of a norm."""
+    """cuda_ops: a lane takes about 4 instructions an element of the gate's product and one of the projection's, whose
+    rows are shorter, 3 of a norm, and 24 for a block of the projection. clocks: a block's own chain, whatever else its
+    SM does: the norm's sums and a warp's row for each token; and of the projection the meeting of all blocks.
+    """
     p, c, size = problem, config, ELEMENT_BYTES[problem.dtype]
     tiles = ceil(p.num_tokens / c.block_m)
     row = p.hidden * (size + ELEMENT_BYTES[p.residual_dtype])
-    weights, products = size * p.hidden * p.width, 3 * p.num_tokens * p.hidden * p.width
-    gates = ceil(p.width / c.gate_warps)
+    weights, products = size * p.hidden * p.width, p.num_tokens * p.hidden * p.width
+    gates, rows = ceil(p.width / c.gate_warps), ceil(p.hidden / (c.num_warps * c.rows_per_warp))
     return [
         Traffic(
             weights + 2 * p.num_tokens * row, 0, l2_bytes=tiles * (weights + gates * c.block_m * row),
-            cuda_ops=products + 12 * gates * p.num_tokens * p.hidden, bytes_in_flight=c.gate_warps * size * p.hidden,
+            cuda_ops=4 * products + 3 * gates * p.num_tokens * p.hidden, bytes_in_flight=c.gate_warps * size * p.hidden,
+            clocks=700 + 45 * c.block_m * p.hidden // 100,
         ),
         Traffic(
             weights + 2 * p.num_tokens * row, 0, l2_bytes=tiles * weights,
-            cuda_ops=products + 16 * p.num_tokens * p.hidden,
+            cuda_ops=products + 3 * p.num_tokens * p.hidden + 24 * tiles * rows * 32 * c.num_warps,
             bytes_in_flight=c.num_warps * c.rows_per_warp * size * p.width,
+            clocks=2200 + 80 * c.block_m * c.rows_per_warp,
         ),
     ]  # fmt: skip

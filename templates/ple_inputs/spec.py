@@ -1,8 +1,8 @@
 """ple_inputs: out = (norm(context * context_scale) + table[ids] * table_scale) / sqrt(2), for every layer at once.
 
-What the per-layer embeddings (PLE) of E2B and E4B begin with, once a step: a projection of each token's embedding,
-normed layer by layer, and the token's row of a table of gigabytes. Rows are read in whole vectors, each once: the table
-may lie wherever the GPU can read it.
+What per-layer embeddings (PLE) begin with, once a step: a projection of each token's embedding, normed layer by layer,
+and the token's row of a table of gigabytes. Rows are read in whole vectors, each once: the table may lie wherever the
+GPU can read it.
 """
 
 from __future__ import annotations

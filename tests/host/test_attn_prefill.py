@@ -53,7 +53,7 @@ def test_grid_covers_every_split_of_the_tokens() -> None:
 
 
 H200 = Target.of(find_arch("sm90"))
-SPLIT = replace(spec._WGMMA_CONFIGS[512], split_kv=True)
+SPLIT = replace(spec._WGMMA_TILES[512][0], use_tma=True, split_kv=True)
 
 
 def test_few_tokens_behind_many_keys_fill_the_gpu() -> None:

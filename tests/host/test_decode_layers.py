@@ -263,7 +263,7 @@ def test_every_unit_has_one_owner_and_parts_of_a_strip_their_slots(strips: int, 
         slots = sorted({owners[strip * parts + part] - first for part in range(parts)})
         assert slots == list(range(len(slots))), "no slot is left empty: whoever sums them would wait for ever"
         most = max(most, len(slots))
-    assert most <= layers_spec._max_peers(strips, parts, blocks)
+    assert most <= layers_spec.max_peers(strips, parts, blocks)
 
 
 def test_all_blocks_have_a_share_of_what_all_wait_for() -> None:

@@ -139,12 +139,12 @@ def test_default_gives_the_same_bits_for_every_number_of_tokens(arch: Arch) -> N
     """block_m alone may differ: the order of a row's sums must not."""
     target = Target.of(arch)
     for n, k in SHAPES:
-        configs = {spec.default_config(Problem(n, k, "fp16", m), target) for m in range(1, 17)}
+        configs = {KERNEL.default_config(Problem(n, k, "fp16", m), target) for m in range(1, 17)}
         assert {c.block_m for c in configs} == {8, 16}
         assert len({dataclasses.replace(c, block_m=16) for c in configs}) == 1
         for m in (1, 16):
             problem = Problem(n, k, "fp16", m)
-            config = spec.default_config(problem, target)
+            config = KERNEL.default_config(problem, target)
             assert spec.why_invalid(problem, config, target) is None
             assert spec.launches(problem, config, target)[0].grid[0] >= 1
 
@@ -160,7 +160,7 @@ def test_workspace_does_not_depend_on_the_tokens() -> None:
 def test_w_is_fetched_before_the_wait_and_x_after_it() -> None:
     target = Target.of(find_arch("sm90"))
     problem = Problem(256, 1536)
-    ptx = compile_ptx(render(KERNEL, problem, spec.default_config(problem, target), target), target.arch)
+    ptx = compile_ptx(render(KERNEL, problem, KERNEL.default_config(problem, target), target), target.arch)
     before, wait, after = ptx.image.decode().partition("griddepcontrol.wait")
     assert wait
     assert "ld.global.nc.L1::no_allocate" in before
@@ -173,7 +173,6 @@ def test_cases_meet_every_edge() -> None:
     tokens = {c.problem.num_tokens for c in cases.CASES}
     assert tokens == set(range(1, 17))
     target = Target.of(find_arch("sm90"))
-    configs = [spec.default_config(c.problem, target) for c in cases.CASES]
-    assert {c.persistent for c in configs} == {False, True}
+    configs = [KERNEL.default_config(c.problem, target) for c in cases.CASES]
     assert any(c.split_k > 1 for c in configs)
     assert any(c.warps_k == 1 for c in configs)

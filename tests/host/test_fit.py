@@ -18,6 +18,7 @@ from kerngen.errors import RecordingError
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import fields_of
 from kerngen.tuning.recorded import Recorded, completed, write
+from kerngen.tuning_db.store.winners import PREDICTED_MARGIN
 from tools.fit import FITTED, Score, fit, loss, main, sample, score, spearman, summaries
 from tools.recordings import read_folder
 
@@ -43,7 +44,7 @@ def test_spearman() -> None:
 def test_a_model_that_is_right_scores_so() -> None:
     found = score(recording(DENSE, PROBLEM, SM90, lambda c: 2 * _model_us(c), fewer=FEWER))
     assert found.spearman > 0.99, "times are recorded to a nanosecond"
-    assert found.regret == 0
+    assert found.regret <= PREDICTED_MARGIN, "of the default, where nothing is predicted to be further ahead of it"
     assert found.ratio == pytest.approx(0.5, rel=1e-3)
     assert found.off == pytest.approx(1.0, rel=1e-3)
 

@@ -95,7 +95,7 @@ def test_every_number_of_tokens_has_a_default(arch: Arch) -> None:
     target = Target.of(arch)
     for tokens in (*range(1, 20), 64, 200, 1024, 4096, 20000, 100_000):
         problem = Problem(dtype="fp16", residual_dtype="fp32", num_tokens=tokens)
-        config = spec.default_config(problem, target)
+        config = KERNEL.default_config(problem, target)
         assert spec.why_invalid(problem, config, target) is None
         (launch,) = spec.launches(problem, config, target)
         assert launch.grid[0] == spec.num_tiles(problem, config) * spec.expert_blocks(problem, config)
@@ -122,7 +122,7 @@ def test_weights_are_fetched_before_the_wait_and_the_residual_after_it() -> None
 
 def test_cases_meet_both_ways_to_share_the_experts() -> None:
     blocks = {
-        spec.expert_blocks(c.problem, spec.default_config(c.problem, SM90))
+        spec.expert_blocks(c.problem, KERNEL.default_config(c.problem, SM90))
         for c in cases.CASES
         if KERNEL.why_unsupported(c.problem, SM90) is None
     }

@@ -62,7 +62,7 @@ def test_a_tokens_part_of_the_workspace_stays_where_it_is() -> None:
 
 def test_weights_are_on_their_way_before_the_wait_and_nothing_else_is() -> None:
     p = KERNEL.problem_type()
-    ptx = compile_ptx(render(KERNEL, p, KERNEL.default_config(p, H200), H200), SM90).image.decode()
+    ptx = compile_ptx(render(KERNEL, p, KERNEL.config_type(), H200), SM90).image.decode()
     for entry, weights in (("ple_gate", 6 + 2), ("ple_project", 2 + 1 + 1 + 1)):
         (body,) = re.findall(rf"\.entry {entry}\b(.*?)(?=\.entry |\Z)", ptx, flags=re.DOTALL)
         before, after = body.split("griddepcontrol.wait", 1)
@@ -74,12 +74,16 @@ def test_weights_are_on_their_way_before_the_wait_and_nothing_else_is() -> None:
 
 def test_each_tile_of_tokens_reads_the_weights_once() -> None:
     for tokens, block_m, tiles in ((1, 1, 1), (2, 1, 2), (8, 1, 8), (16, 2, 8), (17, 8, 3), (64, 8, 8)):
-        p = KERNEL.problem_type(num_tokens=tokens)
-        config = KERNEL.default_config(p, H200)
-        assert config.block_m == block_m
+        p, config = KERNEL.problem_type(num_tokens=tokens), KERNEL.config_type(block_m, 8, 8, 2)
         gate, project = KERNEL.launches(p, config, H200)
         assert gate.grid[0] == tiles * 256 // config.gate_warps
         assert project.grid[0] == tiles * 1536 // (config.num_warps * config.rows_per_warp)
+
+
+def test_many_tokens_share_what_a_block_reads() -> None:
+    chosen = [KERNEL.default_config(KERNEL.problem_type(num_tokens=n), H200).block_m for n in (1, 8, 24, 64)]
+    assert chosen == sorted(chosen)
+    assert chosen[0] == 1 < chosen[-1]
 
 
 @pytest.mark.parametrize(("fields", "config", "message"), [

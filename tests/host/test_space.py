@@ -175,7 +175,7 @@ def test_nothing_is_asked_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(kernel.spec, "why_invalid", counting)
     found = candidates(kernel, problem, SM90)
     assert not found.are_known
-    assert asked <= 2, "the default's own check"
+    assert asked <= 13, "the checks of the few that the default is chosen among, and its own"
     assert found.space_size > 1_000_000
     first = list(islice(walk(kernel, problem, SM90), 3))
     assert asked < 2000

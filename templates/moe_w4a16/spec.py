@@ -234,7 +234,7 @@ def candidates(problem: Problem, target: Target) -> Sequence[Config]:
         )
     rows = problem.num_tokens * problem.top_k / problem.num_experts
     deep = 4 if arch.has_cp_async else 2
-    block_ms = [m for m in (8, 16, 32, 64, 128) if min(rows, 256) / 4 < m < max(4 * rows, 16)]
+    block_ms = [m for m in (8, 16, 32, 64, 128) if min(rows, 127) / 4 < m < max(4 * rows, 16)]
     found = [config for m in block_ms for config in _tiles(m, deep, arch)]
     return (*found, _tiles(8, 2, arch)[-1])
 
@@ -279,5 +279,7 @@ def _tiles(block_m: int, deep: int, arch: Arch) -> list[Config]:
     block_k = 64 if block_m == 128 else 128
     if arch.has_wgmma:
         return [config(32, "wgmma", (128, block_k, deep), (128, 64, deep))]
-    warps_m = block_m // 64 if block_m == 128 else 1
-    return [config(warp_n if warps_m == 1 else 32, "mma", (128, 64, deep), (128, 64, deep), warps_m=warps_m), small]
+    if block_m == 128:
+        return [config(32, "mma", (128, 64, deep), (128, 64, deep), warps_m=2)]
+    large = config(warp_n, "mma", (128, 64, deep), (128, 64, deep))
+    return [large, config(64, "mma", (128, 32, 2), (128, 32, 2), warps_m=2), small] if block_m == 64 else [large, small]

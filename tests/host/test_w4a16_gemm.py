@@ -134,8 +134,8 @@ def test_what_is_row_invariant_shares_no_tile_where_tokens_fill_several() -> Non
     assert "block_m=128" in why
     assert spec.why_invalid(dataclasses.replace(bound, num_tokens=128), shared, target) is None
     assert spec.why_invalid(bound, dataclasses.replace(shared, blocks_per_sm=0), target) is None
-    assert spec.default_config(free, target).blocks_per_sm, "else the next line says nothing"
-    assert spec.default_config(bound, target).blocks_per_sm == 0
+    assert any(c.blocks_per_sm for c in KERNEL.candidates(free, target)), "else the next line says nothing"
+    assert not any(c.blocks_per_sm for c in KERNEL.candidates(bound, target))
 
 
 @pytest.mark.parametrize("block_m", [8, 16, 128])
@@ -164,9 +164,7 @@ def test_pieces_cover_the_units_once_and_every_unit_knows_its_block(units: int, 
 def test_tiles_that_blocks_share_have_a_counter_each_and_sums_of_their_own() -> None:
     target = Target.of(find_arch("sm90"))
     problem = Problem(1536, 12288, 32, "bf16", 5)
-    config = spec.default_config(problem, target)
-    assert config.gemv
-    assert config.split_k > 1
+    config = next(c for c in KERNEL.candidates(problem, target) if c.gemv and c.split_k > 1)
     tiles = 1536 // config.block_n
     (launch,) = spec.launches(problem, config, target)
     assert launch.grid == (tiles * config.split_k, 1, 1)
@@ -304,11 +302,11 @@ def test_whole_strips_by_a_shared_ring_keep_in_registers(n: int, k: int, group_s
     """Where a warp has too many tiles of a row, strips are cut as they are where no ring is shared; and what is on its
     way is counted in bytes, whatever a slot takes.
     """
-    config = spec.default_config(Problem(n, k, group_size, "bf16", 4), Target.of(find_device("H200")))
-    tiles = tiling.stream_tiles(config, k, group_size)
-    assert config.cta_pipeline == (k < 8192)
-    assert not config.cta_pipeline or tiles <= tiling.MOST_QUADS
-    if config.cta_pipeline:
+    configs = KERNEL.candidates(Problem(n, k, group_size, "bf16", 4), Target.of(find_device("H200")))
+    pipelines = [c for c in configs if c.cta_pipeline]
+    assert bool(pipelines) == (k < 8192)
+    for config in pipelines:
+        assert tiling.stream_tiles(config, k, group_size) <= tiling.MOST_QUADS
         on_their_way = config.prefetch_stages * config.weight_bytes(group_size)
         assert 0.75 * spec.CTA_PREFETCH_BYTES[1] < on_their_way < 1.25 * spec.CTA_PREFETCH_BYTES[1]
 

@@ -107,6 +107,7 @@ def _staged(p: Product, c: Tiling, arch: Arch, blocks: int) -> Traffic:
         joins=-(-stages // blocks) / tile_stages if c.warps_k > 1 else 0,
         join_bytes=2 * (c.warps_k - 1) * tiles * c.block_m * c.block_n * 4,
         waits=waits,
+        fit=f"{c.body}_{c.block_m}",
     )
 
 
@@ -146,6 +147,7 @@ def _register_traffic(p: Product, c: Tiling, arch: Arch) -> Traffic:
         joins=1 if c.warps_k > 1 else 0,
         join_bytes=2 * c.warps_k * sums if c.warps_k > 1 else 0,
         waits=MEETING_WAITS + 1 if c.shares_tiles else 0,
+        fit=f"{c.body}_{c.block_m}",
     )
 
 

@@ -98,6 +98,11 @@ class Tiling:
         return self.block_n // self.warp_n * self.warps_m * self.warps_k
 
     @property
+    def accumulators(self) -> int:
+        """Of a thread, with mma and wgmma."""
+        return self.warp_n * (self.block_m // self.warps_m) // 32
+
+    @property
     def unit_bytes(self) -> int:
         """The sums of a tile."""
         return self.block_m * self.block_n * 4
@@ -271,15 +276,21 @@ def why_not_gemv(c: Tiling, rows: int, k: int, arch: Arch) -> str | None:
         return f"split_k={c.split_k} takes warps_k > 1 and blocks_per_sm=0, not {c.warps_k} and {c.blocks_per_sm}"
     if (warps := c.num_warps) > 32:
         return f"{warps} warps a block; at most 32"
-    steps, strips, blocks = c.block_k // STRIP // c.warps_k, c.warp_n // STRIP, max(1, c.blocks_per_sm)
+    blocks = max(1, c.blocks_per_sm)
     available = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * warps * blocks) // 8 * 8)
-    if (need := steps * (6 * strips + 4) + 8 * strips + 56) > available:
+    if (need := gemv_registers(c)) > available:
         return f"about {need} registers a thread; {warps} warps x {blocks} blocks an SM leave {available}"
     if warps * blocks > arch.max_warps_per_sm:
         return f"{warps} warps x {blocks} blocks an SM; {arch} holds {arch.max_warps_per_sm} warps"
     if (together := blocks * (c.smem_bytes(32) + arch.reserved_smem_bytes)) > min(arch.smem_per_sm, blocks * 49152):
         return f"{blocks} blocks an SM need {together:,} B; they have 48 KiB each, and {arch.smem_per_sm:,} B together"
     return None
+
+
+def gemv_registers(c: Tiling) -> int:
+    """Of a thread with gemv, about."""
+    steps, strips = c.block_k // STRIP // c.warps_k, c.warp_n // STRIP
+    return steps * (6 * strips + 4) + 8 * strips + 56
 
 
 def why_not_stream(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) -> str | None:
@@ -427,6 +438,12 @@ def _why_not_groups(c: Tiling, group_size: int) -> str | None:
     return None
 
 
+def mma_registers(c: Tiling, group_size: int, arch: Arch) -> int:
+    """Of a thread with mma and wgmma, at least: without cp.async also what is on its way to shared memory."""
+    carried = 0 if arch.has_cp_async else 4 * -(-c.stage_bytes(group_size) // (512 * c.num_warps)) + 44
+    return c.accumulators + carried + 56
+
+
 def why_invalid(c: Tiling, group_size: int, arch: Arch) -> str | None:
     """Why no product with scales by `group_size` can be cut so on `arch`, or None. Without gemv, stream, warpgroups."""
     if c.warpgroups or c.cluster > 1 or c.l2_prefetch_stages:
@@ -449,16 +466,13 @@ def why_invalid(c: Tiling, group_size: int, arch: Arch) -> str | None:
         return f"block_k={c.block_k} is not made of warps_k={c.warps_k} warps of a multiple of {STRIP}"
     if (warps := c.num_warps) > 16:
         return f"{warps} warps a block; 16 is the most that leaves 128 registers a thread"
-    accumulators = c.warp_n * (c.block_m // c.warps_m) // 32
-    if accumulators > 128:
-        return f"{accumulators} accumulators a thread (warp_n={c.warp_n} x {c.block_m // c.warps_m} tokens); 128 fit"
+    if c.accumulators > 128:
+        return f"{c.accumulators} accumulators a thread (warp_n={c.warp_n} x {c.block_m // c.warps_m} tokens); 128 fit"
     blocks = max(1, c.blocks_per_sm)
-    registers = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * warps * blocks))
-    carried = 0 if arch.has_cp_async else 4 * -(-c.stage_bytes(group_size) // (512 * warps))
-    others = 56 if arch.has_cp_async else 100
-    if registers < accumulators + carried + others:
-        return (f"{warps} warps x {blocks} blocks an SM leave {registers} registers a thread; {accumulators} "
-                f"accumulators, {carried} on their way to shared memory and {others} others are needed")  # fmt: skip
+    available = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * warps * blocks))
+    if (need := mma_registers(c, group_size, arch)) > available:
+        return (f"about {need} registers a thread, {c.accumulators} of them accumulators; {warps} warps x {blocks} "
+                f"blocks an SM leave {available}")  # fmt: skip
     if warps * blocks > arch.max_warps_per_sm:
         return f"{warps} warps x {blocks} blocks an SM; {arch} holds {arch.max_warps_per_sm} warps"
     if not arch.has_cp_async and c.num_stages != 2:

@@ -26,7 +26,7 @@ from kerngen.templates.common.rows.spec import (
     why_no_dtype,
     why_row_invalid,
 )
-from kerngen.templates.common.w4 import tiling
+from kerngen.templates.common.w4 import limits
 from kerngen.templates.common.w4.tiling import BLOCK_STREAM_SPACE, STREAM_BLOCK_M, STREAM_SPACE, STRIP, require_matrix
 from kerngen.templates.common.w4.tiling import SPACE as RING_SPACE
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, args
@@ -38,9 +38,9 @@ VECS = (1, 2, 3, 4)
 MIN_MMA_TOKENS_K, MIN_MMA_WEIGHTS = 3 << 12, 7 << 22  # of W, from which on more than four tokens gain
 MIN_SMEM_BYTES = 128 * 1024  # a block's, for its pipelines
 # Parts of K, warps, tiles of a warp's stage, stages at most, and those in flight while x is waited for (0: all); of
-# pipelines that a block's warps share, at any time.
-CTA_PIPELINES = ((2, 8, 8, 5, 1), (3, 8, 4, 10, 4), (6, 8, 4, 10, 3), (8, 12, 7, 4, 1))
-WARP_PIPELINES = (
+# pipelines that a block's warps share, bytes in flight at any time.
+CTA_TILINGS = ((2, 8, 8, 5, 40960), (3, 8, 4, 10, 73728), (6, 8, 4, 10, 57344), (8, 12, 7, 4, 49152))
+WARP_TILINGS = (
     (1, 8, 8, 5, 2), (1, 12, 4, 2, 0), (1, 16, 4, 5, 0), (2, 12, 4, 2, 0), (3, 8, 11, 2, 1), (6, 8, 6, 4, 0),
     (6, 16, 6, 3, 1), (8, 12, 4, 5, 2),
 )  # fmt: skip
@@ -158,7 +158,11 @@ def _regs_left_by_norm(problem: Problem, config: Config, arch: Arch) -> int:
     vecs = config.vecs_per_thread
     a_thread = 14 + vecs * (_registers_per_vec(problem) + 2)  # by the ptxas reports
     norm = row_threads(problem.n, vecs) * 8 * ceil(a_thread / 8)
-    return (arch.regs_per_sm - norm) // (32 * tiling.stream_warps(config.product)) // 8 * 8
+    return (arch.regs_per_sm - norm) // (32 * _warps(config)) // 8 * 8
+
+
+def _warps(config: Config) -> int:
+    return config.product.num_warps + config.product.extra_warps
 
 
 def bound_threads(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
@@ -168,7 +172,7 @@ def bound_threads(problem: Problem, config: Config, arch: Arch) -> dict[str, int
 
 def _bound(problem: Problem, config: Config, arch: Arch) -> int:
     """Of the block whose threads ptxas gives no more registers than that."""
-    return max(arch.bound_for(_regs_left_by_norm(problem, config, arch)), 32 * tiling.stream_warps(config.product))
+    return max(arch.bound_for(_regs_left_by_norm(problem, config, arch)), 32 * _warps(config))
 
 
 def _registers_per_vec(problem: Problem) -> int:
@@ -187,6 +191,8 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     if config.block_m not in (FEW_TOKENS, MOST_TOKENS) or config.block_m < problem.num_tokens:
         return (f"block_m={config.block_m} of num_tokens={problem.num_tokens}: all are in one tile, of {FEW_TOKENS} by "
                 f"bulk copies or of {MOST_TOKENS} by the ring")  # fmt: skip
+    if config.cta_pipeline and config.block_m != FEW_TOKENS:
+        return f"cta_pipeline=True: tiles of {FEW_TOKENS} tokens share a pipeline, not block_m={config.block_m}"
     if config.blocks_per_sm < 1:
         return f"blocks_per_sm={config.blocks_per_sm}: blocks are resident while norms wait for them, at least 1 an SM"
     if why := gemm.why_invalid(problem.product, config.product, target):
@@ -201,11 +207,10 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 
 def _why_not_co_resident(problem: Problem, config: Config, target: Target) -> str | None:
     """Why no block of the norm is resident beside one of the product, whose ring is shared."""
-    arch, tiles = target.arch, tiling.stream_tiles(config.product, problem.k, problem.group_size)
-    need = tiling.stream_registers(config.product, tiles)
+    arch = target.arch
+    need = limits.registers(config.product, problem.k, problem.group_size, arch)[0]
     if need > (left := arch.registers_of(_bound(problem, config, arch))):
-        return (f"about {need} registers a thread for x of {tiles} tiles; beside a block of the norm an SM has {left} "
-                f"for each of {config.warps_k} warps and {tiling.EXTRA_WARPS}")  # fmt: skip
+        return f"about {need} registers a thread; beside a block of the norm {_warps(config)} warps have {left} each"
     scratch = 2 * row_scratch_bytes(row_threads(problem.n, config.vecs_per_thread), 1)
     both = gemm.smem_bytes(problem.product, config.product, target) + scratch + 2 * arch.reserved_smem_bytes
     if both > arch.smem_per_sm:
@@ -218,16 +223,13 @@ def candidates(problem: Problem, target: Target) -> tuple[Config, ...]:
     where they may: fewer threads leave the product more registers.
     """
     p, product = problem, _product(problem, FEW_TOKENS)
-    cuts: list[gemm.Config] = []
     if p.num_tokens > FEW_TOKENS:
-        cuts += gemm.mma_candidates()[:4]
-        cuts += [gemm.Config(MOST_TOKENS, 2 * STRIP, block_k, STRIP, 1, 1, 3, 2) for block_k in (256, 64, STRIP)]
+        short = (gemm.Config(MOST_TOKENS, 2 * STRIP, block_k, STRIP, 1, 1, 3, 2) for block_k in (256, 64, STRIP))
+        cuts = [*gemm.MMA_TILINGS[:4], *short]
     else:
-        for parts, warps, tiles, stages, prefetch in CTA_PIPELINES:
-            found = gemm.stream_configs(product, target, parts, warps, tiles, stages, prefetch, body="tma_block")
-            cuts += (replace(cut, cap_inflight=cut.prefetch_stages > 0) for cut in found)
-        for parts, warps, tiles, stages, prefetch in WARP_PIPELINES:
-            cuts += gemm.stream_configs(product, target, parts, warps, tiles, stages, prefetch)
+        shared = [c for t in CTA_TILINGS for c in gemm.stream_configs(product, target, *t, body="tma_block")]
+        cuts = [replace(c, cap_inflight=c.prefetch_stages > 0) for c in shared]
+        cuts += [c for t in WARP_TILINGS for c in gemm.stream_configs(product, target, *t)]
     return tuple(config for cut in cuts for config in _with_norm(p, cut, target))
 
 

@@ -15,7 +15,7 @@ from kerngen.compiler.compile import compile_cubin
 from kerngen.compiler.render import render
 from kerngen.errors import ProblemError
 from kerngen.templates import find_kernel
-from kerngen.templates.common.w4 import tiling
+from kerngen.templates.common.w4 import limits
 from kerngen.templates.common.w4.pack import dequantize, interleave, pack, separate, unpack
 from kerngen.templates.w4a16_gemm import cases, reference, spec
 from kerngen.templates.w4a16_gemm.spec import Config, Problem
@@ -112,7 +112,7 @@ def test_refusals_hold_the_numbers(arch: str, config: Config, needles: tuple[str
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [({"l2_prefetch_stages": 4}, "only w4a16_gemm's wgmma_ws"),
+    [({"l2_prefetch_stages": 4}, "l2_prefetch_stages=4: body=mma takes 0"),
      ({"l2_prefetch_stages": -1, "body": "wgmma_ws"}, "l2_prefetch_stages=-1"),
      ({"blocks_per_sm": 2, "cluster": 2, "body": "wgmma_ws"}, "no cluster"),
      ({"blocks_per_sm": 2, "block_n": 256, "body": "wgmma_ws"}, "128 rows")],
@@ -199,7 +199,7 @@ def test_blocks_that_share_tiles_are_started_together_and_post_a_tile_each(arch:
     (Config(8, 64, 384, 32, 1, 3, 4, 2), None),
     (Config(8, 128, 256, 32, 1, 1, 3, 2, prefetch_stages=2), None),
     (Config(8, 128, 256, 32, 1, 1, 3, 2, prefetch_stages=3), "fewer than num_stages=3"),
-    (Config(8, 64, 512, 64, 1, 2, 1, 0, body="gemv", prefetch_stages=1), "prefetch_stages=1: body=gemv has no stages"),
+    (Config(8, 64, 512, 64, 1, 2, 1, 0, body="gemv", prefetch_stages=1), "prefetch_stages=1: body=gemv takes 0"),
     (Config(16, 128, 256, 16, 1, 1, 3, 2, body="wgmma_ws", prefetch_stages=2), None),
     (
         Config(16, 128, 256, 16, 1, 1, 3, 2, body="wgmma_ws", prefetch_stages=3),
@@ -306,21 +306,21 @@ def test_whole_strips_by_a_shared_ring_keep_in_registers(n: int, k: int, group_s
     pipelines = [c for c in configs if c.cta_pipeline]
     assert bool(pipelines) == (k < 8192)
     for config in pipelines:
-        assert tiling.stream_tiles(config, k, group_size) <= tiling.MOST_QUADS
+        assert limits.stream_tiles(config, k, group_size) <= limits.MOST_QUADS
         on_their_way = config.prefetch_stages * config.weight_bytes(group_size)
         assert 0.75 * spec.CTA_PREFETCH_BYTES[1] < on_their_way < 1.25 * spec.CTA_PREFETCH_BYTES[1]
 
 
 @pytest.mark.parametrize(("change", "needle"), [
     ({"block_m": 8}, "block_m=8"), ({"num_stages": 1}, "num_stages=1"), ({"block_k": 96}, "block_k=96"),
-    ({"blocks_per_sm": 4}, "32 warps"), ({"block_k": 8 * 32 * 9}, "a stage takes 9"),
+    ({"blocks_per_sm": 4}, "8 warps x 4 blocks an SM: at most 16"), ({"block_k": 8 * 32 * 9}, "a stage takes 9"),
     ({"num_stages": 30, "block_k": 8 * 32 * 6}, "shared memory"),
-    ({"cap_inflight": True, "prefetch_stages": 1}, "cap_inflight=True is for body=tma_block"),
+    ({"cap_inflight": True, "prefetch_stages": 1}, "cap_inflight=True: body=tma_warp takes False"),
     ({"body": "tma_block", "cap_inflight": True}, "with prefetch_stages=0"),
-    ({"body": "tma_block", "blocks_per_sm": 2}, "in one block an SM"),
+    ({"body": "tma_block", "blocks_per_sm": 2}, "blocks_per_sm=2: body=tma_block takes 1"),
     ({"body": "tma_block", "block_m": 1}, "block_m=1"),
     ({"body": "tma_block", "warps_k": 16, "block_k": 16 * 32}, "18 warps"),
-    ({"body": "mma", "cap_inflight": True}, "is for body=tma_block"),
+    ({"body": "mma", "cap_inflight": True}, "cap_inflight=True: body=mma takes False"),
 ])  # fmt: skip
 def test_streams_that_cannot_be_are_refused(change: dict[str, Any], needle: str) -> None:
     problem, target = Problem(4096, 1536, 32, "bf16", 1), Target.of(find_arch("sm90"))

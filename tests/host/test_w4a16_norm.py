@@ -13,7 +13,7 @@ from kerngen.compiler.compile import compile_cubin
 from kerngen.compiler.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.common.rows.spec import ELEMENT_BYTES
-from kerngen.templates.common.w4 import tiling
+from kerngen.templates.common.w4 import limits
 from kerngen.templates.w4a16_gemm import spec as gemm
 from kerngen.templates.w4a16_norm.spec import Config, Problem, pays, workspace_bytes
 
@@ -89,8 +89,7 @@ def test_no_way_to_share_a_ring_takes_the_registers_that_a_block_of_the_norm_nee
         granted = H200.arch.registers_of(constants["BOUND_THREADS"])
         vecs = config.vecs_per_thread * (14 + 2 * ELEMENT_BYTES[problem.residual_dtype])
         assert granted * product.block[0] + norm.block[0] * 8 * ceil((14 + vecs) / 8) <= H200.arch.regs_per_sm
-        tiles = tiling.stream_tiles(config.product, k, 32)
-        assert tiling.stream_registers(config.product, tiles) <= granted
+        assert limits.registers(config.product, k, 32, H200.arch)[0] <= granted
         assert product.smem_bytes + 2 * H200.arch.reserved_smem_bytes < H200.arch.smem_per_sm
 
 

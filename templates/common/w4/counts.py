@@ -72,7 +72,7 @@ def _staged(p: Product, c: Tiling, arch: Arch, blocks: int) -> Traffic:
     columns = -(-p.n // (c.block_n * c.cluster))  # of tiles, whose blocks share what they read of x
     copied = stages * w_stage + columns * p.rows * p.k * 2  # rows beyond the last are not read
     flops = 2 * stages * c.block_m * c.block_n * c.block_k
-    if c.wgmma or c.warpgroups:  # 64 rows of W at a time read the tokens
+    if c.body in ("wgmma", "wgmma_ws"):  # 64 rows of W at a time read the tokens
         read = stages * (w_stage + x_stage * (c.block_n // 64))
         flops = flops * max(c.block_m, LEAST_COLUMNS) // c.block_m
         mma_ops = 0
@@ -93,7 +93,7 @@ def _staged(p: Product, c: Tiling, arch: Arch, blocks: int) -> Traffic:
         shared = 4 * blocks * tile_rows * c.block_n * 4  # of two tiles each, out and back
         if c.warpgroups:
             waits, shared = POSTED_WAITS, 6 * blocks * c.block_m * c.block_n * 4  # and zero again
-    ahead = c.num_stages - (2 if c.wgmma else 1) if arch.has_cp_async else 1
+    ahead = c.num_stages - (2 if c.body == "wgmma" else 1) if arch.has_cp_async else 1
     return Traffic(
         p.dram_bytes,
         flops,
@@ -102,7 +102,7 @@ def _staged(p: Product, c: Tiling, arch: Arch, blocks: int) -> Traffic:
         cuda_ops=unpack + mma_ops + overhead,
         bytes_in_flight=ahead * (w_stage + tile_rows * c.block_k * 2),
         copies=arch.has_cp_async,
-        tensor="wgmma" if c.wgmma or c.warpgroups else "mma",
+        tensor="wgmma" if c.body in ("wgmma", "wgmma_ws") else "mma",
         units=blocks,
         joins=-(-stages // blocks) / tile_stages if c.warps_k > 1 else 0,
         join_bytes=2 * (c.warps_k - 1) * tiles * c.block_m * c.block_n * 4,

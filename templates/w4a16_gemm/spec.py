@@ -191,25 +191,18 @@ def cost(problem: Problem) -> Cost:
 
 
 def expected_registers(problem: Problem, config: Config, target: Target) -> int:
-    """What the refusals count with; of warpgroups what ptxas may give, since they take all."""
-    c, arch = config, target.arch
-    if c.warpgroups:
-        return arch.registers_of(32 * (c.num_warps + c.extra_warps) * max(1, c.blocks_per_sm))
-    return limits.registers(c, problem.k, problem.group_size, arch)[0]
+    return limits.expected_registers(config, problem.k, problem.group_size, target.arch)
 
 
 # What is tried, by body: tilings that sweeps and steps found good for some shape (docs/experiments).
-MOST_CANDIDATES = 12
-GEMV_TILINGS = (
-    (16, 1, 6),
-    (8, 2, 3),
-    (4, 1, 4),
-    (4, 2, 3),
-    (4, 2, 2),
-)  # warps, strips of each, steps in flight at most
-# tma_warp, by tokens of a tile: parts of K, warps, tiles of a warp's stage, stages at most, prefetch_stages
+MOST_CANDIDATES, MOST_BLOCK_MS = 12, 5
+# gemv: warps, strips of each, steps in flight at most
+GEMV_TILINGS = (16, 1, 6), (8, 2, 3), (4, 1, 4), (4, 2, 3), (4, 2, 2)
+# tma_warp, by tokens of a tile: parts of K, warps, tiles of a warp's stage, stages at most, prefetch_stages; and blocks
+# that an SM has shared memory for, the next launch's included
 TMA_TILINGS = {
-    1: ((1, 12, 6, 5, 0), (1, 8, 4, 6, 0), (3, 8, 4, 6, 0), (3, 8, 8, 6, 0), (6, 8, 4, 6, 0), (11, 8, 4, 6, 0)),
+    1: ((1, 12, 6, 5, 0), (1, 8, 4, 6, 0, 2), (3, 8, 4, 6, 0, 2), (3, 8, 8, 6, 0), (6, 8, 4, 6, 0, 2),
+        (11, 8, 4, 6, 0, 2)),
     4: ((1, 8, 6, 4, 0), (1, 12, 4, 7, 1), (1, 16, 4, 5, 0), (2, 16, 6, 3, 1), (3, 8, 11, 2, 0), (6, 8, 6, 4, 0),
         (6, 16, 6, 3, 1), (8, 12, 4, 6, 2)),
 }  # fmt: skip
@@ -229,7 +222,6 @@ WARPGROUP_TILINGS = {
     112: ((128, 128, 5), (192, 128, 5)), 128: ((128, 128, 4), (192, 64, 8)), 160: ((128, 128, 3), (192, 64, 5)),
     192: ((128, 128, 3), (192, 64, 4)), 256: ((128, 64, 4),),
 }  # fmt: skip
-MOST_BLOCK_MS = 5
 PREFETCH_COLUMNS = 256  # of a tile, in flight while x is waited for
 LONG_SHARE = 3500  # columns that an SM has of all tiles: so many are shared out evenly whatever their number
 
@@ -259,9 +251,8 @@ def _gemv_candidates(p: Problem, target: Target) -> Iterator[Config]:
 
 
 def _stream_candidates(p: Problem, target: Target) -> Iterator[Config]:
-    """Whole strips where they make a wave and a half or rows are short, else parts of K that fill the SMs.
-
-    Whole strips by one pipeline a block: stages of two tiles a warp, or of all that it has of a short row.
+    """Whole strips where they make a wave and a half or rows are short, else parts of K that fill the SMs. One pipeline
+    a block has stages of two tiles a warp, or of all that it has of a short row.
     """
     waves, tiles = p.n / STRIP / target.device.num_sms, p.k // STRIP
     one, splits = p.num_tokens == 1, waves < 1.5 and (p.num_tokens == 1 or p.k >= 4096)
@@ -270,12 +261,18 @@ def _stream_candidates(p: Problem, target: Target) -> Iterator[Config]:
         stage = min(8, ceil(tiles / warps)) if p.k < 3000 else 2
         yield from stream_configs(p, target, 1, warps, stage, 12, CTA_PREFETCH_BYTES[waves >= 4.5], body="tma_block")
     for parts, warps, *others in TMA_TILINGS[1 if one else 4]:
-        if (parts > 1) == splits or parts == (one or warps == 16):
+        if parts > 1:  # a wave of them, if not all
+            is_sensible = splits and (parts * waves > 0.9 or parts >= 6)
+        elif one:  # few warps have much to do one tile after the other
+            is_sensible = waves >= 1.5 or (tiles <= 24 * warps and (waves >= 1 or warps > 8))
+        else:
+            is_sensible = warps == 16 or not splits
+        if is_sensible:
             yield from stream_configs(p, target, parts, warps, *others)
 
 
-def stream_configs(p: Problem, target: Target, parts: int, warps: int, tiles: int, stages: int, prefetch: int, *,
-                   body: str = "tma_warp") -> Iterator[Config]:  # fmt: skip
+def stream_configs(p: Problem, target: Target, parts: int, warps: int, tiles: int, stages: int, prefetch: int,
+                   blocks: int = 1, body: str = "tma_warp") -> Iterator[Config]:  # fmt: skip
     """With as many stages as fit, none if not even two do; prefetch is in stages, or of tma_block in bytes."""
     base = Config(STREAM_BLOCK_M[p.num_tokens > 1], STRIP, 0, STRIP, 1, warps, 2, 1, body, split_k=parts)
     step = limits.stream_step(base, p.group_size)
@@ -287,7 +284,8 @@ def stream_configs(p: Problem, target: Target, parts: int, warps: int, tiles: in
         prefetch = max(1, round(prefetch / base.weight_bytes(p.group_size)))
     for num_stages in range(stages, 1, -1):
         config = replace(base, num_stages=num_stages, prefetch_stages=prefetch if prefetch < num_stages else 0)
-        if why_invalid(p, config, target) is None:
+        fits = num_stages == 2 or blocks * smem_bytes(p, config, target) <= target.arch.max_smem_bytes
+        if fits and why_invalid(p, config, target) is None:
             yield config
             return
 
@@ -319,7 +317,7 @@ def _warpgroup_candidates(p: Problem, target: Target) -> Iterator[Config]:
             yield base if block_m == 128 else replace(base, block_k=64, num_stages=stages * block_k // 64)
         elif (block_m, block_n) == (16, 128):
             yield replace(base, blocks_per_sm=2, num_stages=min(stages, 6))
-        elif block_n == 128 or block_m == 16 or tiles >= 0.75 * num_sms or tiles * p.k >= LONG_SHARE * num_sms:
+        elif block_n == 128 or block_m == 16 or tiles >= 0.7 * num_sms or tiles * p.k >= LONG_SHARE * num_sms:
             yield from [replace(base, blocks_per_sm=0)] if fill > 0.55 or p.k < 4096 else []
             yield from [base] if fill < 0.9 else []
 

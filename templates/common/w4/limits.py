@@ -47,6 +47,11 @@ def warpgroup_registers(c: Tiling) -> tuple[int, int]:
 _WARPGROUP_REGISTERS = {128: (40, 232), 192: (32, 160), 256: (32, 112), 384: (24, 80)}  # by the rows of a tile
 
 
+def _accumulators(c: Tiling) -> int:
+    """Of a thread, with mma and wgmma."""
+    return c.warp_n * (c.block_m // c.warps_m) // 32
+
+
 def registers(c: Tiling, k: int, group_size: int, arch: Arch) -> tuple[int, int]:
     """About how many a thread takes that multiplies, K being k, and how many it may have."""
     given = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * c.num_warps * max(1, c.blocks_per_sm)))
@@ -57,7 +62,7 @@ def registers(c: Tiling, k: int, group_size: int, arch: Arch) -> tuple[int, int]
         return c.block_k // STRIP // c.warps_k * (6 * strips + 4) + 8 * strips + 56, given // 8 * 8
     if not c.stream:  # without cp.async also what is on its way to shared memory
         carried = 0 if arch.has_cp_async else 4 * -(-c.stage_bytes(group_size) // (512 * c.num_warps)) + 44
-        return c.accumulators + carried + 56, given
+        return _accumulators(c) + carried + 56, given
     tiles = stream_tiles(c, k, group_size)
     many = stream_has_many(c, tiles)
     if c.cta_pipeline:
@@ -66,6 +71,16 @@ def registers(c: Tiling, k: int, group_size: int, arch: Arch) -> tuple[int, int]
     pairs = ceil(tiles / 2)
     one = 72 + 5 * pairs // 2 if many else 48 + 12 * pairs
     return (one if c.block_m == 1 else 60 + tiles * (2 if many else 6)), given
+
+
+def expected_registers(c: Tiling, k: int, group_size: int, arch: Arch) -> int:
+    """What ptxas gives, about: to warpgroups all, to loops of gemv with several turns also the next turn's loads."""
+    if c.warpgroups:
+        return arch.registers_of(32 * (c.num_warps + c.extra_warps) * max(1, c.blocks_per_sm))
+    need, given = registers(c, k, group_size, arch)
+    if not c.gemv:
+        return need
+    return min(2 * need - 50, given) if c.block_k * c.split_k < k else need - 30
 
 
 def serves(body: str, arch: Arch) -> bool:
@@ -176,8 +191,10 @@ def _why_not_mma(c: Tiling, k: int, group_size: int, arch: Arch) -> str | None:
         return f"warp_n={c.warp_n}: with m8n8k4 a lane of {arch} owns two of 64 rows"
     if c.block_m % (8 * c.warps_m):
         return f"block_m={c.block_m} is not made of warps_m={c.warps_m} warps of a multiple of 8 tokens"
-    if c.accumulators > 128:
-        return f"{c.accumulators} accumulators a thread (warp_n={c.warp_n} x {c.block_m // c.warps_m} tokens); 128 fit"
+    if _accumulators(c) > 128:
+        return (
+            f"{_accumulators(c)} accumulators a thread (warp_n={c.warp_n} x {c.block_m // c.warps_m} tokens); 128 fit"
+        )
     if not arch.has_cp_async and c.num_stages != 2:
         return f"num_stages={c.num_stages}: without cp.async, {arch} keeps 2 stages and one on its way in registers"
     if c.block_k % 64 and c.block_k != STRIP:

@@ -96,11 +96,6 @@ class Tiling:
         return 4 if self.warpgroups else EXTRA_WARPS if self.cta_pipeline else 0
 
     @property
-    def accumulators(self) -> int:
-        """Of a thread, with mma and wgmma."""
-        return self.warp_n * (self.block_m // self.warps_m) // 32
-
-    @property
     def unit_bytes(self) -> int:
         """The sums of a tile."""
         return self.block_m * self.block_n * 4

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from math import ceil
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 DEFAULT = "default configuration"
 FINER_STEPS = 16  # of a field between zero and the power of two at or above it
+COMPARED_EVERY = 16  # of a field between two powers: defaults are compared where it is a multiple of so many
 CHOICES_KEPT = 8192  # a dozen kernels' for several hundred lengths of context
 
 
@@ -71,6 +73,7 @@ class KernelSelector:
         self._tuned: dict[int, tuple[Winner, Choice]] = {}  # by the winner's identity; held, so that it stays its own
         self._defaults: dict[tuple[Any, ...], Choice] = {}
         self._nearby: dict[tuple[Any, ...], dict[Any, Choice]] = {}  # by length: others near it
+        self._preferred: dict[tuple[Any, ...], Choice] = {}  # by length, a multiple of COMPARED_EVERY
         self._exceptions: dict[Any, Choice] = {}  # by config: of problems that the default above them cannot run
 
     def choice(self, problem: Any) -> Choice:
@@ -100,10 +103,20 @@ class KernelSelector:
             return self._exceptions.setdefault(own.config, own)
         if self.kernel.prefer is None or size == above:
             return found
+        compared = size if size < COMPARED_EVERY else ceil(size / COMPARED_EVERY) * COMPARED_EVERY
+        if (preferred := self._preferred.get((key, compared))) is None:
+            others = self._others_at(key, problem, found, above)
+            at = _moved(problem, {problem.DYNAMIC: compared})
+            valid = {c: o for c, o in others.items() if self.kernel.why_invalid(at, c, self.target) is None}
+            best = self.kernel.prefer(at, (found.config, *valid), self.target)
+            preferred = self._preferred[key, compared] = valid.get(best, found)
+        return found if self.kernel.why_invalid(problem, preferred.config, self.target) is not None else preferred
+
+    def _others_at(self, key: tuple[Any, ...], problem: Any, found: Choice, above: int) -> dict[Any, Choice]:
+        """See _others: once for all lengths up to `above`."""
         if (others := self._nearby.get((key, above))) is None:
             others = self._nearby[key, above] = self._others(key, problem, found, above)
-        valid = {c: o for c, o in others.items() if self.kernel.why_invalid(problem, c, self.target) is None}
-        return valid.get(self.kernel.prefer(problem, (found.config, *valid), self.target), found)
+        return others
 
     def _runtime(self, problem: Any) -> dict[str, Any]:
         """The runtime fields but the dynamic one, as its default is chosen for them."""

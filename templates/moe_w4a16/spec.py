@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from kerngen.arch import Arch, Target
 from kerngen.templates.common.rows.spec import require, require_tokens
-from kerngen.templates.common.w4 import tiling as w4_tiling
+from kerngen.templates.common.w4 import limits
 from kerngen.templates.common.w4.tiling import BODIES_AS_FILED, Tiling, matrix_bytes, require_matrix
 from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, TokenProblem, args
 
@@ -157,13 +157,10 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     for phase in PHASES:
-        tiling = config.tiling(phase)
-        if config.body == "gemv":
-            why = w4_tiling.why_not_gemv(tiling, config.block_m, shape(problem, phase)[1], target.arch)
-        elif tiling.blocks_per_sm:
+        tiling, k = config.tiling(phase), shape(problem, phase)[1]
+        why = limits.why_invalid(tiling, config.block_m, k, problem.group_size, target.arch)
+        if tiling.blocks_per_sm and config.body != "gemv":
             why = f"blocks_per_sm={tiling.blocks_per_sm}: where shared tiles are cut depends on all tokens; 0 cuts none"
-        else:
-            why = w4_tiling.why_invalid(tiling, problem.group_size, target.arch)
         if why is not None:
             return f"{phase}: {why}"
     return None

@@ -9,15 +9,13 @@ for a round trip to L2 after that. W is read as in w4a16_gemm: for up to four to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import product
 from math import ceil
 from typing import Any
 
 from kerngen.arch import Arch, Target
-from kerngen.errors import ProblemError
 from kerngen.templates.common.rows.spec import (
     ELEMENT_BYTES,
     fewest_vecs,
@@ -28,18 +26,24 @@ from kerngen.templates.common.rows.spec import (
     why_no_dtype,
     why_row_invalid,
 )
-from kerngen.templates.common.w4 import tiling
+from kerngen.templates.common.w4 import limits
 from kerngen.templates.common.w4.tiling import BLOCK_STREAM_SPACE, STREAM_BLOCK_M, STREAM_SPACE, STRIP, require_matrix
 from kerngen.templates.common.w4.tiling import SPACE as RING_SPACE
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, args
 from kerngen.templates.w4a16_gemm import spec as gemm
 
-FEW_TOKENS, MOST_TOKENS = STREAM_BLOCK_M[-1], gemm.MAX_MMA_TOKENS  # by bulk copies, and by cp.async
-MOST_TILES = 12  # of a warp, where no step chose: their digits fill its registers
+FEW_TOKENS, MOST_TOKENS = STREAM_BLOCK_M[-1], 8  # by bulk copies, and by cp.async
 MOST_THREADS = 1024
 VECS = (1, 2, 3, 4)
-RING_VECS = VECS[1:]  # of norms after a pipeline that warps share, by steps
-MIN_MMA_TOKENS_K = gemm.MIN_SPLIT_6_K  # columns of W: shorter rows gain less, and behind two verifications lose
+MIN_MMA_TOKENS_K, MIN_MMA_WEIGHTS = 3 << 12, 7 << 22  # of W, from which on more than four tokens gain
+MIN_SMEM_BYTES = 128 * 1024  # a block's, for its pipelines
+# Parts of K, warps, tiles of a warp's stage, stages at most, and those in flight while x is waited for (0: all); of
+# pipelines that a block's warps share, bytes in flight at any time.
+CTA_TILINGS = ((2, 8, 8, 5, 40960), (3, 8, 4, 10, 73728), (6, 8, 4, 10, 57344), (8, 12, 7, 4, 49152))
+WARP_TILINGS = (
+    (1, 8, 8, 5, 2), (1, 12, 4, 2, 0), (1, 16, 4, 5, 0), (2, 12, 4, 2, 0), (3, 8, 11, 2, 1), (6, 8, 6, 4, 0),
+    (6, 16, 6, 3, 1), (8, 12, 4, 5, 2),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +158,11 @@ def _regs_left_by_norm(problem: Problem, config: Config, arch: Arch) -> int:
     vecs = config.vecs_per_thread
     a_thread = 14 + vecs * (_registers_per_vec(problem) + 2)  # by the ptxas reports
     norm = row_threads(problem.n, vecs) * 8 * ceil(a_thread / 8)
-    return (arch.regs_per_sm - norm) // (32 * tiling.stream_warps(config.product)) // 8 * 8
+    return (arch.regs_per_sm - norm) // (32 * _warps(config)) // 8 * 8
+
+
+def _warps(config: Config) -> int:
+    return config.product.num_warps + config.product.extra_warps
 
 
 def bound_threads(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
@@ -164,7 +172,7 @@ def bound_threads(problem: Problem, config: Config, arch: Arch) -> dict[str, int
 
 def _bound(problem: Problem, config: Config, arch: Arch) -> int:
     """Of the block whose threads ptxas gives no more registers than that."""
-    return max(arch.bound_for(_regs_left_by_norm(problem, config, arch)), 32 * tiling.stream_warps(config.product))
+    return max(arch.bound_for(_regs_left_by_norm(problem, config, arch)), 32 * _warps(config))
 
 
 def _registers_per_vec(problem: Problem) -> int:
@@ -183,6 +191,8 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     if config.block_m not in (FEW_TOKENS, MOST_TOKENS) or config.block_m < problem.num_tokens:
         return (f"block_m={config.block_m} of num_tokens={problem.num_tokens}: all are in one tile, of {FEW_TOKENS} by "
                 f"bulk copies or of {MOST_TOKENS} by the ring")  # fmt: skip
+    if config.cta_pipeline and config.block_m != FEW_TOKENS:
+        return f"cta_pipeline=True: tiles of {FEW_TOKENS} tokens share a pipeline, not block_m={config.block_m}"
     if config.blocks_per_sm < 1:
         return f"blocks_per_sm={config.blocks_per_sm}: blocks are resident while norms wait for them, at least 1 an SM"
     if why := gemm.why_invalid(problem.product, config.product, target):
@@ -197,11 +207,10 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 
 def _why_not_co_resident(problem: Problem, config: Config, target: Target) -> str | None:
     """Why no block of the norm is resident beside one of the product, whose ring is shared."""
-    arch, tiles = target.arch, tiling.stream_tiles(config.product, problem.k, problem.group_size)
-    need = tiling.stream_registers(config.product, tiles)
+    arch = target.arch
+    need = limits.registers(config.product, problem.k, problem.group_size, arch)[0]
     if need > (left := arch.registers_of(_bound(problem, config, arch))):
-        return (f"about {need} registers a thread for x of {tiles} tiles; beside a block of the norm an SM has {left} "
-                f"for each of {config.warps_k} warps and {tiling.EXTRA_WARPS}")  # fmt: skip
+        return f"about {need} registers a thread; beside a block of the norm {_warps(config)} warps have {left} each"
     scratch = 2 * row_scratch_bytes(row_threads(problem.n, config.vecs_per_thread), 1)
     both = gemm.smem_bytes(problem.product, config.product, target) + scratch + 2 * arch.reserved_smem_bytes
     if both > arch.smem_per_sm:
@@ -209,84 +218,40 @@ def _why_not_co_resident(problem: Problem, config: Config, target: Target) -> st
     return None
 
 
-def default_config(problem: Problem, target: Target) -> Config:
-    """As w4a16_gemm cuts W where it goes through it so; by steps on an H100 and an H200 (docs/experiments.md)."""
-    few = problem.num_tokens <= FEW_TOKENS
-    for cuts in (_stream_configs, _small_stream_configs) if few else (_mma_configs, _small_mma_configs):
-        if (config := _first_valid(problem, cuts(problem, target), target)) is not None:
-            return config
-    raise ProblemError(f"no default configuration of w4a16_norm serves {problem} on {target.arch}")
-
-
-def _first_valid(p: Problem, cuts: Iterable[gemm.Config], target: Target) -> Config | None:
-    fewest, of_ring = (fewest_vecs(p.n, choices, MOST_THREADS) for choices in (VECS, RING_VECS))
-    for cut in cuts:
-        for vecs in (of_ring, fewest) if cut.cta_pipeline or not cut.stream else (fewest,):
-            if why_invalid(p, config := Config.of(cut, vecs), target) is None:
-                return config
-    return None
-
-
-def _stream(
-    block_k: int, warps: int, stages: int, split: int, prefetch_stages: int, *, shared: bool = False
-) -> gemm.Config:
-    return gemm.Config(FEW_TOKENS, STRIP, block_k, STRIP, 1, warps, stages, 1, "tma_block" if shared else "tma_warp",
-                       split_k=split, prefetch_stages=prefetch_stages, cap_inflight=shared)  # fmt: skip
-
-
-def _stream_configs(p: Problem, target: Target) -> Iterator[gemm.Config]:
-    """What steps chose, best first; none for what they leave to w4a16_gemm."""
-    if target.device.has_fast_memory:
-        yield from _cta_pipeline_configs(p, target)
-    if p.k >= gemm.MIN_MMA_K:
-        yield _stream(1536, 12, 5, 8, 2)
-    if (cut := gemm.m4_stream_config(_product(p, FEW_TOKENS), target)) is not None:
-        # two slots in three parts: with one on its way the kernels before end sooner, and the norm is waiting already
-        yield replace(cut, prefetch_stages=1) if (cut.split_k, cut.num_stages) == (3, 2) else cut
-
-
-def _cta_pipeline_configs(p: Problem, target: Target) -> Iterator[gemm.Config]:
-    """Long rows in parts of some 80 tiles, 48 to 72 KB of them on their way; in halves, by one slot at a time, where
-    whole ones are not quite a round of all blocks.
+def candidates(problem: Problem, target: Target) -> tuple[Config, ...]:
+    """W is tiled as w4a16_gemm tiles it. Threads of a norm whose product's warps share stages have at least two vectors
+    where they may: fewer threads leave the product more registers.
     """
-    strips = p.n // STRIP
-    if p.k >= gemm.MIN_MMA_K:
-        yield _stream(12 * 7 * STRIP, 12, 4, 8, 1, shared=True)
-    elif p.k >= gemm.MIN_SPLIT_6_K:
-        yield _stream(8 * 4 * STRIP, 8, 10, 6, 3, shared=True)
-    elif p.k >= 8192 and strips > target.device.num_sms and p.num_tokens <= 2:  # four sequences lose 1 % of a step
-        yield _stream(8 * 4 * STRIP, 8, 10, 3, 4, shared=True)
-    elif 3000 <= p.k < 5000 and 0.9 < strips / target.device.num_sms <= 1:
-        yield _stream(8 * 8 * STRIP, 8, 5, 2, 1, shared=True)
+    p, product = problem, _product(problem, FEW_TOKENS)
+    if p.num_tokens > FEW_TOKENS:
+        short = (gemm.Config(MOST_TOKENS, 2 * STRIP, block_k, STRIP, 1, 1, 3, 2) for block_k in (256, 64, STRIP))
+        cuts = [*gemm.MMA_TILINGS[:4], *short]
+    else:
+        shared = [c for t in CTA_TILINGS for c in gemm.stream_configs(product, target, *t, body="tma_block")]
+        cuts = [replace(c, cap_inflight=c.prefetch_stages > 0) for c in shared]
+        cuts += [c for t in WARP_TILINGS for c in gemm.stream_configs(product, target, *t)]
+    return tuple(config for cut in cuts for config in _with_norm(p, cut, target))
 
 
-def _small_stream_configs(p: Problem, target: Target) -> Iterator[gemm.Config]:
-    """As few parts as leave a warp registers, in slots of up to four tiles."""
-    for split, warps in product(SPACE["split_k"], (12, 8, 4, 2)):
-        tiles = tiling.stream_tiles(_stream(0, warps, 2, split, 0), p.k, p.group_size)
-        if tiles <= MOST_TILES:
-            yield _stream(min(4, tiles) * STRIP * warps, warps, 2, split, 0)
-
-
-def _mma_configs(p: Problem, target: Target) -> Iterator[gemm.Config]:
-    yield from gemm.mma_configs(_product(p, MOST_TOKENS), target)
-
-
-def _small_mma_configs(p: Problem, target: Target) -> Iterator[gemm.Config]:
-    """Few bytes: they fit wherever there are bulk copies."""
-    for block_k in (256, 128, 64, STRIP):
-        yield gemm.Config(MOST_TOKENS, 2 * STRIP, block_k, STRIP, 1, 1, 3, 2)
+def _with_norm(p: Problem, cut: gemm.Config, target: Target) -> Iterator[Config]:
+    """The product so, and the first norm that may run behind it."""
+    of_warps, of_block = (fewest_vecs(p.n, choices, MOST_THREADS) for choices in (VECS, VECS[1:]))
+    for vecs in (of_warps,) if cut.stream and not cut.cta_pipeline else (of_block, of_warps):
+        if why_invalid(p, config := Config.of(cut, vecs), target) is None:
+            yield config
+            return
 
 
 @cache
 def pays(problem: Problem, target: Target) -> bool:
-    """Whether it is faster than w4a16_gemm and add_norm, one after the other: where steps cut W so on the board that
-    its arch is mostly of, or on all of them. So what a step asks for is the same on all of them.
+    """Whether it is faster than w4a16_gemm and add_norm, one after the other, by steps: of up to four tokens but for
+    strips too few for a wave and rows too short for parts, of more where W is large and its rows long.
     """
-    p, usual = problem, Target.of(target.arch)
+    p, strips = problem, problem.n // STRIP
     if p.num_tokens > FEW_TOKENS:
-        return target.arch.has_wgmma and p.k >= MIN_MMA_TOKENS_K and gemm.prefers_mma(p.product)
-    return p.num_tokens > 1 and _first_valid(p, _stream_configs(p, usual), usual) is not None
+        return target.arch.has_wgmma and p.k >= MIN_MMA_TOKENS_K and p.n * p.k >= MIN_MMA_WEIGHTS
+    is_between = 2048 <= p.k < 3000 and 0.4 <= strips / target.device.num_sms < 2 / 3
+    return p.num_tokens > 1 and target.arch.max_smem_bytes >= MIN_SMEM_BYTES and not is_between
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:

@@ -11,8 +11,9 @@ import torch
 
 from kerngen.arch import ARCHES, Target
 from kerngen.templates import find_kernel
+from kerngen.templates.common.w4.tiling import BLOCK_STREAM_SPACE, STREAM_SPACE
 from kerngen.templates.kernel import Case
-from kerngen.templates.w4a16_gemm.spec import BLOCK_STREAM_SPACE, STREAM_SPACE, Config, Problem
+from kerngen.templates.w4a16_gemm.spec import Config, Problem
 
 KERNEL = find_kernel("w4a16_gemm")
 SHAPES = ((64, 704, 32), (320, 384, 64), (96, 1536, 128), (5376, 2112, 32), (2560, 10240, 32), (64, 5376, 32))

@@ -205,7 +205,7 @@ def test_what_blocks_share_costs() -> None:
     config = replace(GEMM.default_config(problem, H200), block_n=128, blocks_per_sm=1)
     (shared,) = GEMM.traffic(problem, config, H200) or ()
     (alone,) = GEMM.traffic(problem, replace(config, blocks_per_sm=0), H200) or ()
-    assert shared.waits > alone.waits == 0
+    assert shared.waits > alone.waits
     assert (shared.l2_bytes or 0) > (alone.l2_bytes or 0)
     (split,) = GEMM.traffic(problem, replace(config, body="mma", warps_k=2), H200) or ()
     (whole,) = GEMM.traffic(problem, replace(config, body="mma"), H200) or ()

@@ -61,13 +61,14 @@ def test_beyond_the_tuned_interval_the_default_serves(stores: list[Source]) -> N
 
 
 def test_between_two_defaults_the_kernel_prefers_one_of_them() -> None:
-    """Of 384 tokens tiles of 256 leave a third empty, of 192 none, and 80 have a tile of their own. Bundles have all:
+    """Of 384 tokens tiles of 256 leave a third empty, of 192 none, and 81 need none of 128. Bundles have all:
     defaults of powers of two, and of those `between` them.
     """
     problem, selector = GEMM.problem_type(n=43008, k=5376), Selector([], H200)
     lengths = [length for i in range(14) for length in (1 << i, *selection_module.between(1 << i))]
     defaults = {m: GEMM.default_config(replace(problem, num_tokens=m), H200) for m in lengths}
-    assert [selector.choice(GEMM, replace(problem, num_tokens=m)).config.block_m for m in (40, 80, 81)] == [48, 80, 96]
+    for m in (40, 80, 81, 97):
+        assert m <= selector.choice(GEMM, replace(problem, num_tokens=m)).config.block_m < 1.4 * m
     chosen = selector.choice(GEMM, replace(problem, num_tokens=384))
     assert (chosen.config.block_m, defaults[512].block_m) == (192, 256)
     assert chosen is selector.choice(GEMM, replace(problem, num_tokens=380))

@@ -13,7 +13,8 @@ import pytest
 
 from kerngen.arch import Target, find_device
 from kerngen.templates import find_kernel
-from kerngen.templates.common.w4.tiling import STREAM_BLOCK_M, STREAM_SPACE, STRIP, stream_step, stream_tiles
+from kerngen.templates.common.w4.limits import stream_step, stream_tiles
+from kerngen.templates.common.w4.tiling import STREAM_BLOCK_M, STREAM_SPACE, STRIP
 from kerngen.templates.w4a16_gemm.spec import Config, Problem
 
 KERNEL = find_kernel("w4a16_gemm")

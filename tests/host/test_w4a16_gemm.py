@@ -15,7 +15,7 @@ from kerngen.compiler.compile import compile_cubin
 from kerngen.compiler.render import render
 from kerngen.errors import ProblemError
 from kerngen.templates import find_kernel
-from kerngen.templates.common.w4 import tiling
+from kerngen.templates.common.w4 import limits
 from kerngen.templates.common.w4.pack import dequantize, interleave, pack, separate, unpack
 from kerngen.templates.w4a16_gemm import cases, reference, spec
 from kerngen.templates.w4a16_gemm.spec import Config, Problem
@@ -112,7 +112,7 @@ def test_refusals_hold_the_numbers(arch: str, config: Config, needles: tuple[str
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [({"l2_prefetch_stages": 4}, "only w4a16_gemm's wgmma_ws"),
+    [({"l2_prefetch_stages": 4}, "l2_prefetch_stages=4: body=mma takes 0"),
      ({"l2_prefetch_stages": -1, "body": "wgmma_ws"}, "l2_prefetch_stages=-1"),
      ({"blocks_per_sm": 2, "cluster": 2, "body": "wgmma_ws"}, "no cluster"),
      ({"blocks_per_sm": 2, "block_n": 256, "body": "wgmma_ws"}, "128 rows")],
@@ -134,8 +134,8 @@ def test_what_is_row_invariant_shares_no_tile_where_tokens_fill_several() -> Non
     assert "block_m=128" in why
     assert spec.why_invalid(dataclasses.replace(bound, num_tokens=128), shared, target) is None
     assert spec.why_invalid(bound, dataclasses.replace(shared, blocks_per_sm=0), target) is None
-    assert spec.default_config(free, target).blocks_per_sm, "else the next line says nothing"
-    assert spec.default_config(bound, target).blocks_per_sm == 0
+    assert any(c.blocks_per_sm for c in KERNEL.candidates(free, target)), "else the next line says nothing"
+    assert not any(c.blocks_per_sm for c in KERNEL.candidates(bound, target))
 
 
 @pytest.mark.parametrize("block_m", [8, 16, 128])
@@ -164,9 +164,7 @@ def test_pieces_cover_the_units_once_and_every_unit_knows_its_block(units: int, 
 def test_tiles_that_blocks_share_have_a_counter_each_and_sums_of_their_own() -> None:
     target = Target.of(find_arch("sm90"))
     problem = Problem(1536, 12288, 32, "bf16", 5)
-    config = spec.default_config(problem, target)
-    assert config.gemv
-    assert config.split_k > 1
+    config = next(c for c in KERNEL.candidates(problem, target) if c.gemv and c.split_k > 1)
     tiles = 1536 // config.block_n
     (launch,) = spec.launches(problem, config, target)
     assert launch.grid == (tiles * config.split_k, 1, 1)
@@ -201,7 +199,7 @@ def test_blocks_that_share_tiles_are_started_together_and_post_a_tile_each(arch:
     (Config(8, 64, 384, 32, 1, 3, 4, 2), None),
     (Config(8, 128, 256, 32, 1, 1, 3, 2, prefetch_stages=2), None),
     (Config(8, 128, 256, 32, 1, 1, 3, 2, prefetch_stages=3), "fewer than num_stages=3"),
-    (Config(8, 64, 512, 64, 1, 2, 1, 0, body="gemv", prefetch_stages=1), "prefetch_stages=1: body=gemv has no stages"),
+    (Config(8, 64, 512, 64, 1, 2, 1, 0, body="gemv", prefetch_stages=1), "prefetch_stages=1: body=gemv takes 0"),
     (Config(16, 128, 256, 16, 1, 1, 3, 2, body="wgmma_ws", prefetch_stages=2), None),
     (
         Config(16, 128, 256, 16, 1, 1, 3, 2, body="wgmma_ws", prefetch_stages=3),
@@ -304,25 +302,25 @@ def test_whole_strips_by_a_shared_ring_keep_in_registers(n: int, k: int, group_s
     """Where a warp has too many tiles of a row, strips are cut as they are where no ring is shared; and what is on its
     way is counted in bytes, whatever a slot takes.
     """
-    config = spec.default_config(Problem(n, k, group_size, "bf16", 4), Target.of(find_device("H200")))
-    tiles = tiling.stream_tiles(config, k, group_size)
-    assert config.cta_pipeline == (k < 8192)
-    assert not config.cta_pipeline or tiles <= tiling.MOST_QUADS
-    if config.cta_pipeline:
+    configs = KERNEL.candidates(Problem(n, k, group_size, "bf16", 4), Target.of(find_device("H200")))
+    pipelines = [c for c in configs if c.cta_pipeline]
+    assert bool(pipelines) == (k < 8192)
+    for config in pipelines:
+        assert limits.stream_tiles(config, k, group_size) <= limits.MOST_QUADS
         on_their_way = config.prefetch_stages * config.weight_bytes(group_size)
         assert 0.75 * spec.CTA_PREFETCH_BYTES[1] < on_their_way < 1.25 * spec.CTA_PREFETCH_BYTES[1]
 
 
 @pytest.mark.parametrize(("change", "needle"), [
     ({"block_m": 8}, "block_m=8"), ({"num_stages": 1}, "num_stages=1"), ({"block_k": 96}, "block_k=96"),
-    ({"blocks_per_sm": 4}, "32 warps"), ({"block_k": 8 * 32 * 9}, "a stage takes 9"),
+    ({"blocks_per_sm": 4}, "8 warps x 4 blocks an SM: at most 16"), ({"block_k": 8 * 32 * 9}, "a stage takes 9"),
     ({"num_stages": 30, "block_k": 8 * 32 * 6}, "shared memory"),
-    ({"cap_inflight": True, "prefetch_stages": 1}, "cap_inflight=True is for body=tma_block"),
+    ({"cap_inflight": True, "prefetch_stages": 1}, "cap_inflight=True: body=tma_warp takes False"),
     ({"body": "tma_block", "cap_inflight": True}, "with prefetch_stages=0"),
-    ({"body": "tma_block", "blocks_per_sm": 2}, "in one block an SM"),
+    ({"body": "tma_block", "blocks_per_sm": 2}, "blocks_per_sm=2: body=tma_block takes 1"),
     ({"body": "tma_block", "block_m": 1}, "block_m=1"),
     ({"body": "tma_block", "warps_k": 16, "block_k": 16 * 32}, "18 warps"),
-    ({"body": "mma", "cap_inflight": True}, "is for body=tma_block"),
+    ({"body": "mma", "cap_inflight": True}, "cap_inflight=True: body=mma takes False"),
 ])  # fmt: skip
 def test_streams_that_cannot_be_are_refused(change: dict[str, Any], needle: str) -> None:
     problem, target = Problem(4096, 1536, 32, "bf16", 1), Target.of(find_arch("sm90"))

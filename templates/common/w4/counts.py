@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import log
 
 from kerngen.arch import Arch, Target
+from kerngen.templates.common.w4 import limits
 from kerngen.templates.common.w4.tiling import STRIP, Tiling, matrix_bytes
 from kerngen.templates.kernel import Traffic
 
@@ -16,10 +18,12 @@ UNPACK, UNPACK_FP16, UNPACK_BIASED = 18, 14, 11
 AS_INTEGERS = {1: 6, 2: 11, 4: 9}  # and multiplied, by tokens of a tile (x_registers.cuh; 2: of data/recorded alone)
 STAGE_OPS, COPY_OPS, TURN_OPS = 40, 4, 40
 SLOTS_PER_MMA = 2  # of a scheduler: a tensor instruction, and the loads of its operands
+WAITS_A_TILE = 0.25, 0.5  # of a warp with stream, for the digits of x; and if it has many (limits.stream_has_many)
 LEAST_COLUMNS = 32  # a wgmma of fewer tokens takes as long
 LINE_BYTES = 128  # a load takes a clock of L1 for each line that it touches
 MEETING_WAITS = 2  # partial sums out, and the count of who arrived; then come the others' partial sums
 POSTED_WAITS = 2  # sums posted and received, a tile's parts by all who share it
+WAVE_WAITS = 3.4, 6.8  # of warpgroups, a tile's end; where helpers add up its sums
 PARTS_AHEAD, WIDE_PARTS_AHEAD = 16, 4  # of 16 bytes, that the last to arrive loads at once (gemm.cuh, FLIGHT)
 
 
@@ -50,7 +54,11 @@ class Product:
 
 
 def traffic(p: Product, c: Tiling, target: Target, blocks: int) -> Traffic:
-    """Of a launch of `blocks` blocks that have something to do."""
+    """Of a launch of `blocks` blocks that have something to do.
+
+    What is fitted tells bodies apart, the tokens of their tiles, and their warps along K (of wgmma_ws: blocks an SM);
+    and of gemv and stream whether all of a warp's part is in flight at once.
+    """
     return _register_traffic(p, c, target.arch) if c.gemv or c.stream else _staged(p, c, target.arch, blocks)
 
 
@@ -72,7 +80,7 @@ def _staged(p: Product, c: Tiling, arch: Arch, blocks: int) -> Traffic:
     columns = -(-p.n // (c.block_n * c.cluster))  # of tiles, whose blocks share what they read of x
     copied = stages * w_stage + columns * p.rows * p.k * 2  # rows beyond the last are not read
     flops = 2 * stages * c.block_m * c.block_n * c.block_k
-    if c.wgmma or c.warpgroups:  # 64 rows of W at a time read the tokens
+    if c.body in ("wgmma", "wgmma_ws"):  # 64 rows of W at a time read the tokens
         read = stages * (w_stage + x_stage * (c.block_n // 64))
         flops = flops * max(c.block_m, LEAST_COLUMNS) // c.block_m
         mma_ops = 0
@@ -85,15 +93,21 @@ def _staged(p: Product, c: Tiling, arch: Arch, blocks: int) -> Traffic:
     overhead = stages * 32 * (c.num_warps * STAGE_OPS + c.l2_prefetch_stages)
     if not c.warpgroups:  # whose copies are in bulk
         overhead += stages * ((w_stage + x_stage) // 16 * COPY_OPS)
-    waits, shared = 0, 0
-    if c.blocks_per_sm and tiles % blocks:
+    waits, shared, rest = 0.0, 0, tiles % blocks
+    if c.warpgroups:
+        waits = WAVE_WAITS[c.overlaps_reduce] * (max(1, tiles // blocks) if c.blocks_per_sm else 1)
+    if c.blocks_per_sm and rest:
         parts = min(-(-tile_stages // max(1, stages // blocks)) + 1, tile_stages)
         quads = c.warp_n * (c.block_m // c.warps_m) // 128
-        waits = MEETING_WAITS + -(-parts * quads // (PARTS_AHEAD if quads < 32 else WIDE_PARTS_AHEAD))
-        shared = 4 * blocks * tile_rows * c.block_n * 4  # of two tiles each, out and back
-        if c.warpgroups:
-            waits, shared = POSTED_WAITS, 6 * blocks * c.block_m * c.block_n * 4  # and zero again
-    ahead = c.num_stages - (2 if c.wgmma else 1) if arch.has_cp_async else 1
+        if c.warpgroups:  # of the last wave alone; sums that helpers add up take no turn of who multiplies
+            posted, a_sum = (3, 1.64) if c.overlaps_reduce else (10, 0.58 * (1 + 0.85 * log(max(1, blocks / rest))))
+            waits += posted + a_sum / 1024 * c.block_m * c.block_n
+            shared = 6 * blocks * c.block_m * c.block_n * 4  # and zero again
+        else:
+            waits = MEETING_WAITS + -(-parts * quads // (PARTS_AHEAD if quads < 32 else WIDE_PARTS_AHEAD))
+            shared = 4 * blocks * tile_rows * c.block_n * 4  # of two tiles each, out and back
+    ahead = c.num_stages - (2 if c.body == "wgmma" else 1) if arch.has_cp_async else 1
+    way = "overlap" if c.overlaps_reduce else c.blocks_per_sm if c.warpgroups else f"{c.block_n}x{c.warps_k}"
     return Traffic(
         p.dram_bytes,
         flops,
@@ -102,11 +116,12 @@ def _staged(p: Product, c: Tiling, arch: Arch, blocks: int) -> Traffic:
         cuda_ops=unpack + mma_ops + overhead,
         bytes_in_flight=ahead * (w_stage + tile_rows * c.block_k * 2),
         copies=arch.has_cp_async,
-        tensor="wgmma" if c.wgmma or c.warpgroups else "mma",
+        tensor="wgmma" if c.body in ("wgmma", "wgmma_ws") else "mma",
         units=blocks,
         joins=-(-stages // blocks) / tile_stages if c.warps_k > 1 else 0,
         join_bytes=2 * (c.warps_k - 1) * tiles * c.block_m * c.block_n * 4,
         waits=waits,
+        fit=f"{c.body}_{c.block_m}_{way}",
     )
 
 
@@ -126,14 +141,17 @@ def _register_traffic(p: Product, c: Tiling, arch: Arch) -> Traffic:
     weights = units * turns * c.block_n * c.block_k
     sums = units * c.block_m * c.block_n * 4
     ops = units * turns * 32 * c.num_warps * TURN_OPS
-    flops = 0
+    flops, waits = 0, MEETING_WAITS + 1.0 if c.shares_tiles else 0.0
     if c.stream:
         ops += weights * AS_INTEGERS[c.block_m] // 8
         smem_bytes = 2 * moved
+        tiles_a_warp = limits.stream_tiles(c, p.k, p.group_size)
+        waits += WAITS_A_TILE[limits.stream_has_many(c, tiles_a_warp)] * tiles_a_warp
     else:
         flops = 2 * c.block_m * weights
         ops += _unpack_ops(weights, p.dtype, products_scaled=True) + _mma_ops(flops, arch)
         smem_bytes = weights // (STRIP * c.warp_n) * 4 * min(p.tile_rows, c.block_m) * LINE_BYTES
+    way = "_loop" if c.gemv and c.blocks_per_sm else "_once" if turns == 1 else ""
     return Traffic(
         p.dram_bytes,
         flops,
@@ -145,7 +163,8 @@ def _register_traffic(p: Product, c: Tiling, arch: Arch) -> Traffic:
         units=units,
         joins=1 if c.warps_k > 1 else 0,
         join_bytes=2 * c.warps_k * sums if c.warps_k > 1 else 0,
-        waits=MEETING_WAITS + 1 if c.shares_tiles else 0,
+        waits=waits,
+        fit=f"{c.body}_{c.block_m}_{c.warps_k}{way}",
     )
 
 

@@ -222,6 +222,33 @@ def test_batch_is_bucketed_to_powers_of_two(stores: list[Store], kernel: Kernel,
     assert (ask(stores, kernel, Problem(batch=batch)) is not None) == hits
 
 
+@dataclass(frozen=True)
+class FinerProblem(Problem):
+    FINER: ClassVar[tuple[str, ...]] = ("batch",)
+
+
+@pytest.mark.parametrize(
+    ("batch", "served_by"),
+    [(72, 80), (73, 80), (80, 80), (81, 128), (88, 128), (128, 128), (64, None), (136, None)],
+)
+def test_a_finer_bucket_is_asked_before_those_above_it(stores: list[Store], batch: int, served_by: int | None) -> None:
+    """Up to the next power of two: what is tuned there alone serves as it did before there were finer ones."""
+    kernel = make_kernel()
+    kernel.spec.Problem = FinerProblem  # type: ignore[attr-defined]
+    for at in (128, 80):
+        record(stores[1], kernel, at, 10.0, problem=FinerProblem(batch=at))
+    found = ask(stores, kernel, FinerProblem(batch=batch))
+    assert (found.config["block_n"] if found else None) == served_by
+
+
+def test_a_power_of_two_is_filed_alike_in_finer_buckets() -> None:
+    kernel, finer = make_kernel(), make_kernel()
+    finer.spec.Problem = FinerProblem  # type: ignore[attr-defined]
+    keys = [(problem_key(kernel, Problem(batch=n)).id, problem_key(finer, FinerProblem(batch=n)).id)
+            for n in (1, 2, 8, 80, 128)]  # fmt: skip
+    assert [a == b for a, b in keys] == [True, True, True, False, True]
+
+
 def test_a_spec_may_bucket_in_its_own_way(stores: list[Store]) -> None:
     kernel = make_kernel()
     kernel.spec.bucket = lambda problem: {"many": problem.batch > 4}  # type: ignore[attr-defined]

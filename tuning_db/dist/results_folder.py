@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -36,7 +36,9 @@ from kerngen.tuning_db.read.canonical_fields import (
     device_from,
     filed_device,
     filed_kernel,
+    finer,
     named_kernel,
+    round_up,
 )
 from kerngen.tuning_db.read.freshness import is_filed_by, notes_of, revision_noted
 from kerngen.tuning_db.read.ids import ProblemKey, canonical, digest, problem_key
@@ -332,7 +334,7 @@ def _cases(file: ResultsFile, done: Rebuilt, cells: Collection[str] | None) -> I
             done.faults.append(f"{file.kernel} on {file.board}: {fields} is no problem of it: {e}")
             continue
         key = problem_key(kernel, asked)
-        if (key.filed().static, key.filed().runtime, key.dynamic) != (problem.static, point.runtime, point.dynamic):
+        if not _is_filed_as(key, asked, problem.static, point):
             done.faults.append(f"{file.kernel} on {file.board}: {fields} is filed otherwise today")
             continue
         if cells is not None and key.cell not in cells:
@@ -349,6 +351,15 @@ def _cases(file: ResultsFile, done: Rebuilt, cells: Collection[str] | None) -> I
                 done.stale.append(f"{file.kernel} on {file.board}: {fields}: {dict(told.fields)}")
             elif trial.us is not None or not made.timed:  # a wrong result of another source says nothing of today's
                 yield _Case(file, trial, key, kernel, device, *made, static_fields(asked), closure)
+
+
+def _is_filed_as(key: ProblemKey, asked: Any, static: Mapping[str, Any], point: Point) -> bool:
+    """Whether this is the problem's place, or was before it had finer buckets (Problem.FINER)."""
+    filed = key.filed()
+    if (filed.static, filed.dynamic) != (static, point.dynamic):
+        return False
+    coarse = {n: round_up(v) if n in finer(asked) else v for n, v in key.runtime.items()}
+    return point.runtime in (filed.runtime, replace(key, runtime=coarse).filed().runtime)
 
 
 class _Rendered(NamedTuple):

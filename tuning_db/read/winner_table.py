@@ -12,9 +12,11 @@ None of them: None, and the caller uses the default configuration.
 
 Tuned points lie along the dynamic field (tokens, KV length). A point serves itself and what lies between it and the
 next lower one, but where that lower one, or the default, was judged faster there (store/crossovers.py); nothing is
-served below the lowest or above the highest. Everything is checked before it is served: the configuration must still
-be valid, the image must match its digest, nothing revoked counts. What fails is skipped with a warning that names it,
-once, and the next in order is asked.
+served below the lowest or above the highest. Where a runtime field has finer buckets than powers of two
+(Problem.FINER), the problem's own cell is asked first, then those above it up to the power of two.
+
+Everything is checked before it is served: the configuration must still be valid, the image must match its digest,
+nothing revoked counts. What fails is skipped with a warning that names it, once, and the next in order is asked.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ from kerngen.compiler.compile import Cubin
 from kerngen.errors import CorruptRecord, DatabaseError
 from kerngen.templates.kernel import Kernel, describe, fields_of
 from kerngen.tuning_db.read.boards import PerBoard, at_hand
+from kerngen.tuning_db.read.canonical_fields import finer
 from kerngen.tuning_db.read.freshness import Freshness
-from kerngen.tuning_db.read.ids import bucketed, coordinates, problem_key
+from kerngen.tuning_db.read.ids import bucketed, buckets_above, coordinates, problem_key
 from kerngen.tuning_db.read.kernel_index import KernelIndex, Point
 from kerngen.tuning_db.read.ranks import BEYOND, how, rank_of
 from kerngen.tuning_db.read.source import Source
@@ -130,6 +133,7 @@ class WinnerTable:
         self._reads = list(self._read(here))
         self._revoked = _revoked(here) if self._reads else set()
         self._cells: dict[tuple[Any, ...], list[_Row]] = {}
+        self._above: dict[tuple[Any, ...], list[_Row]] = {}  # of cells that were asked for, with those above them
         for cell, row in self._ordered():
             self._cells.setdefault(cell, []).append(row)
 
@@ -138,12 +142,9 @@ class WinnerTable:
 
         The same object each time that it is the answer.
         """
-        rows = self._cells.get(coordinates(bucketed(self.kernel, problem)))
-        if rows is None:
-            return None
         dynamic = getattr(problem, problem.DYNAMIC) if problem.DYNAMIC else None
         older: Winner | None = None
-        for row in rows:
+        for row in self._rows(problem):
             for choice in row.serving(dynamic):
                 if not self._serves(choice, problem) or choice.answer is None:
                     continue
@@ -155,7 +156,7 @@ class WinnerTable:
     def passed_over(self, problem: Any) -> Winner | None:
         """The winner that does not serve `problem` because the default was judged to be faster; None if none is."""
         dynamic = getattr(problem, problem.DYNAMIC) if problem.DYNAMIC else None
-        for row in self._cells.get(coordinates(bucketed(self.kernel, problem)), ()):
+        for row in self._rows(problem):
             for choice in row.serving(dynamic):
                 if self._serves(choice, problem) and choice.answer is not None and not choice.answer.stale:
                     return choice.answer if self.answer(problem) is None else None
@@ -218,6 +219,16 @@ class WinnerTable:
         return _Row(at, [points[d] for d in at]) if at else None
 
     # ---- what is served
+
+    def _rows(self, problem: Any) -> Sequence[_Row]:
+        """Those of its cell; of a problem with finer buckets (Problem.FINER) then those of the cells above it."""
+        cell = coordinates(bucketed(self.kernel, problem))
+        if not finer(problem):
+            return self._cells.get(cell, ())
+        if (known := self._above.get(cell)) is None:
+            cells = map(coordinates, buckets_above(self.kernel, problem))
+            known = self._above[cell] = [row for at in cells for row in self._cells.get(at, ())]
+        return known
 
     def _judged(self, row: _Row, choice: _Choice, problem: Any, dynamic: int | None) -> Winner | None:
         """What serves a size between two points: the upper's winner, the lower's, or None for the default."""

@@ -47,7 +47,7 @@ class Choice:
     config: Any
     target: Target
     source: str
-    provenance: str  # measured, predicted or default
+    provenance: str  # measured, carried, predicted or default
     cubin: Cubin | None = None
     winner: Winner | None = None
 

@@ -115,9 +115,14 @@ class Shipment:
             "winners": dict(sorted(Counter(w.provenance for w in winners).items())),
         }
 
-    def seal(self, out: Path, about: Mapping[str, Any], keys: Iterable[SecretKey]) -> str:
-        """Write it, read-only, with the leaves of all its tables: its digest. Raises DatabaseError, OSError."""
-        self.store.rewrite_lines()
+    def seal(
+        self, out: Path, about: Mapping[str, Any], keys: Iterable[SecretKey], *, has_lines: bool = False
+    ) -> str:
+        """Write it, read-only, with the leaves of all its tables: its digest. has_lines: all rows came with winners, so
+        that the lines are theirs. Raises DatabaseError, OSError.
+        """
+        if not has_lines:
+            self.store.rewrite_lines()
         self.store.close()
         engines.leave_log(self.path)
         header = {"schema": t.SCHEMA, "kerngen": __version__, "name": out.stem, **about}

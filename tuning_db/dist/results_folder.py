@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 SUFFIX = ".txt"
-_NONE_COMPILED = (0, 0)  # an NVRTC's version, of what is carried: its text says of none
+NONE_COMPILED = (0, 0)  # an NVRTC's version, of what is carried: its text says of none
 MAX_BYTES = 64 * 1024 * 1024  # the largest file that is shipped has less than 1 MB
 
 
@@ -298,7 +298,7 @@ class _Case:
     @property
     def nvrtc(self) -> tuple[int, int] | None:
         """What compiled what was observed; None where a text does not tell."""
-        return _NONE_COMPILED if isinstance(self.observer, str) else self.observer.nvrtc
+        return NONE_COMPILED if isinstance(self.observer, str) else self.observer.nvrtc
 
     def __str__(self) -> str:
         at = "" if self.key.dynamic is None else f" {self.file.dynamic}={self.key.dynamic}"

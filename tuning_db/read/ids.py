@@ -117,7 +117,9 @@ class ProblemKey:
                           self.dynamic, filled(self.fields, of.fields))  # fmt: skip
 
     def ids(self) -> ProblemIds:
-        return ids_as_filed(self.filed())
+        of = canonical_fields_of(self.kernel)
+        return ids_as_filed(ProblemKey(filed_kernel(self.kernel), trimmed(self.static, of.static),
+                                       trimmed(self.runtime, of.runtime), self.dynamic))  # fmt: skip
 
 
 class ProblemIds(NamedTuple):

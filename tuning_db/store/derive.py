@@ -103,7 +103,9 @@ class _Derivation:
             self.may_win[problem_id] = may_win(observations, builds, wrong_sources=wrong, revoked=revoked)
             problem = _problem(self.kernel, observations)
             tried = _tried(observations, builds, wrong)
-            default = _default_config(self.kernel, problem, target)
+            # A row that is carried alone wins whatever the default is, and a shipped board has thousands of them.
+            is_alone = len(observations) == 1 and observations[0].measurement.provenance == "carried"
+            default = None if is_alone else _default_config(self.kernel, problem, target)
             choice = choose(observations, builds, wrong_sources=wrong, revoked=revoked, default=default,
                             is_current=partial(self._is_current, problem),
                             holds=partial(self._holds, problem, tried), weights=weights)  # fmt: skip

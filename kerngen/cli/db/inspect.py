@@ -338,7 +338,7 @@ def _print_summary(found: list[tuple[Store, Winner]]) -> None:
             gains = [us / w.latency_us for w in winners if w.latency_us and (us := w.why.get("default_us"))]
             table.add_row(
                 kernel, arch, device, *(str(known[how] or "") for how in PROVENANCES),
-                str(sum(not w.why.get("is_default") for w in winners) or ""),
+                str(sum(w.why.get("is_default") is False for w in winners) or ""),
                 f"{geometric_mean(gains):.2f}x" if gains else "", str(sum(w.stale for w in winners) or ""),
             )  # fmt: skip
         console.print(table)

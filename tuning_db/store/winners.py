@@ -170,7 +170,7 @@ def choose(
         "stage": winner.typical.measurement.stage,
         "noise": first.noise,
         "within_noise": len(near),
-        "is_default": None if default is None else winner.build.config == default,
+        "is_default": None if default is None and provenance == "carried" else winner.build.config == default,
         "default_us": next((c.p50_us for c in ranked if c.build.config == default), None),
         "fastest": _brief(first),
         "next": None if following is None else _brief(following),

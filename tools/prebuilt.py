@@ -119,9 +119,11 @@ def _publish(texts: Mapping[Path, str], place: Path, suffix: str, kernels: Colle
     return publish_texts(texts)
 
 
-def write_carried(rows: Sequence[Mapping[str, Any]], source: str, target: Target, folder: Path) -> dict[Path, int]:
-    """The results files of `rows`, which were chosen on the target's board, in place of those in `folder`: their sizes.
-    A problem that was measured there is left out. Nothing is compiled.
+def write_carried(
+    rows: Sequence[Mapping[str, Any]], source: str, target: Target, folder: Path, kernels: Collection[str] = ()
+) -> dict[Path, int]:
+    """The results files of `rows` (of `kernels`, or all), which were chosen on the target's board, in place of those in
+    `folder`: their sizes. A problem that was measured there is left out. Nothing is compiled.
 
     rows: {"kernel", "problem", "config"} of each, with all fields or without those that have their default. source:
     what they were chosen by, in words. Raises UsageError, naming the row, for what is none or cannot run; DatabaseError
@@ -138,7 +140,7 @@ def write_carried(rows: Sequence[Mapping[str, Any]], source: str, target: Target
         keys: dict[str, Kernel] = {}
         chosen: dict[str, Measurement] = {}
         with store.transaction():
-            for row in rows:
+            for row in (r for r in rows if not kernels or r.get("kernel") in kernels):
                 kernel, m = _carried(row, source, target, store)
                 keys[m.problem.static_key] = kernel
                 if (other := chosen.setdefault(m.problem.id, m)).config != m.config:
@@ -150,8 +152,8 @@ def write_carried(rows: Sequence[Mapping[str, Any]], source: str, target: Target
         for file in results_of([store], Selection(provenances=["carried"]), rivals=False):
             texts[place / f"{file.kernel}{CARRIED}"] = results_file.dump(file)
     if not texts:
-        raise UsageError(f"all of that was measured on {target.device}")
-    return _publish(texts, place, CARRIED)
+        raise UsageError(f"nothing of that is carried: it was measured on {target.device}, or is of other kernels")
+    return _publish(texts, place, CARRIED, kernels)
 
 
 def _carried(row: Mapping[str, Any], source: str, target: Target, store: Store) -> tuple[Kernel, Measurement]:
@@ -209,7 +211,7 @@ def renew(target: Target, folder: Path, *, jobs: int = 1) -> dict[Path, int]:
 @click.option("--source", default=None, metavar="TEXT", help="What those of --carried were chosen by, in words.")
 @click.option("--renew", "renewing", is_flag=True, help="Keep the winners of what is there, build and time them anew.")
 @click.option("--model", "models", multiple=True, help="Only these. Default: all released models.")
-@click.option("--kernel", "kernels", multiple=True, help="Predict these alone, and leave other kernels' files.")
+@click.option("--kernel", "kernels", multiple=True, help="These alone; other kernels' files stay.")
 @click.option("--trials", type=click.IntRange(1), default=TRIALS, show_default=True, help="Configurations a problem.")
 @click.option("--jobs", type=click.IntRange(1), default=None, help="Compiler processes. Default: one a core.")
 @click.option("--db", "db", default=None, metavar="FILE", help="Keep what was tried here. One file a board.")
@@ -236,8 +238,8 @@ def main(
         raise UsageError("--renew keeps what is predicted for boards: with --device alone, and --jobs and --output")
     if bool(carried) != bool(source):
         raise UsageError("--carried and --source go together: a carried row says what it was chosen by")
-    if carried is not None and (len(boards) != 1 or renewing or models or kernels or db):
-        raise UsageError("--carried is of one board: with --device and --source alone, and --output")
+    if carried is not None and (len(boards) != 1 or renewing or models or db):
+        raise UsageError("--carried is of one board: with --device and --source alone, and --kernel and --output")
     if db is not None and len(boards) != 1:
         raise UsageError("--db is of one board")
     if measured is not None:
@@ -245,7 +247,7 @@ def main(
             _tell(write_measured(store, output))
         return
     if carried is not None and source is not None:
-        _tell(write_carried(_rows_in(carried), source, Target.of(boards[0]), output))
+        _tell(write_carried(_rows_in(carried), source, Target.of(boards[0]), output, kernels))
         return
     for board in boards:
         target = Target.of(board)

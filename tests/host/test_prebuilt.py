@@ -221,6 +221,8 @@ def test_carried_rows_are_written_but_for_what_was_measured(tmp_path: Path) -> N
     kernel = find_kernel("gelu_gate")
     keys = [problem_key(kernel, kernel.problem_type(width=64, num_tokens=n)).id for n in (8, 16, 32)]
     assert [key in known_points(place) for key in keys] == [True, True, False]
+    write_carried([_row(8, 128), _row(8, 64, kernel="rmsnorm")], "more steps", target, tmp_path, ["gelu_gate"])
+    assert parse((place / f"gelu_gate{CARRIED}").read_text()).carried == ("more steps",)
     with Store.open(tmp_path / "none.db") as store, pytest.raises(UsageError, match="nothing is left to predict"):
         predict(target, ["gemma-4-e2b"], store, known=known_points(PREBUILT / "H200"))
 

@@ -30,10 +30,15 @@ _ACROSS_LINES = re.compile(
 )
 _TOKEN = re.compile(rf"(?P<blank>(?:[ \t\r\f\v]|//.*)+)|{_RAW}|{_STRING}|{_NUMBER}|{_CHARACTER}|[\w$]+|.")
 # An assert names the line that it failed in. %: is another spelling of #.
-_SEES_LINES = re.compile(r"__LINE__|__builtin_LINE|source_location|(?<![\w$])assert(?![\w$])|%:")
+_SEES_LINES = ("__LINE__", "__builtin_LINE", "source_location", "%:")
+_ASSERT = re.compile(r"assert(?<![\w$]assert)(?![\w$])")
 # What compilers join with the next line too, or a raw string whose opening is on two lines: filed as they are.
-_UNUSUAL_SPLICE = re.compile(r'\\[ \t\r\f\v]+\n|R(?:\\\n)+"')
-_MAKES_STRINGS = re.compile(r"^[ \t]*#[ \t]*define\b.*[^#\n]#(?!#)", re.MULTILINE)
+_UNUSUAL_SPLICES = re.compile(r"\\[ \t\r\f\v]+\n"), re.compile(r'R(?:\\\n)+"')
+# The first is part of the second, and is found sooner where there is none.
+_MAKES_STRINGS = (
+    re.compile(r"define\b.*[^#\n]#(?!#)"),
+    re.compile(r"^[ \t]*#[ \t]*define\b.*[^#\n]#(?!#)", re.MULTILINE),
+)
 _INCLUDE = re.compile(r"[ \t]*#[ \t]*include\b")
 _OPEN_NUMBER = re.compile(r"\.?\d.*[eEpP]\Z")
 _COMMENT_LINES = re.compile(rb"(?<!\\\n)(?<!\\\r\n)^[ \t]*(?://[^\n{]*(?<!\\)(?<!\\[ \t\r]))?\n", re.MULTILINE)
@@ -45,17 +50,17 @@ def normal_form(text: str) -> str:
 
     What is no C++, an open quotation mark say, is kept character by character.
     """
-    if _UNUSUAL_SPLICE.search(text):
+    if any(unusual.search(text) for unusual in _UNUSUAL_SPLICES):
         return text
     form = _form(text)
-    return text if _SEES_LINES.search(form) else form
+    return text if any(name in form for name in _SEES_LINES) or _ASSERT.search(form) else form
 
 
 def _form(text: str) -> str:
     joined = text.replace("\\\n", "")
     has_more = "/*" in joined or 'R"' in joined  # what else may cross lines: few sources have either
     text = _ACROSS_LINES.sub(_on_one_line, text) if has_more else joined
-    spaced = _MAKES_STRINGS.search(text) is not None
+    spaced = all(makes.search(text) for makes in _MAKES_STRINGS)
     parts: list[str] = []
     ends = 0  # of the line before, 0 where that is a directive
     for line in text.split("\n"):

@@ -2,8 +2,8 @@
 
 The launcher, `kerngen compile` and `kerngen doctor` share `Selector`. It has a `KernelSelector` for each static problem
 (a kernel and its compiled-in fields), with the winner table of the tuning databases. Without tuned points, defaults are
-chosen at powers of two of the dynamic field (between two of them a kernel may prefer another's) and of the other
-runtime fields, or at finer steps of those. Then a new problem costs a bisection and a known one a dict lookup: a
+chosen at powers of two of the dynamic field (between two of them a kernel may prefer another's) and at the buckets of
+the other runtime fields. Then a new problem costs a bisection and a known one a dict lookup: a
 prompt's forward selects hundreds of times.
 """
 
@@ -21,7 +21,7 @@ from kerngen.arch import Target
 from kerngen.compiler import source_digest
 from kerngen.errors import ConfigRefused, ProblemError
 from kerngen.templates.kernel import Kernel
-from kerngen.tuning_db.read.canonical_fields import round_up
+from kerngen.tuning_db.read.canonical_fields import FINER_STEPS, round_up
 from kerngen.tuning_db.read.ids import bucketed, coordinates
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from kerngen.tuning_db.read.source import Source
 
 DEFAULT = "default configuration"
-FINER_STEPS = 16  # of a field between zero and the power of two at or above it
 COMPARED_EVERY = 16  # of a field between two powers: defaults are compared where it is a multiple of so many
 CHOICES_KEPT = 8192  # a dozen kernels' for several hundred lengths of context
 
@@ -50,7 +49,7 @@ class Choice:
     config: Any
     target: Target
     source: str
-    provenance: str  # measured, predicted or default
+    provenance: str  # measured, carried, predicted or default
     cubin: Cubin | None = None
     winner: Winner | None = None
 
@@ -94,14 +93,14 @@ class KernelSelector:
         Between two powers the kernel may prefer that of a length between them, or of those down to an eighth: no more
         of them are needed than a bundle has.
         """
-        key = coordinates(self._runtime(problem))
+        key = coordinates(bucketed(self.kernel, problem))
         size = getattr(problem, problem.DYNAMIC) if problem.DYNAMIC else None
         above = round_up(size)
         found = self._default_at(key, problem, above)
         if self.kernel.why_invalid(problem, found.config, self.target) is not None:
             own = self._default_for(problem)
             return self._exceptions.setdefault(own.config, own)
-        if self.kernel.prefer is None or size == above:
+        if size is None or self.kernel.prefer is None or size == above:
             return found
         compared = size if size < COMPARED_EVERY else ceil(size / COMPARED_EVERY) * COMPARED_EVERY
         if (preferred := self._preferred.get((key, compared))) is None:
@@ -118,16 +117,12 @@ class KernelSelector:
             others = self._nearby[key, above] = self._others(key, problem, found, above)
         return others
 
-    def _runtime(self, problem: Any) -> dict[str, Any]:
-        """The runtime fields but the dynamic one, as its default is chosen for them."""
-        return bucketed(self.kernel, problem) | {n: round_up(getattr(problem, n), FINER_STEPS) for n in finer(problem)}
-
     def _default_at(self, key: tuple[Any, ...], problem: Any, dynamic: Any) -> Choice:
         """The default where the dynamic field is `dynamic`; None: there is none. key: the other runtime fields, as they
         are looked up, which it is chosen for too: who asks first does not decide for those that share it.
         """
         if (found := self._defaults.get((key, dynamic))) is None:
-            runtime = self._runtime(problem)
+            runtime = bucketed(self.kernel, problem)
             moved = _moved(problem, runtime if dynamic is None else runtime | {problem.DYNAMIC: dynamic})
             found = self._defaults[key, dynamic] = self._default_for(moved)
         return found
@@ -151,11 +146,6 @@ class KernelSelector:
 def between(power: int) -> list[int]:
     """Lengths between a power of two and the one below it, the longest first: eighths of the power."""
     return [power * eighths // 8 for eighths in (7, 6, 5) if power * eighths % 8 == 0]
-
-
-def finer(problem: Any) -> tuple[str, ...]:
-    """Its runtime fields that have defaults between powers of two: Problem.FINER."""
-    return getattr(type(problem), "FINER", ())
 
 
 def finer_between(power: int) -> list[int]:

@@ -148,7 +148,8 @@ def _make(board: Board, key: str, path: Path) -> None:
     log.info("making %s of the results files in %s: once, for this version of them", path, board.folder)
     with shipment() as made:
         _fill(board, made.store)
-        made.seal(path, {"prebuilt": key, "contents": made.contents() | {"models": []}}, ())
+        about = {"prebuilt": key, "contents": made.contents() | {"models": []}}
+        made.seal(path, about, (), has_lines=True)
     for old in path.parent.glob(f"{board.name}-*{SUFFIX}"):
         if old != path:
             with contextlib.suppress(OSError):  # another kerngen's, perhaps of another user

@@ -17,8 +17,8 @@ from kerngen.templates import find_kernel
 from kerngen.tuning_db.read.ranks import is_exact
 from kerngen.workload.workload import Workload
 
-EXACT, SAME_ARCH, PREDICTED, DEFAULT = "exact device", "same arch", "predicted", "default"
-KINDS = (EXACT, SAME_ARCH, PREDICTED, DEFAULT)  # measured, measured, then what their names say; from best to worst
+EXACT, SAME_ARCH, CARRIED, PREDICTED, DEFAULT = "exact device", "same arch", "carried", "predicted", "default"
+KINDS = (EXACT, SAME_ARCH, CARRIED, PREDICTED, DEFAULT)  # measured, measured, then what their names say; the best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def kind_of(choice: Choice, target: Target) -> str:
     if choice.winner is None:
         return DEFAULT
     if choice.provenance != "measured":
-        return PREDICTED
+        return choice.provenance
     return EXACT if is_exact(choice.winner.device, target.device) else SAME_ARCH
 
 
@@ -106,7 +106,7 @@ def advice(
     board = usual
     if not is_here and DEFAULT_DEVICE[arch] != device:
         board = f"--arch {arch} --device {named or device} --model {model}"
-    below = found.kernels(SAME_ARCH, PREDICTED, DEFAULT)
+    below = found.kernels(SAME_ARCH, CARRIED, PREDICTED, DEFAULT)
     commands: dict[str, str] = {}
     if is_here and below:
         commands[f"kerngen tune {usual}{_only(found, below)}"] = "measures on this GPU"

@@ -183,7 +183,8 @@ class _Run:
             self._wrong.append(f"{wanted.name}: {seen.outcome}: {seen.reason.partition(chr(10))[0]}")
 
     def _compare(self, wanted: _Wanted, seen: Observed) -> None:
-        said = wanted.winner.latency_us
+        if (said := wanted.winner.latency_us) is None:  # carried, and so not timed (_is_timed)
+            return
         noise = float(wanted.winner.why.get("noise", NOISE_LEAST))
         limit = 1 + noise + self._tolerance
         looks = [seen]

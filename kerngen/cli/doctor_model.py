@@ -77,10 +77,10 @@ def print_model(about: dict[str, Any]) -> None:
     problems = sum(sum(row.values()) for row in about["kernels"].values())
     click.echo(f"\n{about['model']} on {about['arch']} ({about['device']}): how the configurations of its {problems} "
                "problems were chosen")  # fmt: skip
-    click.echo(f"{'':16}{'measured on':>14}{'measured on':>14}\n{'kernel':16}" + "".join(f"{k:>14}" for k in kinds))
+    click.echo(f"{'':15}{'measured on':>13}{'measured on':>13}\n{'kernel':15}" + "".join(f"{k:>13}" for k in kinds))
     totals = {k: sum(row[k] for row in about["kernels"].values()) for k in kinds}
     for name, row in [*about["kernels"].items(), ("all", totals)]:
-        click.echo(f"{name:16}" + "".join(f"{row[k] or '-':>14}" for k in kinds))
+        click.echo(f"{name:15}" + "".join(f"{row[k] or '-':>13}" for k in kinds))
     missing = about["missing"]
     held = about["builds"] - about["in_database"] - len(missing)
     click.echo(f"{about['builds']} builds: {about['in_database']} in the database, {held} in the cache, {len(missing)} "

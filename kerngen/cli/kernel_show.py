@@ -154,7 +154,8 @@ def _configurations(config: Any, default: Any, winner: Winner | None) -> list[st
     tuned = None
     if winner is not None:
         stale = ", of an older source" if winner.stale else ""
-        figures = f"{winner.source}: {winner.latency_us:.1f} us {winner.provenance} for {winner.device}{stale}"
+        us = "" if winner.latency_us is None else f"{winner.latency_us:.1f} us "
+        figures = f"{winner.source}: {us}{winner.provenance} for {winner.device}{stale}"
         tuned = type(config)(**winner.config)
     roles = [role for role, it in (("the default", default), ("the tuned one", tuned)) if it == config]
     lines = [f"configuration {describe(config)}" + (f": {' and '.join(roles)}" if roles else "")]

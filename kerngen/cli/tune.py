@@ -292,11 +292,12 @@ def _print_plan(plan: DryRun, title: str) -> None:
 def _print(report: Report, load: Workload, where: str, *, whole: bool, verbose: bool) -> None:
     """whole: the model's whole workload was tuned, so that its steps' sums are those of the model."""
     from kerngen.cli.tune_table import tune_table
+    from kerngen.tuning_db.read.values import PROVENANCES
 
     if verbose:
         _print_details(report, load)
     say(f"{load.model} on {report.target}, {report.how}")
-    how = ", ".join(f"{n} {p}" for p in ("measured", "predicted") if (n := report.num_of(p)))
+    how = ", ".join(f"{n} {p}" for p in PROVENANCES if (n := report.num_of(p)))
     say(
         f"{len(report.results) - report.num_of('')} of {len(report.results)} problems have a winner"
         f"{f' ({how})' if how else ''}; {report.num_trials:,} configurations tried in {report.seconds:.0f} s "
@@ -336,7 +337,7 @@ def _print_details(report: Report, load: Workload) -> None:
                   "differs from the default in", ">tuned", ">changed")  # fmt: skip
     for g in groups(report, load):
         r = g.shown
-        us = "" if r.winner is None else f"{r.winner.latency_us:.1f}"
+        us = "" if r.winner is None or r.winner.latency_us is None else f"{r.winner.latency_us:.1f}"
         gain = "" if r.speedup is None else f"{r.speedup:.2f}x"
         changes = " ".join(f"{k}={v}" for k, v in r.changes.items()) if r.winner is not None else "no winner"
         tuned = f"{g.num_won}" if g.num_won == len(g.results) else f"{g.num_won} of {len(g.results)}"
@@ -353,6 +354,7 @@ def _print_details(report: Report, load: Workload) -> None:
 def _as_json(report: Report, load: Workload, where: str) -> dict[str, Any]:
     from kerngen.templates.kernel import fields_of
     from kerngen.tuning.report import step_us
+    from kerngen.tuning_db.read.values import PROVENANCES
 
     steps = {
         str(batch): {kernel: us / 1e3 for kernel, us in (parts | {"total": sum(parts.values())}).items()}
@@ -373,7 +375,7 @@ def _as_json(report: Report, load: Workload, where: str) -> dict[str, Any]:
         "model": load.model, "arch": report.target.arch.name, "device": report.target.device.name,
         "objective": report.objective, "run": report.run, "seconds": report.seconds, "out_of_time": report.out_of_time,
         "interrupted": report.interrupted,
-        "num_measured": report.num_of("measured"), "num_predicted": report.num_of("predicted"),
+        **{f"num_{how}": report.num_of(how) for how in PROVENANCES},
         "num_trials": report.num_trials, "num_compiled": report.num_compiled,
         "num_from_database": report.num_from_database, "num_spaces": report.num_spaces,
         "num_refused": report.num_refused, "failures": report.failures, "missing": list(load.missing),

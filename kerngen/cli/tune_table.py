@@ -118,7 +118,8 @@ def _summed(calls: Any, by_key: Mapping[tuple[str, Any], Result]) -> _Sum:
     default, tuned = list[float | None](), list[float | None]()
     for item, count in calls:
         r = by_key.get((item.kernel, item.problem))
-        tuned.append(None if r is None or r.winner is None else count * r.winner.latency_us)
+        us = None if r is None or r.winner is None else r.winner.latency_us
+        tuned.append(None if us is None else count * us)
         default.append(None if r is None or not r.default_us else count * r.default_us)
     return _Sum(_total(default), _total(tuned))
 

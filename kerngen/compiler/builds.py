@@ -13,10 +13,10 @@ from kerngen.compiler.cache import CachedCompiler, CompileCache, compiling_is_fo
 from kerngen.compiler.compile import Cubin, Ptx, nvrtc_version, source_key
 from kerngen.compiler.render import Renderer, render
 from kerngen.errors import CompileError, ProblemError, TuningMiss
-from kerngen.runtime.selection import DEFAULT, Choice, Selector, between, finer, finer_between
+from kerngen.runtime.selection import DEFAULT, Choice, Selector, between, finer_between
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Kernel, describe, fields_of, static_fields
-from kerngen.tuning_db.read.canonical_fields import round_up
+from kerngen.tuning_db.read.canonical_fields import finer, round_up
 from kerngen.tuning_db.read.ids import bucketed, coordinates
 from kerngen.workload.workload import Model, Workload, workload
 

@@ -70,7 +70,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A winner. default_us: the default configuration's time at the same point, where that was tried."""
+    """A winner with a time. default_us: the default configuration's at the same point, where that was tried."""
 
     place: Place
     us: float
@@ -120,7 +120,7 @@ class Search:
 @dataclass
 class Facts:
     """All that a page shows, of rows that match their digests. revoked: ids, with the reasons. steps: by id, those that
-    configurations were exchanged in.
+    configurations were exchanged in. num_carried: winners that have no time, and are no points.
     """
 
     stores: tuple[str, ...] = ()
@@ -129,13 +129,14 @@ class Facts:
     revoked: dict[str, str] = field(default_factory=dict)
     steps: dict[str, StepKey] = field(default_factory=dict)
     num_builds: int = 0
+    num_carried: int = 0
     nvrtc: tuple[str, ...] = ()
 
     @cached_property
     def searches(self) -> list[Search]:
         found: dict[tuple[str, str, Device, str], list[Trial]] = {}
         for t in self.trials:
-            if t.row.stage == "trial":
+            if t.row.stage == "trial" and t.row.provenance != "carried":
                 which = str(t.row.tags.get("search", t.row.run))
                 found.setdefault((which, t.place.id, t.place.device, t.row.provenance), []).append(t)
         return [Search(rows[0].place, tuple(rows)) for rows in found.values()]
@@ -183,6 +184,9 @@ def gather(stores: Sequence[Store], wanted: Wanted | None = None) -> Facts:
         place = places.of(w.problem, w.device)
         rests_on = place.id, place.device, w.build_id
         chosen.add(rests_on)
+        if w.latency_us is None:
+            facts.num_carried += 1
+            continue
         facts.points.append(
             Point(place, w.latency_us, w.why.get("default_us"), w.provenance, w.config, runs.get(rests_on, ""),
                   bool(w.why.get("is_default")), w.stale, store.where)
@@ -194,7 +198,7 @@ def gather(stores: Sequence[Store], wanted: Wanted | None = None) -> Facts:
         is_chosen = (place.id, place.device, m.build_id) in chosen
         facts.trials.append(Trial(place, m, places.predicted_us(place, m, build), is_chosen))
     facts.num_builds = len(used)
-    facts.nvrtc = tuple(sorted({".".join(map(str, b.nvrtc)) for b in used.values()}))
+    facts.nvrtc = tuple(sorted({".".join(map(str, b.nvrtc)) for b in used.values() if any(b.nvrtc)}))
     facts.points.sort(key=lambda p: _order(p.place))
     facts.trials.sort(key=lambda t: (_order(t.place), t.row.at))
     return facts

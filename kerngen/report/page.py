@@ -36,7 +36,8 @@ class Made:
     def summary(self) -> dict[str, Any]:
         return {
             "file": str(self.path), "bytes": self.num_bytes, "stores": list(self.facts.stores),
-            "winners": len(self.facts.points), "rows": len(self.facts.trials), "searches": len(self.facts.searches),
+            "winners": len(self.facts.points), "carried": self.facts.num_carried, "rows": len(self.facts.trials),
+            "searches": len(self.facts.searches),
             "devices": [device_name(d) for d in self.facts.devices], "kernels": self.facts.kernels,
             "figures": {s.id: len(s.figures) for s in self.sections},
         }  # fmt: skip
@@ -60,7 +61,9 @@ def write_report(
     made = tuple(sections(facts, shown_steps(facts, models)))
     devices = [device_name(d) for d in facts.devices]
     lead = (f"{len(facts.points)} winners and {len(facts.trials)} rows of {len(facts.kernels)} kernels on "
-            f"{', '.join(devices) or 'no device'}.")  # fmt: skip
+            f"{', '.join(devices) or 'no device'}."
+            + (f" {facts.num_carried} carried winners have no time, and no mark." if facts.num_carried else "")
+            )  # fmt: skip
     content = document(made, title=title, lead=lead, source=f"From {', '.join(facts.stores) or 'no database'}.",
                        kernels=facts.kernels, devices=devices)  # fmt: skip
     return Made(path, write_document(path, content), facts, made)

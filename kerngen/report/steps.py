@@ -5,13 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kerngen.arch import Device, find_arch
 from kerngen.errors import KerngenError
 from kerngen.report.data import Facts, Point
 from kerngen.templates import find_kernel
-from kerngen.tuning_db.read.ids import problem_key
+from kerngen.tuning_db.read.ids import buckets_above, problem_key
 from kerngen.workload.steps import STEPS, sequence
 from kerngen.workload.workload import MODELS, Model, find_model
 
@@ -87,11 +87,15 @@ class _Index:
             line.sort(key=lambda at: at[0])
 
     def serving(self, kernel: str, problem: object) -> Point | None:
-        """The point at or above `problem` on its line."""
-        key = problem_key(find_kernel(kernel), problem)
-        line = self._lines.get(key.cell, [])
-        at = bisect_left(line, key.dynamic or 0, key=lambda entry: entry[0])
-        return line[at][1] if at < len(line) else None
+        """The point at or above `problem` on its line, or on that of a bucket above its own."""
+        found = find_kernel(kernel)
+        key = problem_key(found, problem)
+        for runtime in buckets_above(found, problem):
+            line = self._lines.get(replace(key, runtime=runtime).cell, [])
+            at = bisect_left(line, key.dynamic or 0, key=lambda entry: entry[0])
+            if at < len(line):
+                return line[at][1]
+        return None
 
 
 def _steps(model: Model, device: Device, index: _Index) -> Iterable[Shown]:

@@ -39,13 +39,14 @@ class Result:
 
     @property
     def provenance(self) -> str:
-        """How its winner is known: "measured" or "predicted"; "" where there is none."""
+        """How its winner is known: "measured", "carried" or "predicted"; "" where there is none."""
         return "" if self.winner is None else self.winner.provenance
 
     @property
     def speedup(self) -> float | None:
         """Time of the default configuration over the winner's."""
-        return None if self.winner is None or not self.default_us else self.default_us / self.winner.latency_us
+        us = None if self.winner is None else self.winner.latency_us
+        return None if us is None or not self.default_us else self.default_us / us
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -168,8 +169,9 @@ def notes(results: Iterable[Result]) -> dict[str, dict[str, int]]:
 
 
 def step_us(report: Report, load: Workload) -> dict[int, dict[str, float]]:
-    """Microseconds in one decode step at STEP_CONTEXT, by batch and kernel, where all of `load` has a winner."""
-    latency = {(r.item.kernel, r.item.problem): r.winner.latency_us for r in report.results if r.winner is not None}
+    """Microseconds in one decode step at STEP_CONTEXT, by batch and kernel, where all of `load` has a winner's time."""
+    latency = {(r.item.kernel, r.item.problem): r.winner.latency_us for r in report.results
+               if r.winner is not None and r.winner.latency_us is not None}  # fmt: skip
     found = {}
     for batch in STEP_BATCHES:
         step = list(load.step("decode", batch, STEP_CONTEXT))

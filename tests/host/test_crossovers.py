@@ -188,6 +188,21 @@ def test_a_lower_winner_that_cannot_run_leaves_the_size_to_the_upper(path: Path,
         assert served(source, kernel, 5) == 64
 
 
+def test_a_carried_winner_serves_all_of_its_stretch(path: Path, kernel: Kernel) -> None:
+    """It has no time to judge by. What was measured below and above it is judged as if it were not there."""
+    with Store.open(path) as store:
+        for at, block_n in ((256, 7), (1024, 9)):
+            record(store, kernel, block_n, 0.0, problem=Problem(num_tokens=at), provenance="carried")
+        record(store, kernel, 80, 100.0, problem=Problem(num_tokens=4096))
+        store.recompute_winners(kernel, problem_key(kernel, Problem()).static_key, TARGET, judge=blocks)
+    with _reader(path) as source:
+        assert (served(source, kernel, 14), served(source, kernel, 20)) == (4, None), "as without them"
+        assert served(source, kernel, 2000) == 80, "what was measured comes first, also between its points"
+    with Store.open(path) as store:
+        switches = {w.problem.dynamic: w.why.get("switch") for w in store.winners() if w.provenance == "carried"}
+    assert switches == {256: None, 1024: None}
+
+
 def test_winners_chosen_without_a_judge_have_no_switch(path: Path, kernel: Kernel) -> None:
     with Store.open(path) as store:
         store.recompute_winners(kernel, problem_key(kernel, Problem()).static_key, TARGET)

@@ -60,7 +60,7 @@ def test_predictions_count_as_such(kerngen: Kerngen) -> None:
     which = ("--arch", "sm70", "--model", MODEL)
     assert kerngen("tune", *which, "--kernel", "embed", "--trials", "1", "--jobs", "1")[0] == 0
     found = json.loads(kerngen("doctor", *which, "--json")[1])["model"]
-    assert found["kernels"]["embed"] == {"exact device": 0, "same arch": 0, "predicted": 14, "default": 0}
+    assert found["kernels"]["embed"] == {"exact device": 0, "same arch": 0, "carried": 0, "predicted": 14, "default": 0}
     assert found["kernels"]["rmsnorm"]["default"] == 20
     first, *_ = found["commands"]
     assert first.startswith("kerngen tune --arch sm70 --model gemma-4-31b --kernel decode_inputs,rmsnorm,")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from kerngen.compiler.compile import elf_resources
 from kerngen.compiler.render import source_of
 from kerngen.compiler.source_digest import source_digest_of
 from kerngen.cost.predict import MODEL
-from kerngen.errors import UsageError
+from kerngen.errors import KerngenError, UsageError
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import filled
 from kerngen.tuning_db import Store, lookup, problem_key
@@ -27,12 +29,13 @@ from kerngen.tuning_db.read.canonical_fields import canonical_fields_of
 from kerngen.tuning_db.read.freshness import source_sha
 from kerngen.tuning_db.read.places import PREBUILT
 from kerngen.workload.workload import MODELS, find_workload
-from tools.prebuilt import LEFT_TO_DEFAULTS, PREDICTED
+from tools.prebuilt import CARRIED, PREDICTED, known_points, predict, write_carried
 
 FILES = sorted(PREBUILT.rglob("*.txt"))
 BOARDS = shipped_boards()
-PREDICTED_ON = [b for b in BOARDS if any(p.name.endswith(PREDICTED) for p in b.files())]
-MOST_BYTES = 200_000  # of a board
+PREDICTED_ON = [b.name for b in BOARDS if any(p.name.endswith(PREDICTED) for p in b.files())]
+CARRIED_ON = [b.name for b in BOARDS if any(p.name.endswith(CARRIED) for p in b.files())]
+MOST_BYTES = 250_000  # of a board, without what was measured
 
 
 @cache
@@ -48,37 +51,44 @@ def test_there_are_files() -> None:
 
 
 def test_no_architecture_is_left_out() -> None:
-    assert {b.device.arch for b in PREDICTED_ON} == set(ARCHES)
-    names = {"V100", "T4", "A100", "RTX3090", "L4", "RTX4090", "H200", "B200", "RTX5090"}
-    assert {b.name for b in PREDICTED_ON} == names
+    assert {b.device.arch for b in BOARDS} == set(ARCHES)
+    assert set(PREDICTED_ON) == {"V100", "T4", "A100", "RTX3090", "L4", "RTX4090", "B200", "RTX5090"}
+    assert set(CARRIED_ON) == {"H100", "H200"}, "on which steps and sweeps were run"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_a_file_is_as_it_is_written_and_says_who_says_so(path: Path) -> None:
-    """Predicted everywhere, but for what an H200 measured; and each is of the board whose folder it lies in."""
+    """Predicted, but for what an H200 measured and what is carried; each is of the board whose folder it lies in."""
     file, trials = told(path), [t for _, p in told(path).points() for t in p.trials]
-    is_predicted = path.name.endswith(PREDICTED)
-    assert path.name == file.kernel + (PREDICTED if is_predicted else ".txt")
+    suffix = next((s for s in (CARRIED, PREDICTED) if path.name.endswith(s)), ".txt")
+    assert path.name == file.kernel + suffix
     assert (file.board, file.arch) == (path.parent.name, find_device(path.parent.name).arch)
     assert trials
-    if is_predicted:
-        assert [m.name for m in file.models] == [MODEL], "predict it anew: python -m tools.prebuilt"
-        assert file.runs == ()
-        assert {(t.model, t.won) for t in trials} == {(0, True)}
-        assert Target.of(find_device(file.board)).device.num_sms == file.device["num_sms"]
-    else:
+    if suffix == ".txt":
         assert path.parent.name == "H200", "nobody measured on anything else"
-        assert file.models == ()
+        assert (file.models, file.carried) == ((), ())
         assert file.device["source"] == "probed"
+        return
+    assert file.runs == ()
+    assert Target.of(find_device(file.board)).device.num_sms == file.device["num_sms"]
+    if suffix == PREDICTED:
+        assert [m.name for m in file.models] == [MODEL], "predict it anew: python -m tools.prebuilt"
+        assert file.carried == ()
+        assert {(t.model, t.won) for t in trials} == {(0, True)}
+    else:
+        assert file.models == ()
+        assert {(t.carried, t.us, t.won) for t in trials} == {(0, None, True)}
+        (source,) = file.carried
+        assert f"by steps and sweeps on an {file.board}: docs/experiments.md" in source
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda b: b.name)
 def test_a_board_is_small(board: Any) -> None:
-    assert sum(p.stat().st_size for p in board.files() if p.name.endswith(PREDICTED)) < MOST_BYTES
+    assert sum(p.stat().st_size for p in board.files() if p.name.endswith((CARRIED, PREDICTED))) < MOST_BYTES
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("board", PREDICTED_ON, ids=lambda b: b.name)
+@pytest.mark.parametrize("board", BOARDS, ids=lambda b: b.name)
 def test_each_problem_of_each_model_has_an_answer(board: Any, model: str) -> None:
     """Every tuned point of its workload is in a file, but what no configuration of a kernel can run."""
     said = set()
@@ -90,8 +100,6 @@ def test_each_problem_of_each_model_has_an_answer(board: Any, model: str) -> Non
     for item in find_workload(model, target.arch).items:
         key = problem_key(find_kernel(item.kernel), item.problem).filed()
         at = (item.kernel, repr(sorted(key.static.items())), repr(sorted(key.runtime.items())), key.dynamic)
-        if (board.name, item.kernel) in LEFT_TO_DEFAULTS:
-            continue
         if at not in said and find_kernel(item.kernel).why_unsupported(item.problem, target) is None:
             lacking.append(at)
     assert lacking == []
@@ -99,9 +107,11 @@ def test_each_problem_of_each_model_has_an_answer(board: Any, model: str) -> Non
 
 @cache
 def _cases(board: str) -> list[tuple[Any, Any, Any, Config]]:
-    """(kernel, problem, configuration, the same as its file has it) of each point that is predicted for a board."""
+    """(kernel, problem, configuration, the same as its file has it) of each point that is predicted for a board, or
+    carried of it.
+    """
     found = []
-    for path in (PREBUILT / board).glob(f"*{PREDICTED}"):
+    for path in (p for s in (CARRIED, PREDICTED) for p in (PREBUILT / board).glob(f"*{s}")):
         file = told(path)
         kernel, of = find_kernel(file.kernel), canonical_fields_of(file.kernel)
         for problem, point in file.points():
@@ -112,7 +122,7 @@ def _cases(board: str) -> list[tuple[Any, Any, Any, Config]]:
     return found
 
 
-@pytest.mark.parametrize("board", [b.name for b in PREDICTED_ON])
+@pytest.mark.parametrize("board", [*PREDICTED_ON, *CARRIED_ON])
 def test_each_configuration_is_valid_and_fits(board: str) -> None:
     target = Target.of(find_device(board))
     for kernel, problem, config, _ in _cases(board):
@@ -121,8 +131,8 @@ def test_each_configuration_is_valid_and_fits(board: str) -> None:
             assert launch.smem_bytes <= target.arch.max_smem_bytes
 
 
-@pytest.mark.parametrize("board", [b.name for b in PREDICTED_ON])
-def test_what_is_predicted_holds_today(board: str) -> None:
+@pytest.mark.parametrize("board", [*PREDICTED_ON, *CARRIED_ON])
+def test_what_is_predicted_or_carried_holds_today(board: str) -> None:
     """It is of today's sources, or of the revision that a body has today. Else `python -m tools.prebuilt` makes it new:
     its winners would be left out.
     """
@@ -136,7 +146,7 @@ def test_what_is_predicted_holds_today(board: str) -> None:
 
 
 def test_a_sample_compiles_to_what_fits(tmp_path: Path) -> None:
-    board = min((b.name for b in PREDICTED_ON), key=lambda name: ARCHES[find_device(name).arch].cc)
+    board = min(PREDICTED_ON, key=lambda name: ARCHES[find_device(name).arch].cc)
     arch = find_arch(find_device(board).arch)
     by_kernel = {kernel.name: (kernel, problem, config) for kernel, problem, config, _ in _cases(board)}
     limit = arch.max_smem_bytes + arch.reserved_smem_bytes
@@ -162,18 +172,69 @@ def test_nothing_is_written_to_where_the_files_lie(through: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["rmsnorm", "gelu_gate"])
-def test_what_was_measured_wins_over_what_is_predicted_beside_it(tmp_path: Path, name: str) -> None:
-    """On the H200, of kernels that have both files; and it is served where it was measured."""
-    measured, predicted = told(PREBUILT / "H200" / f"{name}.txt"), told(PREBUILT / "H200" / f"{name}{PREDICTED}")
+def test_what_was_measured_wins_over_what_is_carried_beside_it(tmp_path: Path, name: str) -> None:
+    """On the H200, of kernels that have both files; each is served where it was chosen."""
+    paths = {"measured": PREBUILT / "H200" / f"{name}.txt", "carried": PREBUILT / "H200" / f"{name}{CARRIED}"}
     kernel, fields = find_kernel(name), canonical_fields_of(name).fields
     with Store.open(tmp_path / "both.db") as store:
-        done = build([measured, predicted], store, None)
-        assert (done.faults, done.stale) == ([], []), "and that the text says otherwise is no fault of it"
-        winners = store.winners(name)
-        for at in measured.points():
-            problem = kernel.problem_type(**filled(measured.fields(*at), fields))
-            found = lookup([store], kernel, problem, Target.of(find_device("H200")))
-            assert found is not None
-            assert (found.provenance, found.stale, found.closure) == ("measured", False, source_digest_of(kernel))
-    assert sum(w.provenance == "measured" for w in winners) == len(list(measured.points())) > 0
-    assert len(list(predicted.points())) > sum(w.provenance == "predicted" for w in winners) > 0
+        done = build([told(path) for path in paths.values()], store, None)
+        assert (done.faults, done.stale) == ([], [])
+        for provenance, path in paths.items():
+            file = told(path)
+            for problem, point in file.points():
+                asked = kernel.problem_type(**filled(file.fields(problem, point), fields))
+                found = lookup([store], kernel, asked, Target.of(find_device("H200")))
+                assert found is not None
+                assert (found.stale, found.closure) == (False, source_digest_of(kernel))
+                config = next(problem.configs[t.config] for t in point.trials if t.won)
+                if found.provenance == provenance:
+                    assert found.config == filled(config.fields, canonical_fields_of(name).config)
+                else:
+                    assert (found.provenance, provenance) == ("measured", "carried"), "between two measured points"
+        counts = Counter(w.provenance for w in store.winners(name))
+    assert counts == {how: len(list(told(path).points())) for how, path in paths.items()}
+
+
+# ---- tools.prebuilt --carried
+
+
+def _row(num_tokens: int, threads: int, **fields: Any) -> dict[str, Any]:
+    return {
+        "kernel": "gelu_gate",
+        "problem": {"width": 64, "num_tokens": num_tokens},
+        "config": {"threads": threads},
+    } | fields
+
+
+def test_carried_rows_are_written_but_for_what_was_measured(tmp_path: Path) -> None:
+    """In place of the files of before; and what they hold is no longer predicted."""
+    target, place = Target.of(find_device("H200")), tmp_path / "H200"
+    shutil.copytree(PREBUILT / "H200", place)
+    before = told(place / "gelu_gate.txt")
+    measured = _row(8, 64, problem=before.fields(*next(before.points())))
+    sizes = write_carried([_row(8, 64), _row(8, 64), _row(16, 128), measured], "steps", target, tmp_path)
+    assert sorted(place.glob(f"*{CARRIED}")) == list(sizes) == [place / f"gelu_gate{CARRIED}"]
+    file = told(place / f"gelu_gate{CARRIED}")
+    assert file.carried == ("steps",)
+    assert [(p.dynamic, of.configs[p.trials[0].config].fields) for of, p in file.points()] == [
+        (8, {"threads": 64}), (16, {})]  # fmt: skip
+    kernel = find_kernel("gelu_gate")
+    keys = [problem_key(kernel, kernel.problem_type(width=64, num_tokens=n)).id for n in (8, 16, 32)]
+    assert [key in known_points(place) for key in keys] == [True, True, False]
+    write_carried([_row(8, 128), _row(8, 64, kernel="rmsnorm")], "more steps", target, tmp_path, ["gelu_gate"])
+    assert parse((place / f"gelu_gate{CARRIED}").read_text()).carried == ("more steps",)
+    with Store.open(tmp_path / "none.db") as store, pytest.raises(UsageError, match="nothing is left to predict"):
+        predict(target, ["gemma-4-e2b"], store, known=known_points(PREBUILT / "H200"))
+
+
+@pytest.mark.parametrize(("rows", "why"), [
+    ([{"kernel": "attn_decode", "problem": {}, "config": {"num_stages": 99}}], "shared memory"),
+    ([_row(8, 64, config={"no_such": 1})], "cannot be carried"),
+    ([_row(8, 64, kernel="no_such")], "cannot be carried"),
+    ([{"kernel": "gelu_gate"}], "cannot be carried"),
+    ([_row(8, 64), _row(8, 128)], "are of one tuned point"),
+])  # fmt: skip
+def test_a_row_that_cannot_be_carried_is_named(tmp_path: Path, rows: list[dict[str, Any]], why: str) -> None:
+    with pytest.raises(KerngenError, match=why):
+        write_carried(rows, "steps", Target.of(find_device("H200")), tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -43,6 +43,7 @@ from kerngen.tuning_db.read.canonical_fields import filed_device
 from kerngen.tuning_db.read.freshness import notes_of, source_sha
 from kerngen.tuning_db.read.values import StepKey
 from kerngen.tuning_db.store.bundles import open_bundle
+from kerngen.tuning_db.store.merge import merge
 from tools.prebuilt import write_predicted
 
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)
@@ -59,6 +60,8 @@ CONFIGS = st.builds(Config, FIELDS, st.from_regex(r"[0-9a-f]{12}", fullmatch=Tru
 
 @st.composite
 def trials(draw: st.DrawFn, file: ResultsFile, config: int, won: bool) -> Trial:
+    if file.carried and draw(st.booleans()):
+        return Trial(config, None, won, carried=draw(st.integers(0, len(file.carried) - 1)))
     wrong = not won and draw(st.booleans())
     known: dict[str, Any] = {"reason": draw(st.text(min_size=1, max_size=9))} if wrong else {}
     us = None if wrong else draw(US)
@@ -82,6 +85,8 @@ def points(draw: st.DrawFn, file: ResultsFile, configs: int, runtime: dict[str, 
     which, fields = st.integers(0, configs - 1), draw(st.none() | FIELDS)
     if file.models and draw(st.booleans()):  # a winner that is predicted, alone
         return Point(runtime, at, (Trial(draw(which), draw(US), True, model=0),), fields)
+    if file.carried and draw(st.booleans()):  # one that is carried
+        return Point(runtime, at, (Trial(draw(which), None, True, carried=0),), fields)
     winner, named = draw(which), draw(st.lists(which, max_size=3))
     told = tuple(draw(trials(file, c, c == winner and draw(st.booleans()))) for c in named)
     refused = draw(st.dictionaries(st.sampled_from(["invalid", "timed_out"]), st.integers(1, 99)))
@@ -105,7 +110,8 @@ def problems(draw: st.DrawFn, file: ResultsFile) -> Problem:
 def files(draw: st.DrawFn) -> ResultsFile:
     arch, numbers = draw(NAMES), [st.integers(0, 9999)] * 5
     steps = st.builds(StepKey, WORDS, st.just(arch), WORDS, *numbers, WORDS, st.floats(1e-6, 9), FIELDS)
-    head = [tuple(draw(st.lists(of, min_size=of is RUNS, max_size=2))) for of in (RUNS, MODELS, steps, WORDS)]
+    parts = (RUNS, MODELS, st.text(min_size=1, max_size=9), steps, WORDS)
+    head = [tuple(draw(st.lists(of, min_size=of is RUNS, max_size=2))) for of in parts]
     dynamic = draw(st.just("") | NAMES.filter(lambda n: n != "point"))
     bare = ResultsFile(draw(WORDS), arch, draw(WORDS), draw(FIELDS), dynamic, *head, problems=())
     made = tuple(draw(st.lists(problems(bare), max_size=3)))
@@ -133,6 +139,7 @@ kerngen-results 2 rmsnorm sm90 H200
 board {"arch":"sm90","name":"H200"}
 run r1 a1 2026-11-21T09:06:01+00:00 nvrtc 13.0 {"driver":"580"}
 model m1 roofline-5 nvrtc 12.9
+carried c1 "steps of an H200"
 step s1 gemma-4-31b decode batch=1 q_len=1 context=8192 chunk=0 layers=12 weight=0.5 of "77aa01" {}
 base b1 a91f03
 
@@ -140,7 +147,7 @@ problem dtype=fp16 hidden=5376
  a @77aa01c2b3d4
  b block_m=2 @a91f03c2b7d0 revision 2
  c block_m=4 @0c3fb1a2d4e5
- batch=1 | num_tokens 64=3.412a 512=4.02b
+ batch=1 | num_tokens 64=3.412a 512=4.02b 1024=c
  batch=8 | num_tokens 1=3.45a
  batch=8 | num_tokens=64
   = 16.602b r1+53.77 final n=15 16.52..16.71 min 16.49 err 0.0039 0.01
@@ -150,6 +157,9 @@ problem dtype=fp16 hidden=5376
   # 31 invalid, 2 launch_failed
  batch=8 | num_tokens=100 as {"batch":7,"num_tokens":100}
   = 3.5a m1
+ batch=8 | num_tokens=128
+  = b c1
+  + c c1
 """
 
 
@@ -158,17 +168,22 @@ def test_the_sample() -> None:
     assert dump(file) == SAMPLE
     assert (file.steps[0].arch, file.steps[0].weight, file.steps[0].context) == ("sm90", 0.5, 8192)
     assert (file.bases, file.models, file.dynamic) == (("a91f03",), (Model("roofline-5", (12, 9)),), "num_tokens")
+    assert file.carried == ("steps of an H200",)
     (problem,) = file.problems
     words = [({"batch": 1}, 64, 3.412, 0), ({"batch": 1}, 512, 4.02, 1), ({"batch": 8}, 1, 3.45, 0)]
-    assert problem.points[:3] == tuple(Point(of, at, (Trial(c, us, True, model=0),)) for of, at, us, c in words)
-    won, stepped, near, wrong = problem.points[3].trials
+    assert (*problem.points[:2], problem.points[3]) == tuple(
+        Point(of, at, (Trial(c, us, True, model=0),)) for of, at, us, c in words
+    )
+    assert problem.points[2] == Point({"batch": 1}, 1024, (Trial(2, None, True, carried=0),))
+    assert problem.points[-1].trials == (Trial(1, None, True, carried=0), Trial(2, None, False, carried=0))
+    won, stepped, near, wrong = problem.points[4].trials
     assert stepped.in_step == StepTrial(0, 4321.55, 4330.2, 0)
     assert (won.run, won.samples, won.error_abs, won.us) == (0, 15, 0.0039, 16.602)
     assert (near.run, near.model, near.samples, near.error_abs) == (None, 0, 0, None)
     assert (wrong.us, wrong.reason) == (None, "[3, 4] is off by 0.5")
     fields = [file.fields(*at) for at in file.points()]
     assert fields[0] == {"dtype": "fp16", "hidden": 5376, "batch": 1, "num_tokens": 64}
-    assert fields[-1] == {"batch": 7, "num_tokens": 100}
+    assert fields[-2] == {"batch": 7, "num_tokens": 100}
 
 
 REFUSED = {  # line -> what is changed, into what
@@ -178,39 +193,45 @@ REFUSED = {  # line -> what is changed, into what
     3: [("run r1", "run r2"), ("nvrtc 13.0", "nvrtc 13"), ("2026-11-21T09:06:01+00:00", "2026-11-21T09:06:01"),
         ("2026-11-21T09:06:01+00:00", "yesterday")],
     4: [("model m1", "model m2"), ("roofline-5", '""'), ("nvrtc 12.9", "nvrtc 12")],
-    5: [("step s1", "step s2"), ("weight=0.5", "weight=0")],
-    6: [("base b1", "base b2")],
-    8: [("problem dtype", "problems dtype"), ("dtype=fp16 hidden=5376", "hidden=5376 dtype=fp16"),
+    5: [("carried c1", "carried c2"), ('"steps of an H200"', '""'), ('"steps of an H200"', "steps")],
+    6: [("step s1", "step s2"), ("weight=0.5", "weight=0")],
+    7: [("base b1", "base b2")],
+    9: [("problem dtype", "problems dtype"), ("dtype=fp16 hidden=5376", "hidden=5376 dtype=fp16"),
         ("dtype=fp16", 'dtype="fp16"'), ("problem dtype=fp16 hidden=5376\n", "")],
-    10: [("block_m=2 @", "block_m=2  @"), ("block_m=2", "block_m=2 block_m=2")],
-    11: [("model m1 roofline-5 nvrtc 12.9\n", ""), (" c block_m=4", " d block_m=4"), ("@0c3fb1a2d4e5", "@0c3fb1a2d4e"),
-        ("@0c3fb1a2d4e5", "@0c3fb1a2d4e5 "), ("  + 17.02c m1\n", ""),
+    11: [("block_m=2 @", "block_m=2  @"), ("block_m=2", "block_m=2 block_m=2")],
+    12: [("model m1 roofline-5 nvrtc 12.9\n", ""), (" c block_m=4", " d block_m=4"), ("@0c3fb1a2d4e5", "@0c3fb1a2d4e"),
+        ("@0c3fb1a2d4e5", "@0c3fb1a2d4e5 "), ('carried c1 "steps of an H200"\n', ""),
         (" c block_m=4 @0c3fb1a2d4e5", " c block_m=2 @a91f03c2b7d0 revision 2"),
         ("@0c3fb1a2d4e5", "@0c3fb1a2d4e5 revision 1"), ("@0c3fb1a2d4e5", "@0c3fb1a2d4e5 revision -1"),
         ("@0c3fb1a2d4e5", "@0c3fb1a2d4e5 revision 02"), ("@0c3fb1a2d4e5", "@0c3fb1a2d4e5 revision")],
-    12: [("512=4.02b", "512=4.02d"), ("batch=8 | num_tokens 1", "batch=1 | num_tokens 1"), ("512=4.02b", "512=4.020b"),
+    13: [(" c block_m=4 @0c3fb1a2d4e5\n", " c block_m=4 @0c3fb1a2d4e5\n d block_m=8 @0c3fb1a2d4e5\n"),
+        ("512=4.02b", "512=4.02d"), ("batch=8 | num_tokens 1", "batch=1 | num_tokens 1"), ("512=4.02b", "512=4.020b"),
         ("512=4.02b", "512=0b"), ("512=4.02b", "512=-1b"), ("512=4.02b", "4.02b"),
-        ("num_tokens 64=", "num_tokens  64="), ("num_tokens 64=", "num_tokens 064="), ("512=4.02b", "64=4.02b")],
-    13: [("batch=8 | num_tokens 1", "batch=8 | hidden 1"), ("batch=8 | num_tokens 1=3.45a", "batch=8 | num_tokens"),
+        ("num_tokens 64=", "num_tokens  64="), ("num_tokens 64=", "num_tokens 064="), ("512=4.02b", "64=4.02b"),
+        ("1024=c", "1024=d"), ("1024=c", "1024=0c")],
+    14: [("batch=8 | num_tokens 1", "batch=8 | hidden 1"), ("batch=8 | num_tokens 1=3.45a", "batch=8 | num_tokens"),
         ("batch=8 | num_tokens 1=3.45a", "batch=8 | num_tokens=1\n  = 3.45a m1")],
-    14: [('run r1 a1 2026-11-21T09:06:01+00:00 nvrtc 13.0 {"driver":"580"}\n', ""),
+    15: [('run r1 a1 2026-11-21T09:06:01+00:00 nvrtc 13.0 {"driver":"580"}\n', ""),
         ("batch=8 | num_tokens=64", "batch=8 | point"), (" batch=8 | num_tokens=64\n", ""),
         ("num_tokens=64\n", "num_tokens=64 \n")],
-    15: [("base b1 a91f03\n", ""), ("r1+53.77", "r2+53.77"), (" err 0.0039 0.01", ""), ("final n=15", "best n=15"),
+    16: [("base b1 a91f03\n", ""), ("r1+53.77", "r2+53.77"), (" err 0.0039 0.01", ""), ("final n=15", "best n=15"),
         ("n=15", "n=-1"), ("final n=15", "step n=15"), ("16.602b", "16.6020b"), ("16.602b", "-16.602b"),
         ("16.602b", "nanb"), ("16.602b", "1e999b")],
-    16: [("in s1", "in s0"), ("4330.2 b1", "4330.2 b2"), (" in s1 4321.55/4330.2 b1", ""), ("step n=15", "final n=15"),
+    17: [("in s1", "in s0"), ("4330.2 b1", "4330.2 b2"), (" in s1 4321.55/4330.2 b1", ""), ("step n=15", "final n=15"),
         ("4321.55/", "0/"), ("4321.55/", "4321.550/")],
-    17: [("17.02c m1", "17.02c m2"), ("17.02c m1", "17.02c"), ("17.02c m1", "17.02c r1"), ("17.02c m1", "17.02c r1+1"),
+    18: [("17.02c m1", "17.02c m2"), ("17.02c m1", "17.02c"), ("17.02c m1", "17.02c r1"), ("17.02c m1", "17.02c r1+1"),
         ("17.02c m1", "17.02c r1+1 final n=0 err 0"), ("17.02c m1", "17.02c r1+1 final n=5"),
         ("17.02c m1", "17.02c m1 final n=5 err 0"), ("17.02c", "17.02"), ("  + 17.02c", "  = 17.02c"),
         ("  + 17.02c", "  - 17.02c")],
-    18: [(' "[3, 4] is off by 0.5"', ""), ('"[3, 4] is off by 0.5"', '""'), ('"[3, 4] is off by 0.5"', "7")],
-    19: [("31 invalid", "31 ok"), ("31 invalid", "0 invalid"), ("31 invalid", "2 launch_failed")],
-    20: [("as {", "as [{"), ('as {"batch":7,"num_tokens":100}', "as 7"),
+    19: [(' "[3, 4] is off by 0.5"', ""), ('"[3, 4] is off by 0.5"', '""'), ('"[3, 4] is off by 0.5"', "7")],
+    20: [("31 invalid", "31 ok"), ("31 invalid", "0 invalid"), ("31 invalid", "2 launch_failed")],
+    21: [("as {", "as [{"), ('as {"batch":7,"num_tokens":100}', "as 7"),
         ("  # 31 invalid, 2 launch_failed\n", "  # 31 invalid\n  # 2 launch_failed\n"),
         ("batch=8 | num_tokens=100", "batch=8 | num_tokens=64"),
         ('{"batch":7,"num_tokens":100}', '{"batch":7,"num_tokens":100} ')],
+    24: [("= b c1", "= b c2")],
+    25: [("+ c c1", "! c c1"), ("+ c c1", "= c c1"), ("+ c c1", "+ c"), ("+ c c1", "+ c c1 final"),
+        ("+ c c1", "+ c r1+1")],
 }  # fmt: skip
 
 
@@ -290,7 +311,7 @@ def test_the_grammars_of_before_are_read() -> None:
     fields = [c.fields for c in today.problems[0].configs]
     assert [fields.index(c.fields) for c in first.configs] == [1, 2, 0]
     assert {c.revision for p in file.problems for c in p.configs} == {0}, "it does not say"
-    meant = today.problems[0].points[3]
+    meant = today.problems[0].points[4]
     told = tuple(replace(t, config=[2, 0, 1][t.config]) for t in meant.trials)
     assert first.points == (replace(meant, trials=told),)
     fields = {"batch": 7, "num_tokens": 100}
@@ -437,6 +458,43 @@ def test_what_an_earlier_source_of_the_revision_gave_is_taken_over(kerngen: Kern
         assert store.wrong_sources(found.problem.static_key) == set()
         (again,) = dump_of([store], Selection()).values()
     assert parse(again).problems[0].configs == (Config({"threads": 64}, "1" * 12),)
+
+
+def test_what_is_carried_is_built_and_written_again(kerngen: Kerngen) -> None:
+    """It wins over a prediction beside it, holds for the revision of its body, and gives way to a measurement."""
+    board = f"gelu_gate sm90 H200\nboard {as_json(filed_device(H200.device))}\n"
+    text = (
+        f'kerngen-results 2 {board}carried c1 "steps of an H200"\n\nproblem width=64\n'
+        " a threads=64 @111111111111\n b @000000000000\n | num_tokens 8=a 16=b\n"
+    )
+    Path("sheets").mkdir()
+    Path("sheets/gelu_gate.carried.txt").write_text(text)
+    Path("sheets/gelu_gate.predicted.txt").write_text(
+        f"kerngen-results 2 {board}model m1 roofline-5 nvrtc 12.9\n\nproblem width=64\n"
+        " a threads=256 @222222222222\n | num_tokens 8=2.7a 32=3.1a\n"
+    )
+    code, _, err = kerngen("db", "build", "sheets", "-o", "built.kgdb", "--jobs", "1")
+    assert code == 0, err
+    winners = json.loads(kerngen("db", "ls", "--db", "built.kgdb", "--json")[1])
+    told = [(w["problem"]["num_tokens"], w["config"]["threads"], w["provenance"], w["latency_us"]) for w in winners]
+    assert sorted(told) == [(8, 64, "carried", None), (16, 128, "carried", None), (32, 256, "predicted", 3.1)]
+    asked = ("gelu_gate", "--problem", "width=64,num_tokens=8", "--arch", "sm90", "--db", "built.kgdb")
+    for command in ("show", "explain"):
+        shown = kerngen("db", command, *asked)[1]
+        assert "no time, carried on H200" in shown
+        assert "carried: steps of an H200" in shown
+    assert "carried" in kerngen("db", "ls", "--db", "built.kgdb")[1]
+    assert kerngen("db", "verify", "built.kgdb")[0] == 0
+    with open_bundle("built.kgdb", allow_unsigned=True) as built, Store.open("tuned.db") as tuned:
+        (file,) = results_of([built], Selection(provenances=["carried"]))
+        assert dump(file) == text
+        merge(tuned, [built])
+        at = next(o.measurement for o in tuned.measurements(provenance="carried") if o.measurement.problem.dynamic == 8)
+        row = replace(at, provenance="measured", reason="", p50_us=99.0, samples=5, error_abs=0.0, run="r")
+        tuned.add_measurement(row)
+        found = tuned.recompute_winners(GATE, KEY.static_key, H200)
+    assert [(w.problem.dynamic, w.provenance, w.latency_us) for w in found] == [
+        (8, "measured", 99.0), (16, "carried", None), (32, "predicted", 3.1)]  # fmt: skip
 
 
 def test_files_of_the_grammars_of_before_are_built(kerngen: Kerngen) -> None:

@@ -18,7 +18,7 @@ from kerngen.runtime.selection import DEFAULT, Selector
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import Source, lookup, open_source
 from kerngen.tuning_db.read.freshness import Freshness
-from kerngen.tuning_db.read.ids import bucketed
+from kerngen.tuning_db.read.ids import bucketed, buckets_above
 from kerngen.tuning_db.read.reader import Reader
 
 H200 = Target.of(find_device("H200"))
@@ -86,7 +86,7 @@ def test_a_default_does_not_depend_on_who_asked_first() -> None:
 
 
 def test_a_field_may_have_defaults_at_finer_steps() -> None:
-    """The SMs are dealt to sequences: of seven each gets more than of eight. What is tuned lies at powers of two."""
+    """The SMs are dealt to sequences: of seven each gets more than of eight."""
     problem = DECODE.problem_type(head_dim=512, num_q_heads=16, num_kv_heads=2, q_len=5, kv_len=8192)
     selector = Selector([], H200)
     sizes = [1, 2, 3, 4, 5, 7, 8, 13, 16, *range(18, 33, 2), *range(36, 65, 4)]
@@ -98,8 +98,9 @@ def test_a_field_may_have_defaults_at_finer_steps() -> None:
     assert (seven.num_splits, eight.num_splits) == (9, 8)
     between = replace(problem, batch=33)
     assert selector.choice(DECODE, between) is selector.choice(DECODE, replace(problem, batch=36))
-    assert bucketed(DECODE, between) == {"batch": 64}
-    assert not selection_module.finer(BETWEEN), "other kernels have none"
+    assert bucketed(DECODE, between) == {"batch": 36}
+    assert [b["batch"] for b in buckets_above(DECODE, between)] == [36, 40, 44, 48, 52, 56, 60, 64]
+    assert list(buckets_above(NORM, BETWEEN)) == [bucketed(NORM, BETWEEN)], "other kernels have none"
 
 
 def _steps_to(power: int) -> list[int]:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import CheckConstraint, event, inspect, make_url, text
+from sqlalchemy.exc import IntegrityError
 
 from kerngen.arch import Target, find_arch, find_device
 from kerngen.compiler.compile import DEFAULT_OPTIONS, Cubin, Ptx, Resources, cache_key, source_key
@@ -484,6 +485,21 @@ def test_an_altered_step_is_skipped(store: Store, path: Path, caplog: pytest.Log
     with Store.open(path) as again:
         assert again.steps() == {}
     assert id in caplog.text
+
+
+def test_what_is_carried_is_kept_without_a_time(any_store: Store) -> None:
+    """It is the same fact however often, and whoever, says it; and no table takes a time for it."""
+    row = Measurement(key_of(), "sm90", H200, {"block_n": 3}, add_build(any_store, 3), "ok", "carried", "steps")
+    assert any_store.add_measurement(row) == any_store.add_measurement(replace(row, run="r", at="2026-01-01"))
+    (seen,) = any_store.measurements(provenance="carried")
+    assert (seen.measurement.p50_us, seen.measurement.reason) == (None, "steps")
+    (winner,) = any_store.recompute_winners("toy", key_of().static_key, Target.of(H200))
+    assert (winner.provenance, winner.latency_us) == ("carried", None)
+    assert any_store.line("toy", key_of().static_key, "sm90").points[0].winner.latency_us is None
+    for change in ("UPDATE measurement SET p50_us = 1", "UPDATE measurement SET reason = ''",
+                   "UPDATE winner SET latency_us = 1"):  # fmt: skip
+        with pytest.raises(IntegrityError), any_store.engine.begin() as c:
+            c.exec_driver_sql(change)
 
 
 def test_the_migrations_make_the_schema(any_store: Store) -> None:

@@ -108,11 +108,10 @@ def record(
     cubin = Cubin(key, arch.name, (12, 9), image, {"toy": Resources(32, 0, 0, 0, 0)}, "")
     static = static_fields(problem)
     build = store.add_build(cubin, "toy", source, fields_of(config), static, options=options, keep_image=keep_image)
-    said = {"error_abs": 0.0} if provenance == "measured" else {"model": "roofline-1"}
+    said: dict[str, Any] = {"measured": {"error_abs": 0.0, "p50_us": us}, "carried": {"reason": "steps on it"},
+                            "predicted": {"model": "roofline-1", "p50_us": us}}[provenance]  # fmt: skip
     filed = problem_key(kernel, problem)
-    store.add_measurement(
-        Measurement(filed, arch.name, device, fields_of(config), build, "ok", provenance, p50_us=us, **said)
-    )
+    store.add_measurement(Measurement(filed, arch.name, device, fields_of(config), build, "ok", provenance, **said))
     store.recompute_winners(kernel, filed.static_key, Target(arch, device))
     return build
 
@@ -144,12 +143,18 @@ def test_the_order_of_asking(stores: list[Store], kernel: Kernel) -> None:
     now("prebuilt: predicted for H200 NVL")
     record(user, kernel, 2, 1.0, device=KIN, provenance="predicted")
     now("user: predicted for H200 NVL")  # of two stores the first
+    record(prebuilt, kernel, 12, 1.0, device=KIN, provenance="carried")
+    now("prebuilt: carried, of H200 NVL")
     record(prebuilt, kernel, 3, 1.0, device=KIN)
     now("prebuilt: measured on H200 NVL, the same arch")
     record(prebuilt, kernel, 4, 1.0, device=H200, provenance="predicted")
     now("prebuilt: predicted for H200")
     record(user, kernel, 5, 1.0, device=TWIN, provenance="predicted")
     now("user: predicted for H200 of another vendor")
+    record(prebuilt, kernel, 11, 1.0, device=TWIN, provenance="carried")
+    now("prebuilt: carried, of H200 of another vendor")
+    record(user, kernel, 12, 1.0, provenance="carried")
+    now("user: carried, of H200")
     record(prebuilt, kernel, 6, 1.0, device=TWIN)
     now("prebuilt: measured on H200 of another vendor, the same arch")
     record(prebuilt, kernel, 6, 99.0)
@@ -220,6 +225,45 @@ def test_points_of_two_devices_are_not_one_interval(stores: list[Store], kernel:
 def test_batch_is_bucketed_to_powers_of_two(stores: list[Store], kernel: Kernel, batch: int, hits: bool) -> None:
     record(stores[1], kernel, 32, 10.0, problem=Problem(batch=8))
     assert (ask(stores, kernel, Problem(batch=batch)) is not None) == hits
+
+
+@dataclass(frozen=True)
+class FinerProblem(Problem):
+    FINER: ClassVar[tuple[str, ...]] = ("batch",)
+
+
+@pytest.mark.parametrize(
+    ("batch", "served_by"),
+    [(72, 80), (73, 80), (80, 80), (81, 128), (88, 128), (128, 128), (64, None), (136, None)],
+)
+def test_a_finer_bucket_is_asked_before_those_above_it(stores: list[Store], batch: int, served_by: int | None) -> None:
+    """Up to the next power of two: what is tuned there alone serves as it did before there were finer ones."""
+    kernel = make_kernel()
+    kernel.spec.Problem = FinerProblem  # type: ignore[attr-defined]
+    for at in (128, 80):
+        record(stores[1], kernel, at, 10.0, problem=FinerProblem(batch=at))
+    found = ask(stores, kernel, FinerProblem(batch=batch))
+    assert (found.config["block_n"] if found else None) == served_by
+
+
+def test_what_is_carried_serves_its_own_bucket_alone(stores: list[Store]) -> None:
+    """It was chosen for that batch; of 7 sequences a default knows better than what was chosen for 8."""
+    kernel = make_kernel()
+    kernel.spec.Problem = FinerProblem  # type: ignore[attr-defined]
+    record(stores[1], kernel, 8, 10.0, problem=FinerProblem(batch=8), provenance="carried")
+    found = ask(stores, kernel, FinerProblem(batch=8))
+    assert (found.provenance, found.latency_us, found.reason) == ("carried", None, "carried: steps on it")
+    assert ask(stores, kernel, FinerProblem(batch=7)) is None
+    record(stores[2], kernel, 9, 10.0, problem=FinerProblem(batch=8))
+    assert ask(stores, kernel, FinerProblem(batch=7)).config == {"block_n": 9}
+
+
+def test_a_power_of_two_is_filed_alike_in_finer_buckets() -> None:
+    kernel, finer = make_kernel(), make_kernel()
+    finer.spec.Problem = FinerProblem  # type: ignore[attr-defined]
+    keys = [(problem_key(kernel, Problem(batch=n)).id, problem_key(finer, FinerProblem(batch=n)).id)
+            for n in (1, 2, 8, 80, 128)]  # fmt: skip
+    assert [a == b for a, b in keys] == [True, True, True, False, True]
 
 
 def test_a_spec_may_bucket_in_its_own_way(stores: list[Store]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from test_tuning_db import STATIC, measured, predicted
 
 from kerngen.compiler.compile import Resources
+from kerngen.errors import DatabaseError
 from kerngen.tuning_db import Build, Measurement, Observation
 from kerngen.tuning_db.store.winners import Choice, choose, noise_of
 
@@ -207,6 +208,49 @@ def test_a_prediction_replaces_the_default_only_by_a_margin() -> None:
     assert of(8.9).build_id == "b1"
     assert of(9.0, is_current=lambda b: b.id != "b2").build_id == "b1", "of a default that is no more nothing is known"
     assert won(observed(measured("b1", 1, 9.0), measured("b2", 2, 10.0)), default={"block_n": 2}) == "b1"
+
+
+def carried(build_id: str, n: int, **fields: Any) -> Measurement:
+    row = replace(measured(build_id, n, 1.0), provenance="carried", reason="steps on an H200", p50_us=None)
+    return replace(row, p10_us=None, p90_us=None, min_us=None, samples=0, error_abs=None, error_rel=None, **fields)
+
+
+def test_what_is_carried_ranks_between_what_was_measured_and_what_was_predicted() -> None:
+    """Without a time, and without the margin that a prediction needs over the default."""
+    rows = [carried("b1", 1), predicted("b2", 2, 0.1), predicted("b0", 0, 0.2)]
+    choice = pick(observed(*rows), default={"block_n": 0})
+    assert (choice.build_id, choice.provenance, choice.latency_us, choice.margin) == ("b1", "carried", None, None)
+    assert (choice.reason, choice.times) == ("carried: steps on an H200", {})
+    assert (choice.why["default_us"], choice.why["fastest"]["us"]) == (None, None)
+    choice = pick(observed(*rows, measured("b3", 3, 99.0)))
+    assert (choice.build_id, choice.provenance) == ("b3", "measured"), "at once, however slow"
+
+
+def test_of_two_that_are_carried_the_default_wins_then_the_first_in_canonical_order() -> None:
+    rows = observed(carried("b2", 2), carried("b1", 1), carried("b3", 3))
+    assert won(rows) == "b1"
+    choice = pick(rows, default={"block_n": 3})
+    assert choice.build_id == "b3"
+    assert choice.reason.endswith("; the default configuration of 3 carried, none of which has a time")
+
+
+def test_what_is_carried_gives_way_as_what_was_measured_does() -> None:
+    """To a measured failure of its build, to a revocation, and, where it does not hold, to what does."""
+    crash = measured("b1", 1, None, outcome="launch_failed", reason="illegal address")
+    assert pick(observed(carried("b1", 1), crash)) is None
+    assert pick(observed(carried("b1", 1)), revoked={"b1"}) is None
+    rows = observed(measured("b1", 1, 1.0), carried("b2", 2), predicted("b3", 3, 1.0))
+    for current, winner in (("b1", "b1"), ("b2", "b2"), ("b3", "b3"), ("", "b1")):
+        choice = pick(rows, is_current=lambda b, current=current: b.id == current)
+        assert (choice.build_id, choice.why["stale"]) == (winner, not current)
+
+
+@pytest.mark.parametrize(
+    "said", [{"p50_us": 1.0}, {"reason": ""}, {"model": "roofline-5"}, {"stage": "final"}, {"outcome": "wrong_result"}]
+)
+def test_what_is_carried_passes_for_nothing_else(said: dict[str, Any]) -> None:
+    with pytest.raises(DatabaseError, match="carried"):
+        carried("b1", 1, **said)
 
 
 def test_the_noise_follows_the_spread() -> None:

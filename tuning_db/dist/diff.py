@@ -13,7 +13,7 @@ class Change:
     """One tuned point on one board. before, after: None where it has no winner.
 
     percent: by how much longer the new one takes; None unless both were measured, or predicted by whatever model: a
-    prediction and a measurement do not compare.
+    prediction and a measurement do not compare, and what is carried has no time.
     """
 
     before: Winner | None
@@ -43,6 +43,8 @@ class Change:
     @property
     def percent(self) -> float | None:
         if self.before is None or self.after is None or self.before.provenance != self.after.provenance:
+            return None
+        if self.before.latency_us is None or self.after.latency_us is None:
             return None
         return (self.after.latency_us / self.before.latency_us - 1) * 100
 

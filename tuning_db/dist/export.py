@@ -115,9 +115,14 @@ class Shipment:
             "winners": dict(sorted(Counter(w.provenance for w in winners).items())),
         }
 
-    def seal(self, out: Path, about: Mapping[str, Any], keys: Iterable[SecretKey]) -> str:
-        """Write it, read-only, with the leaves of all its tables: its digest. Raises DatabaseError, OSError."""
-        self.store.rewrite_lines()
+    def seal(
+        self, out: Path, about: Mapping[str, Any], keys: Iterable[SecretKey], *, has_lines: bool = False
+    ) -> str:
+        """Write it, read-only, with the leaves of all its tables: its digest. has_lines: all rows came with winners, so
+        that the lines are theirs. Raises DatabaseError, OSError.
+        """
+        if not has_lines:
+            self.store.rewrite_lines()
         self.store.close()
         engines.leave_log(self.path)
         header = {"schema": t.SCHEMA, "kerngen": __version__, "name": out.stem, **about}
@@ -232,8 +237,8 @@ def trials_of(
     for w in winners:
         found = rankings.of(w)
         ranked, mine = found.candidates, found.candidate(w.build_id)
-        limits = [c.p50_us * (1 + noise_of(c.typical.measurement)) for c in (*ranked[:1], *([mine] if mine else []))]
-        near = [c for c in ranked if c.p50_us <= max(limits, default=0.0)]
+        best = (*ranked[:1], *([mine] if mine else []))
+        near = [c for c in ranked if any(c.is_within(noise_of(b.typical.measurement), b) for b in best)]
         default = [c for c in ranked if c.p50_us == w.why.get("default_us")]
         after = ranked[len(near) : len(near) + _RIVALS]
         in_step = sorted((c for c in ranked if c.step is not None), key=lambda c: c.step or 0.0)

@@ -137,8 +137,12 @@ class Line:
 
     def reason(self) -> str:
         """Of a wrong result."""
-        if not isinstance(value := self.json(after=" "), str) or not value:
-            raise ValueError("a wrong result says what was wrong")
+        return self.some_text("a wrong result says what was wrong", after=" ")
+
+    def some_text(self, rule: str, *, after: str = "") -> str:
+        """A JSON string that is not empty. rule: for messages."""
+        if not isinstance(value := self.json(after=after), str) or not value:
+            raise ValueError(rule)
         return value
 
     def value(self) -> Any:

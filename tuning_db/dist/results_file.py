@@ -4,6 +4,7 @@
     board {"arch":"sm90","clock_mhz":1980,…}
     run r1 4ec058fd0543 2026-11-21T09:06:01.250000+00:00 nvrtc 13.0 {"driver":"580.159.04",…}
     model m1 roofline-5 nvrtc 12.9
+    carried c1 "steps and sweeps on an H200: docs/experiments.md"
     step s1 gemma-4-31b decode batch=1 q_len=1 context=8192 chunk=0 layers=12 weight=0.25 of a91f… {}
     base b1 77aa…
 
@@ -11,7 +12,7 @@
      a @a91f03c2b7d0
      b block_m=64 num_stages=3 @0c3fb1a2d4e5
      c block_m=128 @77aa01c2b3d4 revision 2
-     kv_len=1024 | num_tokens 1=3.412a 64=4.02a 512=7.771b
+     kv_len=1024 | num_tokens 1=3.412a 64=4.02a 512=7.771b 1024=b
      kv_len=2048 | num_tokens=64
       = 16.602a r1+53.77 final n=15 16.52..16.71 min 16.49 err 0.0039 0.01
       = 16.602a r1+90.2 step n=15 16.52..16.71 min 16.49 err 0.0039 0.01 in s1 4321.55/4330.2 b1
@@ -20,18 +21,20 @@
       ! c r1+12.5 "[3, 4] is off by 0.5"
       # 31 invalid, 2 launch_failed
 
-The head names what the trials refer to: tuning runs, cost models, steps of a model (the sequence of launches is a
-digest), and bases (digests of the configurations that a step otherwise had). A problem has its compiled-in fields, then
+The head names what the trials refer to: tuning runs, cost models, what carried configurations were chosen by, steps of a
+model (the sequence of launches is a digest), and bases (digests of the configurations that a step otherwise had). A
+problem has its compiled-in fields, then
 the configurations that its trials name, each with a letter and the first digits of the SHA-256 of the source that was
 timed, and the revision that its body had then (Body.revision), where that is not 1; 0 where nobody noted it. A line of a
 tuned point has the bucketed fields, then the dynamic one ("point" for a kernel without one), and `as {…}` with the whole
 problem where these do not state it. Fields that have their default are left out.
 
-A point that m1 predicts, winner alone, is one word, `1=3.412a`: 3.412 us with configuration a. Any other has its trials
+A point that m1 predicts, winner alone, is one word, `1=3.412a`: 3.412 us with configuration a. So is one that c1 says
+was chosen, `1024=b`: what is carried has no time. Any other has its trials
 below: "=" won, "+" came near, "!" gave a wrong result; "#" counts what else was tried. A trial has its median in
 microseconds and its letter. A measured one names its run and the seconds since that began, then stage, samples, 10th to
 90th percentile, least, errors; in a step of a model also the step, its time with the configuration and without, and the
-base. A predicted one names its model and nothing else. What names neither is refused.
+base. A predicted one names its model, a carried one its c1, and nothing else. What names none is refused.
 
 results_parser.py reads it: `parse(dump(x)) == x`, and what `parse` takes, `dump` writes again, to the letter.
 """
@@ -83,8 +86,8 @@ class StepTrial:
 class Trial:
     """One observation. config: index of the problem's configurations. won: of the configuration that won.
 
-    us: the median, None for a wrong result, which has its `reason`. run or model: index of the file's, of exactly one.
-    after: seconds since the run's `at`. stage to in_step: of what was measured. Times in microseconds.
+    us: the median, None for a wrong result, which has its `reason`, and for what is carried. run, model or carried: index
+    of the file's, of exactly one. after: seconds since the run's `at`. stage to in_step: of what was measured. Times in microseconds.
     in_step: of stage "step", and of no other.
     """
 
@@ -93,6 +96,7 @@ class Trial:
     won: bool = False
     run: int | None = None
     model: int | None = None
+    carried: int | None = None
     after: float = 0.0
     stage: str = "trial"
     samples: int = 0
@@ -103,6 +107,10 @@ class Trial:
     error_rel: float | None = None
     reason: str = ""
     in_step: StepTrial | None = None
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.us is None and self.carried is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +148,7 @@ class Problem:
 class ResultsFile:
     """One kernel on one board. device: the fields of its Device. dynamic: the dynamic field's name, "" for none.
 
-    runs, models, steps, bases: those that trials name.
+    runs, models, carried, steps, bases: those that trials name; of what is carried, in words, what it was chosen by.
     """
 
     kernel: str
@@ -150,6 +158,7 @@ class ResultsFile:
     dynamic: str
     runs: tuple[Run, ...]
     models: tuple[Model, ...]
+    carried: tuple[str, ...]
     steps: tuple[StepKey, ...]
     bases: tuple[str, ...]
     problems: tuple[Problem, ...]
@@ -185,6 +194,7 @@ def dump(file: ResultsFile) -> str:
     for i, run in enumerate(file.runs, 1):
         lines.append(f"run r{i} {word(run.id)} {run.at}{_nvrtc(run.nvrtc)} {as_json(run.environment)}")
     lines += [f"model m{i} {word(model.name)}{_nvrtc(model.nvrtc)}" for i, model in enumerate(file.models, 1)]
+    lines += [f"carried c{i} {as_json(source)}" for i, source in enumerate(file.carried, 1)]
     for i, s in enumerate(file.steps, 1):
         numbers = " ".join(f"{name}={getattr(s, name)}" for name in STEP_NUMBERS)
         lines.append(f"step s{i} {word(s.model)} {word(s.phase)} {numbers} weight={number(s.weight)} "
@@ -211,7 +221,7 @@ def _point_lines(points: Sequence[Point], dynamic: str) -> list[str]:
             if head != shared:
                 lines.append(head)
             at, (t,) = "" if point.dynamic is None else f"{point.dynamic}=", point.trials
-            lines[-1] += f" {at}{number(t.us)}{label(t.config)}"
+            lines[-1] += f" {at}{_us(t)}{label(t.config)}"
             shared = head
             continue
         shared = ""
@@ -224,18 +234,24 @@ def _point_lines(points: Sequence[Point], dynamic: str) -> list[str]:
 
 
 def _is_one_word(point: Point) -> bool:
-    """Whether m1 predicts it, winner alone."""
+    """Whether m1 predicts it, or c1 carries it, winner alone."""
     if len(point.trials) != 1 or point.refused or point.fields is not None:
         return False
     (t,) = point.trials
-    return t == Trial(t.config, t.us, won=True, model=0)
+    return t in (Trial(t.config, t.us, won=True, model=0), Trial(t.config, None, won=True, carried=0))
+
+
+def _us(t: Trial) -> str:
+    return "" if t.us is None else number(t.us)
 
 
 def _trial(t: Trial) -> str:
-    result = f"{WRONG} " if t.us is None else f"{WON if t.won else NEAR} {number(t.us)}"
-    parts = [f"  {result}{label(t.config)}"]
-    parts.append(f"r{t.run + 1}+{number(t.after)}" if t.run is not None else f"m{(t.model or 0) + 1}")
-    if t.us is None:
+    parts = [f"  {WRONG if t.is_wrong else WON if t.won else NEAR} {_us(t)}{label(t.config)}"]
+    if t.carried is not None:
+        parts.append(f"c{t.carried + 1}")
+    else:
+        parts.append(f"r{t.run + 1}+{number(t.after)}" if t.run is not None else f"m{(t.model or 0) + 1}")
+    if t.is_wrong:
         parts.append(as_json(t.reason))
     elif t.run is not None:
         parts.append(f"{t.stage} n={t.samples}")

@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -36,11 +36,13 @@ from kerngen.tuning_db.read.canonical_fields import (
     device_from,
     filed_device,
     filed_kernel,
+    finer,
     named_kernel,
+    round_up,
 )
 from kerngen.tuning_db.read.freshness import is_filed_by, notes_of, revision_noted
 from kerngen.tuning_db.read.ids import ProblemKey, canonical, digest, problem_key
-from kerngen.tuning_db.read.values import TIMED, Build, Measurement, Observation, StepKey, Winner
+from kerngen.tuning_db.read.values import PROVENANCES, TIMED, Build, Measurement, Observation, StepKey, Winner
 from kerngen.tuning_db.store.rows import version_of
 from kerngen.tuning_db.store.store import Store
 
@@ -51,6 +53,7 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 SUFFIX = ".txt"
+NONE_COMPILED = (0, 0)  # an NVRTC's version, of what is carried: its text says of none
 MAX_BYTES = 64 * 1024 * 1024  # the largest file that is shipped has less than 1 MB
 
 
@@ -111,7 +114,7 @@ def _results(kernel: str, device: Device, found: Sequence[tuple[Store, Winner]],
     is_dynamic = any(row.key.dynamic is not None for row in rows)
     return ResultsFile(
         filed_kernel(kernel), device.arch, device.name, filed_device(device), dynamic if is_dynamic else "",
-        head.runs, head.models, head.steps, head.bases,
+        head.runs, head.models, head.carried, head.steps, head.bases,
         tuple(_problem(problems[static], head, dynamic, rivals) for static in sorted(problems)),
     )  # fmt: skip
 
@@ -150,18 +153,21 @@ def _rows(
 
 
 class _Head:
-    """What the head of a file names, each with its index: runs, models, steps, bases.
+    """What the head of a file names, each with its index: runs, models, what was carried, steps, bases.
 
-    Runs and bases are in the order of their first trial, models and steps in that of what they are.
+    Runs and bases are in the order of their first trial, the others in that of what they are.
     """
 
     def __init__(self, rows: Sequence[_Row], steps: Mapping[str, StepKey]) -> None:
         runs: dict[tuple[str, tuple[int, int], str], Run] = {}
         bases: dict[str, str] = {}  # when each was first tried
-        models, named = set[Model](), set[str]()
+        models, carried, named = set[Model](), set[str](), set[str]()
         for m, build, _ in (trial for row in rows for trial in row.trials):
             if m.provenance == "predicted":
                 models.add(Model(m.model, build.nvrtc))
+                continue
+            if m.provenance == "carried":
+                carried.add(m.reason)
                 continue
             key = _run_key(m, build)
             if key not in runs or m.at < runs[key].at:
@@ -172,15 +178,19 @@ class _Head:
                     bases[m.base_id] = min(bases.get(m.base_id, m.at), m.at)
         self._run = _indices(runs, lambda key: (runs[key].at, key))
         self._model = _indices(models, lambda model: (model.name, model.nvrtc))
+        self._carried = _indices(carried, str)
         self._step = _indices(named, lambda id: (steps[id].name, id))
         self._base = _indices(bases, lambda id: (bases[id], id))
         self.runs, self.models = tuple(runs[key] for key in self._run), tuple(self._model)
+        self.carried = tuple(self._carried)
         self.steps, self.bases = tuple(steps[id] for id in self._step), tuple(self._base)
 
     def who(self, m: Measurement, build: Build) -> dict[str, Any]:
         """The fields of a Trial that say who observed it, and when."""
         if m.provenance == "predicted":
             return {"model": self._model[Model(m.model, build.nvrtc)]}
+        if m.provenance == "carried":
+            return {"carried": self._carried[m.reason]}
         run = self._run[_run_key(m, build)]
         try:
             after = (datetime.fromisoformat(m.at) - datetime.fromisoformat(self.runs[run].at)).total_seconds()
@@ -242,8 +252,8 @@ def _trial(w: Winner, m: Measurement, build: Build, config: int, head: _Head, ri
             value: float | None = getattr(m, name)
             known[name] = None if value is None else rounded(value)
         known |= {"stage": m.stage, "samples": m.samples, "in_step": head.in_step(m)}
-    us = m.p50_us or 0.0
-    return Trial(config, rounded(us) if rivals else rounded(us, PREDICTED_DIGITS), m.build_id == w.build_id, **known)
+    us = None if m.p50_us is None else rounded(m.p50_us) if rivals else rounded(m.p50_us, PREDICTED_DIGITS)
+    return Trial(config, us, m.build_id == w.build_id, **known)
 
 
 # ---- and back
@@ -275,9 +285,20 @@ class _Case:
     closure: str  # of the kernel
 
     @property
-    def observer(self) -> Run | Model:
-        """Who observed it; its NVRTC compiled what was observed."""
+    def observer(self) -> Run | Model | str:
+        """Who observed it; of what is carried, what it was chosen by."""
+        if self.trial.carried is not None:
+            return self.file.carried[self.trial.carried]
         return self.file.models[self.trial.model or 0] if self.trial.run is None else self.file.runs[self.trial.run]
+
+    @property
+    def provenance(self) -> str:
+        return {Run: "measured", Model: "predicted"}.get(type(self.observer), "carried")
+
+    @property
+    def nvrtc(self) -> tuple[int, int] | None:
+        """What compiled what was observed; None where a text does not tell."""
+        return NONE_COMPILED if isinstance(self.observer, str) else self.observer.nvrtc
 
     def __str__(self) -> str:
         at = "" if self.key.dynamic is None else f" {self.file.dynamic}={self.key.dynamic}"
@@ -332,7 +353,7 @@ def _cases(file: ResultsFile, done: Rebuilt, cells: Collection[str] | None) -> I
             done.faults.append(f"{file.kernel} on {file.board}: {fields} is no problem of it: {e}")
             continue
         key = problem_key(kernel, asked)
-        if (key.filed().static, key.filed().runtime, key.dynamic) != (problem.static, point.runtime, point.dynamic):
+        if not _is_filed_as(key, asked, problem.static, point):
             done.faults.append(f"{file.kernel} on {file.board}: {fields} is filed otherwise today")
             continue
         if cells is not None and key.cell not in cells:
@@ -347,8 +368,17 @@ def _cases(file: ResultsFile, done: Rebuilt, cells: Collection[str] | None) -> I
                     rendered[trial.config] = None
             if (made := rendered[trial.config]) is None:
                 done.stale.append(f"{file.kernel} on {file.board}: {fields}: {dict(told.fields)}")
-            elif trial.us is not None or not made.timed:  # a wrong result of another source says nothing of today's
+            elif not trial.is_wrong or not made.timed:  # a wrong result of another source says nothing of today's
                 yield _Case(file, trial, key, kernel, device, *made, static_fields(asked), closure)
+
+
+def _is_filed_as(key: ProblemKey, asked: Any, static: Mapping[str, Any], point: Point) -> bool:
+    """Whether this is the problem's place, or was before it had finer buckets (Problem.FINER)."""
+    filed = key.filed()
+    if (filed.static, filed.dynamic) != (static, point.dynamic):
+        return False
+    coarse = {n: round_up(v) if n in finer(asked) else v for n, v in key.runtime.items()}
+    return point.runtime in (filed.runtime, replace(key, runtime=coarse).filed().runtime)
 
 
 class _Rendered(NamedTuple):
@@ -375,22 +405,24 @@ def _device(file: ResultsFile) -> Device:
 def _record(case: _Case, into: Store, image: Cubin | None, known_builds: dict[tuple[Any, ...], str]) -> Measurement:
     """The trial, with its build recorded. known_builds: those that are already."""
     trial, file, observer = case.trial, case.file, case.observer
-    what = (case.source, case.config, *case.static.values(), file.arch, observer.nvrtc if image is None else None,
+    what = (case.source, case.config, *case.static.values(), file.arch, case.nvrtc if image is None else None,
             trial.won)  # fmt: skip
     if (built := known_builds.get(what)) is None:
         beside: dict[str, Any] = {"keep_image": trial.won}
         if image is None:
-            beside = {"arch": find_arch(file.arch), "nvrtc": observer.nvrtc, "status": "uncompiled"}
+            beside = {"arch": find_arch(file.arch), "nvrtc": case.nvrtc, "status": "uncompiled"}
         built = known_builds[what] = into.add_build(
             image, case.kernel.name, case.source, fields_of(case.config), dict(case.static),
             notes=notes_of(case.closure, case.kernel, fields_of(case.config), file.arch), **beside,
         )  # fmt: skip
-    known: dict[str, Any] = {"tags": {TIMED: case.timed} if case.timed else {}}
+    known: dict[str, Any] = {"tags": {TIMED: case.timed} if case.timed else {}, "reason": trial.reason}
     if (tried := trial.in_step) is not None:
         known |= {"step_id": into.add_step(file.steps[tried.step]), "step_us": tried.step_us,
                   "base_step_us": tried.base_step_us, "base_id": file.bases[tried.base]}  # fmt: skip
     if isinstance(observer, Model):
         known["model"] = observer.name
+    elif isinstance(observer, str):
+        known["reason"] = observer
     else:
         at = datetime.fromisoformat(observer.at) + timedelta(seconds=trial.after)
         known |= {"environment": dict(observer.environment), "run": observer.id,
@@ -399,14 +431,13 @@ def _record(case: _Case, into: Store, image: Cubin | None, known_builds: dict[tu
             known["tags"]["nvrtc"] = "{}.{}".format(*observer.nvrtc)
     return Measurement(
         case.key, file.arch, case.device, fields_of(case.config), built,
-        "ok" if trial.us is not None else "wrong_result", "predicted" if trial.run is None else "measured",
-        reason=trial.reason, stage=trial.stage, p50_us=trial.us, p10_us=trial.p10_us, p90_us=trial.p90_us,
+        "wrong_result" if trial.is_wrong else "ok", case.provenance, stage=trial.stage, p50_us=trial.us, p10_us=trial.p10_us, p90_us=trial.p90_us,
         min_us=trial.min_us, samples=trial.samples, error_abs=trial.error_abs, error_rel=trial.error_rel, **known,
     )  # fmt: skip
 
 
 def _choose(cases: Sequence[_Case], into: Store, done: Rebuilt) -> None:
-    """Winners, by the policy. What a text says won has to win; another's measurement may outrank a prediction."""
+    """Winners, by the policy. What a text says won has to win, but where another is known better: by a measurement."""
     chosen: dict[tuple[str, str, Device], dict[str, Winner]] = {}
     for case in cases:
         key = (case.kernel.name, case.key.static_key, case.device)
@@ -418,12 +449,16 @@ def _choose(cases: Sequence[_Case], into: Store, done: Rebuilt) -> None:
     for case in cases:
         winner = chosen[case.kernel.name, case.key.static_key, case.device].get(case.key.id)
         is_won = winner is not None and winner.config == fields_of(case.config)
-        outranked = winner is not None and winner.provenance == "measured" and case.trial.run is None
+        outranked = winner is not None and _is_better(winner.provenance, case.provenance)
         if case.trial.won and not is_won and not outranked:
             said[case.key.id, case.file.board] += 1
             if said[case.key.id, case.file.board] == 1:
                 what = "nothing" if winner is None else winner.config
                 done.faults.append(f"{case} is said to win, and {what} does")
+
+
+def _is_better(provenance: str, other: str) -> bool:
+    return PROVENANCES.index(provenance) < PROVENANCES.index(other)
 
 
 def read(paths: Sequence[Path]) -> list[ResultsFile]:

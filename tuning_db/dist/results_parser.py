@@ -78,6 +78,7 @@ class Reading:
         self.dynamic: str | None = None  # before the first point
         self.runs: list[Run] = []
         self.models: list[Model] = []
+        self.carried: list[str] = []
         self.steps: list[StepKey] = []
         self.bases: list[str] = []
         self.problems: list[ProblemLines] = []
@@ -101,6 +102,9 @@ class Reading:
         elif line.take("model "):
             line.expect(f"m{len(self.models) + 1} ")
             self.models.append(self.model(line))
+        elif line.take("carried "):
+            line.expect(f"c{len(self.carried) + 1} ")
+            self.carried.append(line.some_text("what is carried names what it was chosen by"))
         elif line.take("step "):
             line.expect(f"s{len(self.steps) + 1} ")
             self._step(line)
@@ -114,8 +118,14 @@ class Reading:
             won, us = self.result(line)
             config = self._letter(line)
             line.expect(" ")
-            who = {"model": self._named("m", line, self.models)} if line.sees("m") else self.measured(line, us)
-            self.add(Trial(config, us, won, **who, reason="" if us is not None else line.reason()))
+            if us is None and line.sees("c"):
+                who: dict[str, Any] = {"carried": self._named("c", line, self.carried)}
+            elif line.sees("m"):
+                who = {"model": self._named("m", line, self.models)}
+            else:
+                who = self.measured(line, us)
+            is_wrong = us is None and "carried" not in who
+            self.add(Trial(config, us, won, **who, reason=line.reason() if is_wrong else ""))
         elif line.take(" "):
             self._config_or_points(line)
 
@@ -124,7 +134,7 @@ class Reading:
             raise DatabaseError(f"{where} is no results file: it has no board")
         problems = tuple(Problem(p.static, tuple(p.configs), tuple(p.points)) for p in self.problems)
         return ResultsFile(*self.names, self.device, self.dynamic or "", tuple(self.runs), tuple(self.models),
-                           tuple(self.steps), tuple(self.bases), problems)  # fmt: skip
+                           tuple(self.carried), tuple(self.steps), tuple(self.bases), problems)  # fmt: skip
 
     def require_configs_used(self, where: str) -> None:
         """Raises DatabaseError, naming the line, for a configuration that no trial names."""
@@ -193,7 +203,7 @@ class Reading:
         return Config(fields, source, revision)
 
     def points(self, line: Line, runtime: dict[str, Any]) -> list[Point]:
-        """Those of a line: predictions of one word each, or one point whose trials come below."""
+        """Those of a line: winners of one word each, or one point whose trials come below."""
         name = line.word(NAME, "the dynamic field")
         dynamic = "" if name == "point" else name
         if self.dynamic not in (None, dynamic):
@@ -202,10 +212,13 @@ class Reading:
         points = list[Point]()
         while line.take(" ", unless=(" as ",)):
             at = line.whole() if dynamic else None
-            us = line.above_zero("a time", after="=" if dynamic else "")
-            if not self.models:
-                raise ValueError("there is no m1 in the head")
-            points.append(Point(runtime, at, (Trial(self._letter(line), us, won=True, model=0),)))
+            line.expect("=" if dynamic else "")
+            us = None if line.sees(*ascii_lowercase) else line.above_zero("a time")
+            if not (self.carried if us is None else self.models):
+                raise ValueError(f"there is no {'c' if us is None else 'm'}1 in the head")
+            who: dict[str, Any] = {"carried" if us is None else "model": 0}
+            config = self._letter(line)
+            points.append(Point(runtime, at, (replace(Trial(config, us, won=True), **who),)))
         if not points:
             points = [Point(runtime, line.whole(after="=") if dynamic else None, ())]
         if line.take(" as "):
@@ -242,12 +255,12 @@ class Reading:
 
     @staticmethod
     def result(line: Line) -> tuple[bool, float | None]:
-        """Whether it won, and its time: none of a wrong result."""
+        """Whether it won, and its time: none of a wrong result, nor of what is carried."""
         if line.take(f"{WRONG} "):
             return False, None
         if not (won := line.take(f"{WON} ")):
             line.expect(f"{NEAR} ")
-        return won, line.above_zero("a time")
+        return won, None if line.sees(*ascii_lowercase) else line.above_zero("a time")
 
     def _letter(self, line: Line) -> int:
         letters, index = line.word(_LETTERS, "a configuration"), 0

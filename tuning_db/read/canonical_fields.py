@@ -31,6 +31,7 @@ class CanonicalFields:
     dynamic: str = ""  # what the problem's dynamic field is filed as
 
 
+FINER_STEPS = 16  # buckets of a field between zero and the power of two at or above it
 _NOTHING = Defaults({})
 _AS_GIVEN = CanonicalFields(_NOTHING, _NOTHING, _NOTHING, _NOTHING)
 _KNOWN: dict[tuple[type[Any], type[Any]], CanonicalFields] = {}
@@ -50,7 +51,7 @@ def _canonical_fields(problem: type[Any], config: type[Any], own_buckets: bool) 
     fields = defaults_of(problem)
     # What a spec's own `bucket` returns need not be fields: it leaves out itself what a new field must not change.
     others = [n for n in problem.RUNTIME if n != problem.DYNAMIC]
-    runtime = Defaults({n: MISSING if own_buckets else round_up(fields[n]) for n in others}, fields.names)
+    runtime = Defaults({n: MISSING if own_buckets else bucket(problem, n, fields[n]) for n in others}, fields.names)
     static = fields.only(n for n in fields if n not in problem.RUNTIME)
     return CanonicalFields(
         fields, static, runtime, defaults_of(config), fields.names.get(problem.DYNAMIC, problem.DYNAMIC)
@@ -92,6 +93,16 @@ def filed_device(device: Device) -> dict[str, Any]:
 def device_from(stated: Mapping[str, Any]) -> Device:
     """The board that `filed_device` gave `stated` of; figures that are none here are left out. Raises TypeError."""
     return Device(**{name: stated[filed] for name, filed in _DEVICE.items() if filed in stated})
+
+
+def finer(problem: Any) -> tuple[str, ...]:
+    """The runtime fields of a problem, or of its class, that are bucketed at FINER_STEPS: Problem.FINER."""
+    return getattr(problem, "FINER", ())
+
+
+def bucket(problem: Any, name: str, value: Any) -> Any:
+    """The bucket of a runtime field's value. problem: or its class."""
+    return round_up(value, FINER_STEPS if name in finer(problem) else 1)
 
 
 def round_up(value: Any, steps: int = 1) -> Any:

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, NamedTuple
 
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Kernel, fields_of, filled, static_fields, trimmed
-from kerngen.tuning_db.read.canonical_fields import canonical_fields_of, filed_kernel, named_kernel, round_up
+from kerngen.tuning_db.read.canonical_fields import (
+    FINER_STEPS,
+    bucket,
+    canonical_fields_of,
+    filed_kernel,
+    finer,
+    named_kernel,
+    round_up,
+)
 
 # Of the recipes, in every digest that names a row or seals one; another one needs a migration.
 ID_VERSION = 2
@@ -108,7 +117,9 @@ class ProblemKey:
                           self.dynamic, filled(self.fields, of.fields))  # fmt: skip
 
     def ids(self) -> ProblemIds:
-        return ids_as_filed(self.filed())
+        of = canonical_fields_of(self.kernel)
+        return ids_as_filed(ProblemKey(filed_kernel(self.kernel), trimmed(self.static, of.static),
+                                       trimmed(self.runtime, of.runtime), self.dynamic))  # fmt: skip
 
 
 class ProblemIds(NamedTuple):
@@ -154,7 +165,8 @@ def problem_key(kernel: Kernel, problem: Any) -> ProblemKey:
     """How `problem` is filed and looked up.
 
     Runtime fields other than the dynamic one are bucketed by the spec's `bucket(problem) -> dict` where it has
-    one; otherwise integers are rounded up to a power of two and other values are kept as they are.
+    one; otherwise integers are rounded up to a power of two, those of Problem.FINER to a sixteenth of it, and other
+    values are kept as they are.
     """
     fields = fields_of(problem)
     runtime = bucketed(kernel, problem)
@@ -164,10 +176,22 @@ def problem_key(kernel: Kernel, problem: Any) -> ProblemKey:
 
 def bucketed(kernel: Kernel, problem: Any) -> dict[str, Any]:
     """The runtime fields of `problem` but for the dynamic one, as they are filed and looked up."""
-    bucket: Callable[[Any], dict[str, Any]] | None = getattr(kernel.spec, "bucket", None)
-    if bucket is not None:
-        return dict(bucket(problem))
-    return {k: round_up(getattr(problem, k)) for k in problem.RUNTIME if k != problem.DYNAMIC}
+    own: Callable[[Any], dict[str, Any]] | None = getattr(kernel.spec, "bucket", None)
+    if own is not None:
+        return dict(own(problem))
+    return {k: bucket(problem, k, getattr(problem, k)) for k in problem.RUNTIME if k != problem.DYNAMIC}
+
+
+def buckets_above(kernel: Kernel, problem: Any) -> Iterator[dict[str, Any]]:
+    """`bucketed(kernel, problem)`, then with larger buckets of Problem.FINER, up to the next power of two of each."""
+    own = bucketed(kernel, problem)
+    names = [] if hasattr(kernel.spec, "bucket") else finer(problem)
+    for sizes in product(*(_sizes_above(own[name]) for name in names)):
+        yield own | dict(zip(names, sizes, strict=True))
+
+
+def _sizes_above(size: int) -> list[int]:
+    return [n for n in range(size, round_up(size) + 1) if round_up(n, FINER_STEPS) == n]
 
 
 def coordinates(runtime: dict[str, Any]) -> tuple[Any, ...]:

@@ -1,8 +1,9 @@
 """Ranks of boards for a board: whose winners come first, and whose do not count (kerngen/boards.py has the distance).
 
 What was measured on this very board is best. What was on one that differs by no more than two of a kind do (SAME) comes
-next, then what was predicted for this board. What was measured on one of its kind (NEAR) is better than what was
-predicted for such a one; beyond that the kernel's default is better than either.
+next, then what is carried of this board (chosen on it by steps and sweeps, of which no time is left), then what was
+predicted for it. Of what is of another of its kind (NEAR), what was measured is better than what is carried, and that
+than what was predicted; beyond that the kernel's default is better than either.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 from kerngen.boards import NEAR, SAME, Device, distance
 from kerngen.tuning_db.read.values import Winner
 
-EXACT, ALIKE, PREDICTED, KIND, PREDICTED_KIND, BEYOND = range(6)
+EXACT, ALIKE, CARRIED, PREDICTED, KIND, CARRIED_KIND, PREDICTED_KIND, BEYOND = range(8)
+_OF_THIS = {"measured": ALIKE, "carried": CARRIED, "predicted": PREDICTED}
+_OF_ITS_KIND = {"measured": KIND, "carried": CARRIED_KIND, "predicted": PREDICTED_KIND}
 
 
 def is_exact(a: Device, b: Device) -> bool:
@@ -21,18 +24,17 @@ def is_exact(a: Device, b: Device) -> bool:
 def rank_of(winner: Winner, here: Device) -> int:
     """How well `winner` serves on `here`: the lower the better; BEYOND where it does not."""
     far = distance(winner.device, here)
-    measured = winner.provenance == "measured"
-    if is_exact(winner.device, here):
-        return EXACT if measured else PREDICTED
+    if winner.provenance == "measured" and is_exact(winner.device, here):
+        return EXACT
     if far <= SAME:
-        return ALIKE if measured else PREDICTED
-    if far <= NEAR:
-        return KIND if measured else PREDICTED_KIND
-    return BEYOND
+        return _OF_THIS[winner.provenance]
+    return _OF_ITS_KIND[winner.provenance] if far <= NEAR else BEYOND
 
 
 def how(winner: Winner, here: Device) -> str:
     """In words, for an answer's source."""
-    if winner.provenance != "measured":
+    if winner.provenance == "predicted":
         return f"predicted for {winner.device}"
+    if winner.provenance == "carried":
+        return f"carried, of {winner.device}"
     return "exact device" if is_exact(winner.device, here) else f"measured on {winner.device}, the same arch"

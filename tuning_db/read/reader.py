@@ -30,7 +30,7 @@ from kerngen.tuning_db.read.values import Build, Winner
 log = logging.getLogger(__name__)
 
 # Revisions of the schema whose line, artifact, revocation and former are as they are read here.
-SCHEMAS = frozenset({"0005", "0006", "0007"})
+SCHEMAS = frozenset({"0005", "0006", "0007", "0008"})
 _REVOCATION = ("id", "subject_id", "reason", "at", "seal")
 _FORMER = ("was", "id", "seal")
 _AT_ONCE = 500  # names in one query

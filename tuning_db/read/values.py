@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kerngen.tuning_db.read.ids import ProblemKey
 
 OUTCOMES = ("ok", "invalid", "compile_failed", "wrong_result", "launch_failed", "timed_out")
-PROVENANCES = ("measured", "predicted")
+PROVENANCES = ("measured", "carried", "predicted")  # the best first
 BUILD_STATUSES = ("ok", "compile_failed", "uncompiled")
 STAGES = ("trial", "final", "step")
 TIMED = "source"  # a tag: the first digits of the source that was timed, where it is an earlier one than the build's
@@ -56,7 +56,8 @@ class Build:
 
     target: what NVRTC was asked for ("sm_90a"; "compute_70" for PTX). key: of the compile cache.
     image_sha: sha256 of the cubin or PTX, None if it failed; then `log` says why. `uncompiled`: the source is known (to
-    win, by what the text of another database says), and neither its machine code nor its resources are.
+    win, by what the text of another database says), and neither its machine code nor its resources are. nvrtc: (0, 0)
+    of such a one where that text names none.
     """
 
     id: str
@@ -94,15 +95,16 @@ class Measurement:
     problem: from `problem_key`. config: the Config's fields.
     build_id: None only where nothing was compiled (`invalid`).
     outcome: one of OUTCOMES, with `reason` in words unless it is `ok`.
-    provenance: `measured` on `device`, or `predicted` for it by the cost model that `model` names and versions.
-    Neither the reason nor the tags, which are words about a trial, are part of its identity. A prediction, and any
-    trial aimed at one, is the same fact whoever asks: its time and run are no part of it either, and repeating it adds
+    provenance: `measured` on `device`, or `predicted` for it by the cost model that `model` names and versions, or
+    `carried`: a configuration that was chosen on `device` before, by steps and sweeps that `reason` names, of which no
+    figure is left. Neither the reason nor the tags, which are words about a trial, are part of its identity. What is
+    predicted or carried is the same fact whoever asks: its time and run are no part of it either, and repeating it adds
     no row.
     stage: `final` for finalists that were timed again together: where a problem has any, only they can win. `step` for
     those whose step was timed: with this configuration, step_us, and without, base_step_us, both in microseconds.
     step_id: of a StepKey (Store.add_step). base_id: digest of what all places of the step had without. p50_us is the
     kernel's time alone all the same.
-    Times in microseconds for all launches of the kernel together; a prediction sets p50_us alone.
+    Times in microseconds for all launches of the kernel together; a prediction sets p50_us alone, what is carried none.
     error_abs, error_rel: largest difference from the fp32 reference; required of a measured `ok`.
     environment: driver, clocks, timer, cold or warm L2, graph or stream, host: what may change the figures.
     run: names the tuning run. at: ISO 8601 UTC; "" lets the store fill in the time of writing.
@@ -141,8 +143,14 @@ class Measurement:
         _one_of("stage", self.stage, STAGES)
         if self.outcome != "ok":
             _require(bool(self.reason), f"outcome {self.outcome} needs its reason")
+            _require(self.provenance != "carried", "what is carried was chosen: its outcome is ok")
             return
         _require(self.build_id is not None, "outcome ok needs a build_id")
+        if self.provenance == "carried":
+            _require(bool(self.reason), "what is carried needs its source, in `reason`")
+            bare = (self.p50_us, self.model, self.stage) == (None, "", "trial")
+            _require(bare, "what is carried has no time, no model and no stage")
+            return
         in_step = (self.step_id, self.base_id, self.step_us or None, self.base_step_us or None)
         if self.stage == "step":
             _require(None not in in_step, "stage step needs step_id, step_us, base_step_us and base_id")
@@ -176,7 +184,8 @@ class Winner:
     """What a lookup answers: the configuration to use for `problem`, and why.
 
     problem: the tuned point; its dynamic value may be above that of the problem that was asked for.
-    arch, device: the device it was measured on, or predicted for. latency_us: at that tuned point.
+    arch, device: the device it was measured on, or predicted for. latency_us: at that tuned point; None of what is
+    carried, which has no time.
     margin: (next best - this) / this; below zero if it was chosen canonically within the noise; None if alone.
     reason: in words. source: which store spoke and how ("user: exact device"). why: the figures behind `reason`;
     none where a run looked it up in a file, which asks for none.
@@ -192,7 +201,7 @@ class Winner:
     arch: Arch
     device: Device
     provenance: str
-    latency_us: float
+    latency_us: float | None
     build_id: str
     cubin: Cubin | None
     reason: str

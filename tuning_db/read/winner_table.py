@@ -3,18 +3,23 @@
 Who is asked, in this order; the answer names who spoke. An override store is asked all of it before the others, and as
 a last resort whatever else it has of the arch:
     1. this very device, measured              2. one that differs by no more than two of a kind do, measured
-    3. what was predicted for this device      4. one of its kind, measured (ranks.py)
-    5. what was predicted for one of its kind
-    6. as 1 to 5, but tuned on a source of an older revision of its body: the configuration
+    3. what is carried of this device          4. what was predicted for it
+    5. one of its kind, measured (ranks.py)    6. what is carried of such a one
+    7. what was predicted for such a one
+    8. as 1 to 7, but tuned on a source of an older revision of its body: the configuration
+What is carried was chosen on that device by steps and sweeps, of which only the configuration is left.
 What was tuned on another source of the revision that the body has today (Body.revision) is as good as what was tuned
 on today's. Machine code is served of today's source alone, where there is any, or compiled.
 None of them: None, and the caller uses the default configuration.
 
 Tuned points lie along the dynamic field (tokens, KV length). A point serves itself and what lies between it and the
 next lower one, but where that lower one, or the default, was judged faster there (store/crossovers.py); nothing is
-served below the lowest or above the highest. Everything is checked before it is served: the configuration must still
-be valid, the image must match its digest, nothing revoked counts. What fails is skipped with a warning that names it,
-once, and the next in order is asked.
+served below the lowest or above the highest. Where a runtime field has finer buckets than powers of two
+(Problem.FINER), the problem's own cell is asked first, then those above it up to the power of two; what is carried
+serves its own cell alone.
+
+Everything is checked before it is served: the configuration must still be valid, the image must match its digest,
+nothing revoked counts. What fails is skipped with a warning that names it, once, and the next in order is asked.
 """
 
 from __future__ import annotations
@@ -32,12 +37,13 @@ from kerngen.compiler.compile import Cubin
 from kerngen.errors import CorruptRecord, DatabaseError
 from kerngen.templates.kernel import Kernel, describe, fields_of
 from kerngen.tuning_db.read.boards import PerBoard, at_hand
+from kerngen.tuning_db.read.canonical_fields import finer
 from kerngen.tuning_db.read.freshness import Freshness
-from kerngen.tuning_db.read.ids import bucketed, coordinates, problem_key
+from kerngen.tuning_db.read.ids import bucketed, buckets_above, coordinates, problem_key
 from kerngen.tuning_db.read.kernel_index import KernelIndex, Point
 from kerngen.tuning_db.read.ranks import BEYOND, how, rank_of
 from kerngen.tuning_db.read.source import Source
-from kerngen.tuning_db.read.values import Build, Winner
+from kerngen.tuning_db.read.values import PROVENANCES, Build, Winner
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +99,10 @@ class _Row:
     at: list[int] | None = None
     choices: list[list[_Choice]] = field(default_factory=list)
 
+    @property
+    def is_carried(self) -> bool:
+        return self.choices[0][0].point.winner.provenance == "carried"
+
     def serving(self, dynamic: int | None) -> list[_Choice]:
         """Those of the lowest point at or above `dynamic`, none if that lies outside all points."""
         if self.at is None or dynamic is None:
@@ -130,6 +140,7 @@ class WinnerTable:
         self._reads = list(self._read(here))
         self._revoked = _revoked(here) if self._reads else set()
         self._cells: dict[tuple[Any, ...], list[_Row]] = {}
+        self._above: dict[tuple[Any, ...], list[_Row]] = {}  # of cells that were asked for, with those above them
         for cell, row in self._ordered():
             self._cells.setdefault(cell, []).append(row)
 
@@ -138,12 +149,9 @@ class WinnerTable:
 
         The same object each time that it is the answer.
         """
-        rows = self._cells.get(coordinates(bucketed(self.kernel, problem)))
-        if rows is None:
-            return None
         dynamic = getattr(problem, problem.DYNAMIC) if problem.DYNAMIC else None
         older: Winner | None = None
-        for row in rows:
+        for row in self._rows(problem):
             for choice in row.serving(dynamic):
                 if not self._serves(choice, problem) or choice.answer is None:
                     continue
@@ -155,7 +163,7 @@ class WinnerTable:
     def passed_over(self, problem: Any) -> Winner | None:
         """The winner that does not serve `problem` because the default was judged to be faster; None if none is."""
         dynamic = getattr(problem, problem.DYNAMIC) if problem.DYNAMIC else None
-        for row in self._cells.get(coordinates(bucketed(self.kernel, problem)), ()):
+        for row in self._rows(problem):
             for choice in row.serving(dynamic):
                 if self._serves(choice, problem) and choice.answer is not None and not choice.answer.stale:
                     return choice.answer if self.answer(problem) is None else None
@@ -198,7 +206,7 @@ class WinnerTable:
                     if (rank := rank_of(w, here)) == BEYOND and not overriding:
                         continue
                     key = (coordinates(w.problem.runtime), w.device, w.provenance)
-                    rank += rank == BEYOND and w.provenance != "measured"
+                    rank += PROVENANCES.index(w.provenance) if rank == BEYOND else 0
                     ranks[key] = rank, distance(w.device, here), w.device.name
                     choice = _Choice(read, point, how(w, here))
                     rows.setdefault(key, {}).setdefault(w.problem.dynamic, []).append(choice)
@@ -218,6 +226,17 @@ class WinnerTable:
         return _Row(at, [points[d] for d in at]) if at else None
 
     # ---- what is served
+
+    def _rows(self, problem: Any) -> Sequence[_Row]:
+        """Those of its cell; of a problem with finer buckets (Problem.FINER) then those of the cells above it."""
+        cell = coordinates(bucketed(self.kernel, problem))
+        if not finer(problem):
+            return self._cells.get(cell, ())
+        if (known := self._above.get(cell)) is None:
+            cells = map(coordinates, buckets_above(self.kernel, problem))
+            found = [(at, row) for at in cells for row in self._cells.get(at, ())]
+            known = self._above[cell] = [row for at, row in found if at == cell or not row.is_carried]
+        return known
 
     def _judged(self, row: _Row, choice: _Choice, problem: Any, dynamic: int | None) -> Winner | None:
         """What serves a size between two points: the upper's winner, the lower's, or None for the default."""

@@ -6,7 +6,7 @@ and what was seen at the two points says by how much that is wrong for each of t
 was not tried at a point is taken to be no better there than its winner, and a default that was tried at neither is not
 considered. What is better by MARGIN is written down as a `switch` of the upper winner: (up to this size, the tuned
 point whose winner serves, None for the default). A winner that steps of a model chose has none: it was measured there,
-at the sizes that those steps have.
+at the sizes that those steps have. Nor has a carried one, which has no time to judge by.
 """
 
 from __future__ import annotations

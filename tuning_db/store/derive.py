@@ -26,7 +26,7 @@ from kerngen.templates.kernel import Kernel, fields_of
 from kerngen.tuning_db.read.canonical_fields import filed_device, filed_kernel, named_kernel
 from kerngen.tuning_db.read.freshness import Freshness
 from kerngen.tuning_db.read.ids import canonical, digest
-from kerngen.tuning_db.read.values import Build, Observation, Winner
+from kerngen.tuning_db.read.values import PROVENANCES, Build, Observation, Winner
 from kerngen.tuning_db.store import kernel_index
 from kerngen.tuning_db.store import schema as t
 from kerngen.tuning_db.store.crossovers import Judge, TunedPoint, switches
@@ -103,7 +103,9 @@ class _Derivation:
             self.may_win[problem_id] = may_win(observations, builds, wrong_sources=wrong, revoked=revoked)
             problem = _problem(self.kernel, observations)
             tried = _tried(observations, builds, wrong)
-            default = _default_config(self.kernel, problem, target)
+            # A row that is carried alone wins whatever the default is, and a shipped board has thousands of them.
+            is_alone = len(observations) == 1 and observations[0].measurement.provenance == "carried"
+            default = None if is_alone else _default_config(self.kernel, problem, target)
             choice = choose(observations, builds, wrong_sources=wrong, revoked=revoked, default=default,
                             is_current=partial(self._is_current, problem),
                             holds=partial(self._holds, problem, tried), weights=weights)  # fmt: skip
@@ -136,8 +138,12 @@ class _Derivation:
         return not any(other.id in tried and self._is_current(problem, other) for other in of_config)
 
     def _tuned(self, problem: Any, build: Build, choice: Choice) -> TunedPoint | None:
-        """None where nothing lies between points, or what lies there is not known any more."""
+        """None where nothing lies between points, or what lies there is not known any more. A carried winner has no
+        time to judge by, and serves all of its stretch, as one that steps chose.
+        """
         if self.kernel is None or problem is None or not problem.DYNAMIC or choice.why["stale"]:
+            return None
+        if choice.latency_us is None:
             return None
         config = self.kernel.config_type(**build.config)
         return TunedPoint(problem, config, choice.latency_us, choice.times)
@@ -216,11 +222,11 @@ def _is_of(device: Device) -> Any:
 
 
 def _tried(observations: Sequence[Observation], builds: Mapping[str, Build], wrong: Set[str]) -> set[str]:
-    """Ids of the builds that were run here (where none was: that were predicted), that gave a wrong result anywhere, or
-    that did not compile.
+    """Ids of the builds that were run here (where none was: that are carried; where none is: that were predicted), that
+    gave a wrong result anywhere, or that did not compile.
     """
-    measured = [o for o in observations if o.measurement.provenance == "measured"]
-    seen = {o.measurement.build_id for o in measured or observations}
+    best = min((PROVENANCES.index(o.measurement.provenance) for o in observations), default=0)
+    seen = {o.measurement.build_id for o in observations if o.measurement.provenance == PROVENANCES[best]}
     return {id for id, b in builds.items() if id in seen or b.source_sha in wrong or b.status == "compile_failed"}
 
 

@@ -331,8 +331,11 @@ def read_winner(row: Row[Any], where: str) -> Winner | None:
         device, device_id = device_of(row.device_props)
         if device_id != row.device_id:
             raise ValueError("its device does not match its digest")
-        if not 0 < row.latency_us < math.inf or not (row.margin is None or math.isfinite(row.margin)):
-            raise ValueError(f"latency_us={row.latency_us!r}, margin={row.margin!r}")
+        is_carried, us = row.provenance == "carried", row.latency_us
+        if is_carried != (us is None) or not (us is None or 0 < us < math.inf):
+            raise ValueError(f"{row.provenance}, and latency_us={us!r}")
+        if not (row.margin is None or math.isfinite(row.margin)):
+            raise ValueError(f"margin={row.margin!r}")
         why, config = json.loads(row.why), filled(json.loads(row.config), canonical_fields_of(row.kernel).config)
         return Winner(
             row.id, named_kernel(row.kernel), key.filled(), config, find_arch(row.arch), device,

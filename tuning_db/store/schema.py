@@ -34,7 +34,7 @@ from sqlalchemy import (
 
 from kerngen.tuning_db.read.values import BUILD_STATUSES, OUTCOMES, PROVENANCES, STAGES
 
-SCHEMA = "0007"  # the newest revision in migrations/versions
+SCHEMA = "0008"  # the newest revision in migrations/versions
 VERSION_TABLE = "kerngen_alembic"  # Optuna owns alembic_version where both share one database
 
 metadata = MetaData()
@@ -182,11 +182,14 @@ measurement = Table(
     _one_of("outcome", OUTCOMES),
     _one_of("provenance", PROVENANCES),
     _one_of("stage", STAGES),
-    CheckConstraint("outcome <> 'ok' OR (build_id IS NOT NULL AND p50_us > 0)", name="ok_has_time"),
     CheckConstraint(
-        "outcome <> 'ok' OR provenance = 'predicted' OR error_abs IS NOT NULL", name="measured_ok_was_checked"
+        "outcome <> 'ok' OR (build_id IS NOT NULL AND (provenance = 'carried' OR p50_us > 0))", name="ok_has_time"
     ),
-    CheckConstraint("outcome <> 'ok' OR provenance = 'measured' OR model <> ''", name="predicted_names_its_model"),
+    CheckConstraint(
+        "outcome <> 'ok' OR provenance <> 'measured' OR error_abs IS NOT NULL", name="measured_ok_was_checked"
+    ),
+    CheckConstraint("outcome <> 'ok' OR provenance <> 'predicted' OR model <> ''", name="predicted_names_its_model"),
+    CheckConstraint("provenance <> 'carried' OR (p50_us IS NULL AND reason <> '')", name="carried_names_its_source"),
     CheckConstraint(
         "outcome <> 'ok' OR stage <> 'step' OR "
         "(step_id IS NOT NULL AND step_us > 0 AND base_step_us > 0 AND base_id IS NOT NULL)",
@@ -240,13 +243,14 @@ winner = Table(
     Column("build_id", Text, ForeignKey("build.id"), nullable=False),
     Column("measurement_id", Text, ForeignKey("measurement.id"), nullable=False),
     _text("provenance"),
-    Column("latency_us", Double, nullable=False),
+    Column("latency_us", Double),  # none of what is carried
     Column("margin", Double),
     _text("reason"),
     _text("why"),
     _seal(),
     Column("closure", Text, nullable=False, server_default=""),  # of the kernel code that it was chosen for
     _one_of("provenance", PROVENANCES),
+    CheckConstraint("(latency_us IS NULL) = (provenance = 'carried')", name="carried_has_no_time"),
     Index("winner_by_cell", "cell", "arch"),
     Index("winner_by_static", "static_key", "arch"),
 )

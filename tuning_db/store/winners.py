@@ -7,7 +7,8 @@
    kernel did so when the body had the revision that it has today (Body.revision); but if the configuration was tried
    from today's source, only that result counts. What is of an older revision, or compiled with options that nobody
    compiles with any more, wins only alone.
-3. Measured beats predicted. Among predictions only the newest cost model's count.
+3. Measured beats carried, and carried beats predicted. What is carried was chosen on this board before, by steps and
+   sweeps of which no time is left. Among predictions only the newest cost model's count.
 4. Finalists, timed again together, beat single trials. Where configurations were exchanged in steps of a model, the
    step decides: what is slower there than the best, or was not tried there, wins only where nothing else may
    (step_trials.py).
@@ -16,7 +17,7 @@
 6. Its time is the median of its medians. Those within the noise of the fastest are equal, and the first of them in
    canonical order wins: the default configuration, of predictions then the fewest spills (a clock has seen those, and
    another compiler has others), then its JSON under the names that are filed. So two tunes agree, and so does whoever
-   compiles the sources anew, and a renamed field changes no winner.
+   compiles the sources anew, and a renamed field changes no winner. What is carried has no time, so all of it is equal.
 7. A prediction puts another in the default's place only where that would take PREDICTED_MARGIN longer: by less the
    model does not know better than whoever wrote the default.
 """
@@ -34,7 +35,7 @@ from typing import Any
 from kerngen.templates.kernel import untrimmed
 from kerngen.tuning_db.read.canonical_fields import canonical_fields_of
 from kerngen.tuning_db.read.ids import canonical
-from kerngen.tuning_db.read.values import TIMED, Build, Measurement, Observation
+from kerngen.tuning_db.read.values import PROVENANCES, TIMED, Build, Measurement, Observation
 from kerngen.tuning_db.store.step_trials import judged
 
 NOISE_LEAST = 0.01  # two runs of one cubin on one device differ by this much
@@ -53,7 +54,7 @@ class Choice:
     build_id: str
     measurement_id: str
     provenance: str
-    latency_us: float
+    latency_us: float | None
     margin: float | None
     reason: str
     why: dict[str, Any]
@@ -64,12 +65,12 @@ class Choice:
 class Candidate:
     """One machine code of one configuration, which may win at one tuned point.
 
-    builds: all that gave it, measured or not; the one that stands for it first. noise: relative, see `noise_of`. rows:
-    what was observed of any of them.
+    builds: all that gave it, measured or not; the one that stands for it first. p50_us: None of what is carried. noise:
+    relative, see `noise_of`. rows: what was observed of any of them.
     """
 
     builds: tuple[Build, ...]
-    p50_us: float
+    p50_us: float | None
     noise: float
     rows: tuple[Observation, ...]
     step: float | None = None  # its steps' time over their time with what was chosen there; None if it was in none
@@ -89,7 +90,21 @@ class Candidate:
     def typical(self) -> Observation:
         """The row that stands for the others: of its own build, if there is one."""
         own = [o for o in self.rows if o.measurement.build_id == self.build.id] or self.rows
-        return min(own, key=lambda o: (abs((o.measurement.p50_us or 0.0) - self.p50_us), o.id))
+        return min(own, key=lambda o: (abs((o.measurement.p50_us or 0.0) - (self.p50_us or 0.0)), o.id))
+
+    @property
+    def provenance(self) -> str:
+        return self.typical.measurement.provenance
+
+    def longer_than(self, other: Candidate) -> float | None:
+        """By which part of the other's time it takes longer; None where either has none."""
+        if self.p50_us is None or other.p50_us is None:
+            return None
+        return (self.p50_us - other.p50_us) / other.p50_us
+
+    def is_within(self, margin: float, first: Candidate) -> bool:
+        """Whether it takes at most that part longer than `first`; what has no time does."""
+        return self.p50_us is None or first.p50_us is None or self.p50_us <= first.p50_us * (1 + margin)
 
     def holding(self, is_current: Callable[[Build], bool], holds: Callable[[Build], bool]) -> Candidate | None:
         """Itself, with its first build that is current to stand for it, else the first that holds; None for neither."""
@@ -124,19 +139,19 @@ def choose(
         return None
     current = _holding(ranked, is_current, holds)
     first = next(current, None)
-    if first is None and ranked[0].typical.measurement.provenance == "measured":
-        predictions = [o for o in observations if o.measurement.provenance == "predicted"]
-        others = rank([*predictions, *_failures(observations)], builds, wrong_sources=wrong_sources, revoked=revoked)
-        if (found := next(predicted := _holding(others, is_current, holds), None)) is not None:
-            ranked, first, current = others, found, predicted
+    for lower in PROVENANCES[PROVENANCES.index(ranked[0].provenance) + 1 :]:
+        if first is None:
+            rows = [o for o in observations if o.measurement.provenance == lower]
+            others = rank([*rows, *_failures(observations)], builds, wrong_sources=wrong_sources, revoked=revoked)
+            if (found := next(held := _holding(others, is_current, holds), None)) is not None:
+                ranked, first, current = others, found, held
     stale = first is None
     if first is None:
         first, current = ranked[0], iter(ranked[1:])
-    provenance = first.typical.measurement.provenance
-    limit = first.p50_us * (1 + first.noise)
+    provenance = first.provenance
     near, after = [first], None
     for c in current:
-        if c.p50_us > limit or c.has_lost != first.has_lost:
+        if not c.is_within(first.noise, first) or c.has_lost != first.has_lost:
             after = c
             break
         near.append(c)
@@ -146,8 +161,8 @@ def choose(
         kept = _unbeaten(ranked, first, default, is_current, holds)
         winner, is_kept = kept or winner, kept is not None
     rivals = [c for c in chain(near, [after] if after else []) if c is not winner]
-    following = min(rivals, key=lambda c: c.p50_us, default=None)
-    margin = None if following is None else (following.p50_us - winner.p50_us) / winner.p50_us
+    following = min(rivals, key=lambda c: c.p50_us or 0.0, default=None)
+    margin = None if following is None else following.longer_than(winner)
     why = {
         "candidates": len(ranked),
         "stale": stale,
@@ -155,7 +170,7 @@ def choose(
         "stage": winner.typical.measurement.stage,
         "noise": first.noise,
         "within_noise": len(near),
-        "is_default": winner.build.config == default,
+        "is_default": None if default is None and provenance == "carried" else winner.build.config == default,
         "default_us": next((c.p50_us for c in ranked if c.build.config == default), None),
         "fastest": _brief(first),
         "next": None if following is None else _brief(following),
@@ -169,7 +184,7 @@ def choose(
         in_step = [c for c in ranked if c.step is not None]
         why["step"] = {"judged": len(in_step), "lost": sum(c.has_lost for c in in_step), "ratio": winner.step}
     reason = _words(winner, first, following, provenance, why)
-    times = {canonical(c.build.config): c.p50_us for c in (*reversed(ranked), winner)}
+    times = {canonical(c.build.config): c.p50_us for c in (*reversed(ranked), winner) if c.p50_us is not None}
     return Choice(winner.build.id, winner.typical.id, provenance, winner.p50_us, margin, reason, why, times)
 
 
@@ -188,7 +203,7 @@ def _unbeaten(
 ) -> Candidate | None:
     """The default, where it is predicted to take less than PREDICTED_MARGIN longer than `first`."""
     found = next((c for c in ranked if c.build.config == default), None)
-    if found is None or found.p50_us > first.p50_us * (1 + PREDICTED_MARGIN):
+    if found is None or not found.is_within(PREDICTED_MARGIN, first):
         return None
     return found.holding(is_current, holds)
 
@@ -210,14 +225,14 @@ def rank(
     """
     codes = _codes(builds)
     eligible = _eligible(observations, builds, codes, wrong_sources, revoked)
-    measured = [o for o in eligible if o.measurement.provenance == "measured"]
+    measured, carried = ([o for o in eligible if o.measurement.provenance == p] for p in ("measured", "carried"))
     verdict = judged(measured, weights or {}, codes)
-    pool = _finalists(measured or _newest_model(eligible), codes, each=bool(verdict.ratios))
+    pool = _finalists(measured or carried or _newest_model(eligible), codes, each=bool(verdict.ratios))
     found = (
         replace(c, step=verdict.ratios.get(codes[c.build.id]), has_lost=verdict.has_lost(codes[c.build.id]))
         for c in _candidates(pool, builds, codes)
     )
-    return sorted(found, key=lambda c: (c.has_lost, c.p50_us, _filed_config(c.build), c.build.id))
+    return sorted(found, key=lambda c: (c.has_lost, c.p50_us or 0.0, _filed_config(c.build), c.build.id))
 
 
 def may_win(
@@ -316,15 +331,18 @@ def _candidates(
     for id, code in codes.items():
         same.setdefault(code, []).append(builds[id])
     for code, rows in rows_of.items():
-        p50 = median(r.measurement.p50_us or 0.0 for r in rows)
-        typical = min(rows, key=lambda r: (abs((r.measurement.p50_us or 0.0) - p50), r.id)).measurement.build_id
+        times = [r.measurement.p50_us for r in rows if r.measurement.p50_us is not None]
+        p50 = median(times) if times else None
+        typical = min(
+            rows, key=lambda r: (abs((r.measurement.p50_us or 0.0) - (p50 or 0.0)), r.id)
+        ).measurement.build_id
         measured = {r.measurement.build_id for r in rows}
         made = sorted(same[code], key=lambda b: (b.id != typical, b.id not in measured, b.id))
         yield Candidate(tuple(made), p50, max(noise_of(r.measurement) for r in rows), tuple(rows))
 
 
 def _canonical_order(c: Candidate, default: dict[str, Any] | None) -> tuple[bool, int, str, str]:
-    spills = c.build.spill_bytes if c.typical.measurement.provenance == "predicted" else 0
+    spills = c.build.spill_bytes if c.provenance == "predicted" else 0
     return (c.build.config != default, spills, _filed_config(c.build), c.build.id)
 
 
@@ -340,11 +358,14 @@ def _brief(c: Candidate) -> dict[str, Any]:
 def _words(
     winner: Candidate, first: Candidate, following: Candidate | None, provenance: str, why: dict[str, Any]
 ) -> str:
-    how = (
-        "predicted" if provenance == "predicted" else "timed again together" if why["stage"] == "final" else "measured"
-    )
+    how = "timed again together" if why["stage"] == "final" else provenance
     count = f"{why['candidates']} {how}"
-    if following is None:
+    which = "the default configuration" if why["is_default"] else "the first in canonical order"
+    if winner.p50_us is None or first.p50_us is None:
+        text = f"carried: {winner.typical.measurement.reason}"
+        if following is not None:
+            text += f"; {which} of {count}, none of which has a time"
+    elif following is None or following.p50_us is None:
         text = f"the only one of {count} that may win" if why["candidates"] > 1 else f"the only one {how}"
     elif "predicted_margin" in why:
         text = (
@@ -355,7 +376,6 @@ def _words(
         ahead = following.p50_us / winner.p50_us - 1
         text = f"fastest of {count}: {winner.p50_us:.2f} us, the next takes {ahead:.1%} longer"
     else:
-        which = "the default configuration" if why["is_default"] else "the first in canonical order"
         text = (
             f"{which} of {why['within_noise']} that differ by less than {why['noise']:.1%}: "
             f"{winner.p50_us:.2f} us, the fastest {first.p50_us:.2f} us, of {count}"

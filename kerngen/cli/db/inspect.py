@@ -159,7 +159,7 @@ def explain(
             {
                 "config": c.build.config,
                 "us": c.p50_us,
-                "relative": c.p50_us / winner.latency_us,
+                "relative": None if c.p50_us is None or winner.latency_us is None else c.p50_us / winner.latency_us,
                 "step": c.step,
                 "lost_in_step": c.has_lost,
                 "registers": c.build.registers,
@@ -190,10 +190,12 @@ def explain(
         both = [">us alone", ">the steps"] if any(c["step"] for c in near) else [">us"]
         table = Table("what else was near", *both, ">of the winner", *names, *resources)
         for c in near:
-            mark = "winner" if c["is_winner"] else "default" if c["us"] == default_us else ""
+            is_default = c["us"] is not None and c["us"] == default_us
+            mark = "winner" if c["is_winner"] else "default" if is_default else ""
             step = [] if len(both) == 1 else ["not tried" if c["step"] is None else f"{c['step'] - 1:+.2%}"]
             table.add_row(
-                micros(c["us"]), *step, f"{c['relative']:.3f}", *(str(c["config"].get(n, "")) for n in names),
+                micros(c["us"]), *step, "" if c["relative"] is None else f"{c['relative']:.3f}",
+                *(str(c["config"].get(n, "")) for n in names),
                 str(c["registers"]), str(c["spill_bytes"] or ""), f"{c['static_smem_bytes']:,}", mark,
             )  # fmt: skip
         console.print(table)
@@ -319,6 +321,7 @@ def _refused(
 def _print_summary(found: list[tuple[Store, Winner]]) -> None:
     """A table for each database, a row for each kernel on each device; at most 80 columns of kerngen's own names."""
     from kerngen.report.figure import geometric_mean
+    from kerngen.tuning_db.read.values import PROVENANCES
 
     console = new_console()
 
@@ -328,14 +331,14 @@ def _print_summary(found: list[tuple[Store, Winner]]) -> None:
     for where, here in groupby(found, key=lambda row: (row[0].name, row[0].where)):
         rows = sorted(here, key=group)
         table = Table(f"{': '.join(dict.fromkeys(where))} ({len(rows):,} winners)", "kernel", "arch", "device",
-                      ">measured", ">predicted", ">changed", ">gain", ">stale")  # fmt: skip
+                      *(f">{how}" for how in PROVENANCES), ">changed", ">gain", ">stale")  # fmt: skip
         for (kernel, arch, device), members in groupby(rows, key=group):
             winners = [w for _, w in members]
-            measured = sum(w.provenance == "measured" for w in winners)
-            gains = [us / w.latency_us for w in winners if (us := w.why.get("default_us"))]
+            known = Counter(w.provenance for w in winners)
+            gains = [us / w.latency_us for w in winners if w.latency_us and (us := w.why.get("default_us"))]
             table.add_row(
-                kernel, arch, device, str(measured or ""), str(len(winners) - measured or ""),
-                str(sum(not w.why.get("is_default") for w in winners) or ""),
+                kernel, arch, device, *(str(known[how] or "") for how in PROVENANCES),
+                str(sum(w.why.get("is_default") is False for w in winners) or ""),
                 f"{geometric_mean(gains):.2f}x" if gains else "", str(sum(w.stale for w in winners) or ""),
             )  # fmt: skip
         console.print(table)
@@ -375,16 +378,17 @@ def _print_head(console: Console, store: Store, w: Winner) -> None:
         console.print(f"  answered    {w.source}")
     console.print(f"  config      {pairs(w.config)}")
     where = "for" if w.provenance == "predicted" else "on"
-    console.print(f"  latency     {w.latency_us:.2f} us, {w.provenance} {where} {w.device}")
+    us = "no time" if w.latency_us is None else f"{w.latency_us:.2f} us"
+    console.print(f"  latency     {us}, {w.provenance} {where} {w.device}")
     console.print(f"  why         {w.reason}")
 
 
 def _print_build(console: Console, store: Store, build: Build) -> None:
     image = store.image(build)
     size = "not kept; compiled when needed" if image is None else f"{len(image.image):,} B"
-    major, minor = build.nvrtc
+    by = "NVRTC {}.{}".format(*build.nvrtc) if any(build.nvrtc) else "not compiled"
     options = " ".join(build.options)
-    console.print(f"  build       {build.id[:ID_CHARS]}: NVRTC {major}.{minor} for {build.target}, {options}")
+    console.print(f"  build       {build.id[:ID_CHARS]}: {by} for {build.target}, {options}")
     console.print(f"  source      sha256 {build.source_sha[:ID_CHARS]}")
     console.print(f"  image       {size}")
     table = Table("resources", "entry", ">registers", ">spill stores", ">spill loads", ">stack", ">static smem")
@@ -396,7 +400,8 @@ def _print_build(console: Console, store: Store, build: Build) -> None:
 
 def _how(o: Observation) -> str:
     m = o.measurement
-    return f"{m.provenance} ({m.model})" if m.provenance == "predicted" else f"{m.provenance}, {m.stage}"
+    told = {"measured": f"measured, {m.stage}", "predicted": f"predicted ({m.model})"}
+    return told.get(m.provenance, m.provenance)
 
 
 # ---- JSON

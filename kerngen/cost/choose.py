@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 from kerngen.arch import Target
 from kerngen.cost.predict import Predictor
+from kerngen.errors import ProblemError
+from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel
 
 GUESSED_REGISTERS = 96  # of a thread, where neither a compiler nor the spec says
@@ -26,3 +30,23 @@ def ranked(kernel: Kernel, problem: Any, target: Target, configs: Iterable[Any])
         return predictor.predict(config, registers=registers).latency_us
 
     return [(us(config), config) for config in configs]
+
+
+def fused_is_faster(kernel: Kernel, problem: Any, config: Any, target: Target) -> bool:
+    """Whether `config` is predicted to take no longer than the kernels that `kernel` replaces, each by its default.
+
+    True too where one of those does not serve its part.
+    """
+    try:
+        apart = sum(n * _default_us(*each, target) for each, n in Counter(kernel.replaces(problem)).items())
+    except ProblemError:
+        return True
+    return ranked(kernel, problem, target, [config])[0][0] <= apart
+
+
+@lru_cache(maxsize=4096)
+def _default_us(name: str, problem: Any, target: Target) -> float:
+    kernel = find_kernel(name)
+    if (why := kernel.why_unsupported(problem, target)) is not None:
+        raise ProblemError(why)
+    return ranked(kernel, problem, target, [kernel.default_config(problem, target)])[0][0]

@@ -28,7 +28,7 @@ from kerngen.tuning_db import Store, problem_key
 from kerngen.tuning_db.read.freshness import notes_of
 from kerngen.tuning_db.read.ids import digest
 from kerngen.tuning_db.read.values import Measurement, StepKey
-from kerngen.workload.steps import Ratio, Step, launch_counts
+from kerngen.workload.steps import Ratio, Step, fused_as, launch_counts
 from kerngen.workload.workload import Model
 
 FLUSH_S = 1.0
@@ -81,14 +81,16 @@ class Rows:
             self.flush()
 
     def add_step(
-        self, trial: Trial, seen: Ratio, model: Model, step: Step, base: Mapping[tuple[str, Any], Trial]
-    ) -> None:
-        """A look at a candidate in a step that had `base` in place of its defaults."""
+        self, trial: Trial, seen: Ratio, model: Model, step: Step, base: Mapping[tuple[str, Any], Trial],
+        fused: Mapping[tuple[str, Any], bool],
+    ) -> None:  # fmt: skip
+        """A look at a candidate in a step that had `base` in place of its defaults. fused: as in ab.places_of."""
         others = sorted((k, describe(p), t.candidate.label) for (k, p), t in base.items())
         self.add(trial, trial.best, tags={"ab": PATCH if trial.candidate.replace else STEP, "ratio": seen.median,
                                           "spread": seen.spread},
-                 step_id=self._store.add_step(_key(model, step, self._target)), step_us=seen.median * seen.base_us,
-                 base_step_us=seen.base_us, base_id=digest(["ab", others]))  # fmt: skip
+                 step_id=self._store.add_step(_key(model, step, self._target, fused)),
+                 step_us=seen.median * seen.base_us, base_step_us=seen.base_us,
+                 base_id=digest(["ab", others]))  # fmt: skip
 
     def flush(self) -> None:
         """Write what is pending, in one transaction."""
@@ -118,8 +120,9 @@ class Rows:
         return self._builds[trial]
 
 
-def _key(model: Model, step: Step, target: Target) -> StepKey:
-    launches = sorted((k, describe(p), n) for (k, p), n in launch_counts(model, step, target.arch).items())
+def _key(model: Model, step: Step, target: Target, fused: Mapping[tuple[str, Any], bool]) -> StepKey:
+    counts = launch_counts(model, step, target.arch, fused_as(fused, target))
+    launches = sorted((k, describe(p), n) for (k, p), n in counts.items())
     layers = len(model.target.layers)
     return StepKey(model.name, target.arch.name, step.phase, step.batch, step.q_len, step.context, step.chunk, layers,
                    digest(launches), 1.0, {"of_layers": layers})  # fmt: skip

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import product
 from math import ceil
 from typing import Any
@@ -31,7 +30,7 @@ from kerngen.templates.common.rows.spec import (
 from kerngen.templates.common.w4 import tiling
 from kerngen.templates.common.w4.tiling import BLOCK_STREAM_SPACE, STREAM_BLOCK_M, STREAM_SPACE, STRIP, require_matrix
 from kerngen.templates.common.w4.tiling import SPACE as RING_SPACE
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, args
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, args, fields_of
 from kerngen.templates.w4a16_gemm import spec as gemm
 
 FEW_TOKENS, MOST_TOKENS = STREAM_BLOCK_M[-1], gemm.MAX_MMA_TOKENS  # by bulk copies, and by cp.async
@@ -39,7 +38,6 @@ MOST_TILES = 12  # of a warp, where no step chose: their digits fill its registe
 MOST_THREADS = 1024
 VECS = (1, 2, 3, 4)
 RING_VECS = VECS[1:]  # of norms after a pipeline that warps share, by steps
-MIN_MMA_TOKENS_K = gemm.MIN_SPLIT_6_K  # columns of W: shorter rows gain less, and behind two verifications lose
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +74,8 @@ def _product(p: Problem, num_tokens: int) -> gemm.Problem:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """All fields but vecs_per_thread tile W as in w4a16_gemm: see Tiling. A tile of four tokens uses bulk copies, one
-    of eight cp.async.
+    """All fields but vecs_per_thread and fused tile W as in w4a16_gemm: see Tiling. A tile of four tokens uses bulk
+    copies, one of eight cp.async.
     """
 
     block_k: int = 2816
@@ -91,6 +89,7 @@ class Config:
     blocks_per_sm: int = 1
     cta_pipeline: bool = field(default=False, metadata={"filed": "shared_ring"})
     cap_inflight: bool = field(default=False, metadata={"filed": "throughout"})
+    fused: bool = True  # False: in a step w4a16_gemm and add_norm are faster, and it asks those
 
     @property
     def product(self) -> gemm.Config:
@@ -278,15 +277,13 @@ def _small_mma_configs(p: Problem, target: Target) -> Iterator[gemm.Config]:
         yield gemm.Config(MOST_TOKENS, 2 * STRIP, block_k, STRIP, 1, 1, 3, 2)
 
 
-@cache
-def pays(problem: Problem, target: Target) -> bool:
-    """Whether it is faster than w4a16_gemm and add_norm, one after the other: where steps cut W so on the board that
-    its arch is mostly of, or on all of them. So what a step asks for is the same on all of them.
-    """
-    p, usual = problem, Target.of(target.arch)
-    if p.num_tokens > FEW_TOKENS:
-        return target.arch.has_wgmma and p.k >= MIN_MMA_TOKENS_K and gemm.prefers_mma(p.product)
-    return p.num_tokens > 1 and _first_valid(p, _stream_configs(p, usual), usual) is not None
+def replaces(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
+    p = problem
+    yield "w4a16_gemm", fields_of(p.product)
+    yield "add_norm", {
+        "hidden": p.n, "dtype": p.dtype, "residual_dtype": p.residual_dtype, "has_scalar": p.has_scalar,
+        "num_tokens": p.num_tokens,
+    }  # fmt: skip
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:

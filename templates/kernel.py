@@ -187,6 +187,8 @@ class Traffic:
     waits: float = (
         0  # of a block: trips to L2, one after another, while it has nothing else to do: meeting other blocks
     )
+    # Its blocks are resident while the launch before it runs, and poll for what that writes: it is begun for nothing.
+    hidden: bool = False
     fit: str = ""  # of the first launch: which of the kernel's fitted constants (kerngen/cost/fitted.toml) apply
 
 

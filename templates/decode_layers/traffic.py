@@ -10,7 +10,7 @@ WAITS, EXPERT_WAITS = 15, 4  # of a layer, and of its router and experts beside
 TILE_OPS = 44  # instructions of a lane for a tile of 32 x 32 weights
 # Instructions for a byte of keys and values, as if they were all that a block waits for: what the 31B's take on an H200
 # at 32,768 to 131,072 tokens beyond their bytes (data/experiments/decode_layers.toml, long-contexts-31b).
-KEY_OPS = 6.0
+KEY_OPS = 5.7
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> Traffic:

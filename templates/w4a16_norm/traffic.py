@@ -13,12 +13,10 @@ from kerngen.templates.w4a16_norm.spec import FEW_TOKENS, Config, Problem, cost
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> list[Traffic]:
-    """The product's, and the norm's: a block a token, which takes its row from L2.
-
-    Its blocks are resident while the product runs, so that its launch is hidden: `fit`, by how the product reads W.
-    """
+    """The product's, and the norm's: a block a token, resident while the product runs, which takes its row from L2."""
     p, elements = problem, problem.num_tokens * problem.n
     normed = cost(p).bytes - cost_of_product(p.product).bytes
-    norm = Traffic(normed, 0, l2_bytes=2 * elements * ELEMENT_BYTES[p.dtype], cuda_ops=12 * elements, waits=2)
+    norm = Traffic(normed, 0, l2_bytes=2 * elements * ELEMENT_BYTES[p.dtype], cuda_ops=12 * elements, waits=2,
+                   hidden=True)  # fmt: skip
     product = of_product(p.product, config.product, target)
-    return [replace(product, fit="stream" if config.block_m == FEW_TOKENS else "mma"), norm]
+    return [product if config.block_m == FEW_TOKENS else replace(product, fit="mma"), norm]

@@ -8,7 +8,7 @@ from math import ceil
 
 import pytest
 
-from kerngen.arch import Target, find_arch, find_device
+from kerngen.arch import Target, find_device
 from kerngen.compiler.compile import compile_cubin
 from kerngen.compiler.render import render
 from kerngen.templates import find_kernel
@@ -37,10 +37,6 @@ def test_w_is_cut_as_w4a16_gemm_cuts_it(num_tokens: int, target: Target) -> None
 def test_where_steps_ask_for_it_by_default(n: int, k: int, num_tokens: int, asks: bool) -> None:
     problem = Problem(n, k, num_tokens=num_tokens)
     assert {KERNEL.default_config(problem, t).fused for t in (H100, H200)} == {asks}
-
-
-def test_of_more_than_four_tokens_no_board_without_wgmma_asks_for_it() -> None:
-    assert not KERNEL.default_config(replace(DOWN, num_tokens=8), Target.of(find_arch("sm100"))).fused
 
 
 def test_what_it_refuses() -> None:

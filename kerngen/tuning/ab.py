@@ -358,7 +358,8 @@ class InStep:
         seen = self._compare(before, {**before, place.called: trial}, pairs)
         if isinstance(seen, Observed):
             return Look(place, trial, seen)
-        self._rows.add_step(trial, seen, self._model, self._step, before, self._fused)
+        now = before.get(place.called, self._default[place.called])
+        self._rows.add_step(trial, now, seen, self._model, self._step, before, self._fused)
         gains = seen.median < 1 - self._least and seen.median + 2 * seen.spread < 1
         if not (may_stay and gains) or trial.candidate.wrong:
             return Look(place, trial, seen)

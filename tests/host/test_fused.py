@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from played_gpu import PlayedGpu
 from sheets import PlayedCompiler
 from test_decode_layers import MODELS as TINY_MODELS
 from test_decode_layers import PROMPT
 from torch import Tensor
 
 from kerngen.arch import Target, find_arch, find_device
+from kerngen.compiler.cache import CachedCompiler, CompileCache
 from kerngen.compiler.render import render
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
@@ -31,10 +33,16 @@ from kerngen.runtime.weights.synthetic import synthetic_model
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.call import Call
 from kerngen.templates.kernel import Kernel, defaults_of, fields_of, static_fields, trimmed
-from kerngen.tuning.ab import unasked_places
+from kerngen.tuning.ab import InStep, Trial, apart_for, places_of, unasked_places
+from kerngen.tuning.ab_plan import Candidate
+from kerngen.tuning.ab_rows import Rows
+from kerngen.tuning.objective import Measured
+from kerngen.tuning.space import candidates, on_grid
+from kerngen.tuning.tuner import Tuner
+from kerngen.tuning.worker import Observed
 from kerngen.tuning_db import Measurement, Store, open_source, problem_key
 from kerngen.workload.steps import Step, launch_counts, recorder
-from kerngen.workload.workload import MODELS, _on_grid, find_model, workload
+from kerngen.workload.workload import MODELS, Item, _on_grid, find_model, workload
 
 SM90, H200 = find_arch("sm90"), Target.of(find_device("H200"))
 FUSED = [k for k in map(find_kernel, kernel_names()) if k.is_fused]
@@ -187,6 +195,32 @@ def test_a_row_decides_what_a_step_asks_and_its_tokens_stay(
     assert torch.equal(same, rows)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_space_has_what_steps_ask_now(fused: bool) -> None:
+    kernel = find_kernel("w4a16_norm")
+    problem = kernel.problem_type(k=21504, num_tokens=8)
+    found = candidates(kernel, problem, H200, fused)
+    assert {c.fused for c in found.askable} == {found.default.fused} == {fused}
+    assert found.own(replace(found.default, fused=not fused)) == found.default
+    assert on_grid(found.space, found.valid[0]) is not None
+    assert {c.fused for c in candidates(kernel, problem, H200).askable} == {kernel.default_config(problem, H200).fused}
+
+
+def test_a_tune_of_the_kernel_alone_leaves_what_steps_ask(tmp_path: Path) -> None:
+    """Its winner outranks the row that says so, and keeps its word, whichever configuration is the fastest."""
+    kernel = find_kernel("w4a16_norm")
+    problem = kernel.problem_type(k=21504, num_tokens=4)
+    place = store_with(tmp_path / "row.sqlite", kernel, problem, fused=False)
+    assert kernel.default_config(problem, H200).fused
+    gpu: Any = PlayedGpu(lambda _, config: 5.0 + config.num_stages)
+    with Store.open(place) as store, CachedCompiler(1, CompileCache(tmp_path / "cache")) as compiler:
+        report = Tuner(Measured(gpu), store, compiler, trials=3).run([Item(kernel.name, problem)])
+    (result,) = report.results
+    assert result.winner is not None
+    assert {config.fused for _, config in gpu.measured} == {False}
+    assert result.winner.config["fused"] is False
+
+
 def test_the_choice_is_made_once_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = find_kernel("w4a16_norm")
     problem = kernel.problem_type(k=21504, num_tokens=4)
@@ -221,3 +255,42 @@ def test_an_ab_in_a_step_may_have_it_ask_what_it_does_not_by_default() -> None:
     (place,) = unasked_places(model, step, H200)
     assert (place.entry.kernel.name, place.launches) == ("decode_layers", 1)
     assert not unasked_places(model, Step.decode(1, 512), H200)
+
+
+def test_an_ab_of_a_kernel_that_is_replaced_has_the_step_ask_it() -> None:
+    model, step = find_model("gemma-4-31b"), Step.verify(1, 4, 512)
+    usual = {p.called for p in places_of(model, step, H200)}
+    norm = next(p for k, p in usual if k == "w4a16_norm" and p.k == 21504)
+    wanted = [c for c in find_kernel("w4a16_norm").replaces(norm) if c[0] == "w4a16_gemm"]
+    assert usual.isdisjoint(wanted)
+    apart = apart_for(model, step, H200, wanted)
+    assert apart == {("w4a16_norm", norm): False}
+    launched = {p.called for p in places_of(model, step, H200, fused=apart)}
+    assert launched == usual - {("w4a16_norm", norm)} | set(find_kernel("w4a16_norm").replaces(norm))
+    assert not apart_for(model, step, H200, usual)
+
+
+@pytest.mark.parametrize("ratio", [0.97, 1.03])
+def test_an_ab_in_the_step_decides_whether_it_is_asked(ratio: float, tmp_path: Path) -> None:
+    model, step = find_model("gemma-4-31b"), Step.verify(1, 4, 512)
+    place = next(p for p in places_of(model, step, H200, ["w4a16_norm"]) if p.entry.problem.k == 21504)
+    kernel, problem = place.entry.kernel, place.entry.problem
+    default = kernel.default_config(problem, H200)
+    gpu: Any = PlayedGpu(factors=lambda _, config, pairs: 1.0 if config.fused else ratio)
+    with Store.open(tmp_path / "ab.sqlite") as store:
+        rows = Rows(store, H200, gpu)
+        for config in (default, replace(default, fused=False)):
+            source = render(kernel, problem, config, H200)
+            made = PlayedCompiler().submit(source, H200.arch).result()
+            seen = Observed("ok", "", 5.0, 5.0, 5.0, 5.0, 8, 0.0, 0.0)
+            place.trials.append(Trial(place.entry, Candidate(config), source, made, seen))
+            rows.add(place.trials[-1], seen)
+        looks = list(InStep(model, step, [place], gpu, rows, 0.001).round())
+        assert [look.kept for look in looks] == ([False, True] if ratio < 1 else [False])
+        rows.flush()
+        found = [o.measurement for o in store.measurements()]
+        assert sorted((m.stage, m.config["fused"]) for m in found) == sorted(
+            [("trial", True), *[("step", f) for f in (True, False)] * len(looks)]
+        )
+        (winner,) = store.recompute_winners(kernel, problem_key(kernel, problem).static_key, H200)
+    assert winner.config["fused"] == (ratio > 1)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 
 from kerngen.arch import Target
+from kerngen.errors import ProblemError
 from kerngen.runtime.executors import InOrder
 from kerngen.runtime.executors.collectives import ONE_RANK, Collectives, Noted, World
 from kerngen.runtime.selection import default_selector
@@ -59,8 +61,9 @@ class Record(InOrder):
         kernel = find_kernel(call.kernel)
         decide = self.decide or default_selector(self.target).fuses
         if fused := decide(kernel, call.problem):
-            for name, problem in dict.fromkeys(kernel.replaces(call.problem)):
-                self._tell(self._note_other, name, problem, where)
+            with suppress(ProblemError):  # where no other kernel serves it, there is no other way
+                for name, problem in dict.fromkeys(kernel.replaces(call.problem)):
+                    self._tell(self._note_other, name, problem, where)
         elif kernel.why_unsupported(call.problem, self.target) is None:
             self._tell(self._note_other, call.kernel, call.problem, where)
         return fused

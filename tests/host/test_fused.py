@@ -21,9 +21,11 @@ from torch import Tensor
 from kerngen.arch import Target, find_arch, find_device
 from kerngen.compiler.cache import CachedCompiler, CompileCache
 from kerngen.compiler.render import render
+from kerngen.errors import ProblemError
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.executors.launch import Launch
+from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.executors.trace import Trace
 from kerngen.runtime.model import Gemma4
@@ -248,6 +250,18 @@ def test_a_record_tells_the_way_that_a_step_does_not_go() -> None:
         found[name] = asked, other
     assert found["fused"][0] - found["apart"][0] == found["apart"][1]
     assert found["apart"][0] - found["fused"][0] == found["fused"][1]
+
+
+def test_where_no_other_kernel_serves_it_there_is_no_other_way() -> None:
+    kernel = find_kernel("decode_layers")
+    problem = kernel.problem_type(num_q_heads=48, num_kv_heads=16, num_full_kv_heads=16)  # three to a KV head
+    with pytest.raises(ProblemError, match="3 q heads per kv head"):
+        kernel.replaces(problem)
+    assert kernel.default_config(replace(problem, kv_len=1 << 20), H200).fused
+    told: list[str] = []
+    record = Record(lambda *_: None, told.append, H200, note_other=lambda name, *_: told.append(name))
+    assert record.fuses(Call("decode_layers", problem, {}, None), "all layers")
+    assert told == []
 
 
 def test_an_ab_in_a_step_may_have_it_ask_what_it_does_not_by_default() -> None:

@@ -364,6 +364,10 @@ class Launcher:
             known = self._by_choice[choice] = self._loaded(choice)
         return known
 
+    def fuses(self, kernel: Kernel, problem: Any) -> bool:
+        """Whether a step asks `kernel` for `problem`; if not, it asks the kernels that this one replaces."""
+        return self._selector.fuses(kernel, problem)
+
     def build(
         self, asked: Iterable[tuple[Kernel, Any]], jobs: int, say: Callable[[int, int, str], None] = lambda *_: None
     ) -> None:

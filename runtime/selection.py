@@ -171,6 +171,7 @@ class Selector:
         self._digest_of = cache(source_digest.source_digest_of)
         self._selectors: dict[tuple[Any, ...], KernelSelector] = {}
         self._known: dict[tuple[str, Any], Choice] = {}  # of problems met; forgotten together where they are too many
+        self._fused: dict[tuple[str, Any], bool] = {}  # as _known
 
     def choice(self, kernel: Kernel, problem: Any) -> Choice:
         """The configuration and code for `problem`, for the launcher and `kerngen compile`. Raises ConfigRefused."""
@@ -180,6 +181,23 @@ class Selector:
                 self._known.clear()
             found = self._known[asked] = self._selector(kernel, problem).choice(problem)
         return found
+
+    def fuses(self, kernel: Kernel, problem: Any) -> bool:
+        """Whether a step asks `kernel` for `problem`; if not, it asks the kernels that this one replaces."""
+        asked = kernel.name, problem
+        if (found := self._fused.get(asked)) is None:
+            if len(self._fused) >= CHOICES_KEPT:
+                self._fused.clear()
+            found = self._fused[asked] = self._fuses(kernel, problem)
+        return found
+
+    def _fuses(self, kernel: Kernel, problem: Any) -> bool:
+        if kernel.why_unsupported(problem, self.target) is not None:
+            return False
+        try:
+            return bool(self.choice(kernel, problem).config.fused)
+        except (ConfigRefused, ProblemError):  # no configuration serves it; the kernels that it replaces do
+            return False
 
     def _selector(self, kernel: Kernel, problem: Any) -> KernelSelector:
         key = (kernel.name, *_static(kernel)(problem))
@@ -194,6 +212,12 @@ class Selector:
         from kerngen.tuning_db import WinnerTable
 
         return WinnerTable(self._sources, kernel, problem, self.target, self._digest_of)
+
+
+@cache
+def default_selector(target: Target) -> Selector:
+    """Chooses defaults alone."""
+    return Selector((), target)
 
 
 @cache

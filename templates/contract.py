@@ -18,7 +18,7 @@ REQUIRED = {"why_invalid": 3, "launches": 3, "cost": 1}
 CHOICE = {"candidates": 2, "default_config": 2}  # one: configurations to choose among, or the choice
 OPTIONAL = {
     "expected_registers": 3, "why_unsupported": 2, "smem_bytes": 3, "outputs": 1, "workspace_bytes": 3,
-    "constants": 3, "traffic": 3, "ranked_as": 2,
+    "constants": 3, "traffic": 3, "ranked_as": 2, "replaces": 1,
 }  # fmt: skip
 ARG_KINDS = (*POINTERS, "i32", "i64", "f32", "map")
 
@@ -69,6 +69,8 @@ def _complaints(spec: Any, folder: Path) -> Iterator[tuple[str, str]]:
     yield from _of_problem(spec.Problem)
     if unset := [f.name for f in fields(spec.Config) if f.default is f.default_factory is MISSING]:
         yield "Config", f"{', '.join(unset)} of Config must have defaults: what a body leaves out keeps them"
+    if hasattr(spec, "replaces") and "fused" not in {f.name for f in fields(spec.Config)}:
+        yield "Config", "Config has no field fused: whether a step asks the kernel, or those of `replaces`"
     if not (isinstance(spec.BODIES, tuple) and spec.BODIES and all(isinstance(b, Body) for b in spec.BODIES)):
         yield "BODIES", "BODIES is not a tuple of Body, at least one"
         return

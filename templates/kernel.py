@@ -188,6 +188,8 @@ class Traffic:
     waits: float = (
         0  # of a block: trips to L2, one after another, while it has nothing else to do: meeting other blocks
     )
+    # Its blocks are resident while the launch before it runs, and poll for what that writes: it is begun for nothing.
+    hidden: bool = False
     fit: str = ""  # which of the kernel's fitted constants (kerngen/cost/fitted.toml) apply to the launch
 
 
@@ -219,6 +221,8 @@ class Spec(Protocol):
     OUTPUTS the kernel writes for it, workspace_bytes(problem, config, target) -> int, traffic(problem, config, target),
     tensor_map(problem, config, of, shape) -> TensorMap | None for arguments that are maps, MAX_SPILL_BYTES,
     COMPARES_SIZES: True where defaults of other values of the dynamic field may be faster between powers of two,
+    replaces(problem): (kernel, fields of its problem) of each that a step would ask in place of this one. Its Config
+    has a field `fused` then: whether the step asks this one. It is no part of what is rendered;
     expected_registers(problem, config, target) -> int, or by entry: a thread's, before the configuration is compiled,
     and constants(problem, config, arch) -> dict: what spec.py and its templates both know (`k` there), said once; its
     problem comes without RUNTIME fields.
@@ -336,11 +340,29 @@ class Kernel:
         """A valid configuration that needs no tuning: of the spec's candidates the one that the cost model ranks first.
         Always a candidate when tuning. Raises ProblemError where none is valid.
         """
-        if (own := getattr(self.spec, "default_config", None)) is not None:
-            return own(problem, target)
-        from kerngen.cost.choose import fastest  # the cost model knows kernels by this module
+        from kerngen.cost.choose import fastest, fused_is_faster  # the cost model knows kernels by this module
 
-        return fastest(self, problem, target, self.candidates(problem, target))
+        if (own := getattr(self.spec, "default_config", None)) is not None:
+            config = own(problem, target)
+        else:
+            config = fastest(self, problem, target, self.candidates(problem, target))
+        if not self.is_fused:
+            return config
+        return replace(config, fused=fused_is_faster(self, problem, config, target))
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether steps may ask several kernels in place of this one."""
+        return hasattr(self.spec, "replaces")
+
+    def replaces(self, problem: Any) -> list[tuple[str, Any]]:
+        """(kernel, problem) of each launch that a step would ask in place of this kernel's of `problem`, in order.
+        Raises ProblemError where one of them does not take it.
+        """
+        from kerngen.templates import find_kernel
+
+        named: Callable[[Any], Iterable[tuple[str, Mapping[str, Any]]]] = getattr(self.spec, "replaces", lambda _: ())
+        return [(name, find_kernel(name).problem_type(**fields)) for name, fields in named(problem)]
 
     def candidates(self, problem: Any, target: Target) -> list[Any]:
         """The few valid configurations that the spec names for `problem`, each once; of a spec that chooses itself, its

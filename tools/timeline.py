@@ -238,13 +238,15 @@ def timeline(model: Model, step: Step, *, seed: int = 0) -> tuple[list[Row], Rat
     from kerngen.compiler.render import render
     from kerngen.runtime.launcher import Function as Loaded
     from kerngen.runtime.launcher import Launcher
+    from kerngen.runtime.selection import default_selector
     from kerngen.timing.step_graph import Stage, StepGraph
 
     stage = Stage(model, seed=seed)
     held, target, index = StepGraph(stage, step), stage.target, stage.launcher.index
     chosen = dict(held.chosen_by(Launcher(index=index)))
     launches = {called: find_kernel(called[0]).launches(called[1], f.config, target) for called, f in chosen.items()}
-    sizes = {called: {x.entry: (held.calls[called], prod(x.grid)) for x in of} for called, of in launches.items()}
+    num_launches = held.calls
+    sizes = {called: {x.entry: (num_launches[called], prod(x.grid)) for x in of} for called, of in launches.items()}
     clocked: dict[Any, Function] = {}
     stamps: dict[tuple[Any, str], _Stamps] = {}
     building: dict[Any, Future[Cubin]] = {}
@@ -271,7 +273,7 @@ def timeline(model: Model, step: Step, *, seed: int = 0) -> tuple[list[Row], Rat
     calls: list[Call] = []
     places: list[tuple[tuple[Any, str], int]] = []  # of each call: whose stamps, and which launch
     counts: dict[Any, int] = {}
-    for launched in sequence(model, step, target.arch):
+    for launched in sequence(model, step, target.arch, default_selector(target).fuses):
         called = launched.kernel, launched.problem
         number = counts[called] = counts.get(called, -1) + 1
         for x in launches[called]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -104,10 +104,10 @@ def ab(
     elif not plans and (configs or body or problems or wanted):
         raise UsageError("of a step --random draws what to compare; a file says it in full")
 
-    def entries_on(target: Target) -> tuple[list[Entry], list[Place]]:
-        """What to compare, and the places of the step that it is of."""
+    def entries_on(target: Target) -> tuple[list[Entry], list[Place], Mapping[tuple[str, Any], bool]]:
+        """What to compare, the places of the step that it is of, and which kernels the step asks apart for it."""
         if where is None:
-            return listed, []
+            return listed, [], {}
         return _in_step(where, listed, target, names, 40 if count is None else count)
 
     device = device_name or next((p.device for p in plans if p.device), None)
@@ -124,7 +124,7 @@ def ab(
         target = Target.of(gpu.device())
         if folder is not None and device and not _is_of(target, meant := find_device(device)):
             raise UsageError(f"the file is for {meant} ({meant.arch}, {meant.num_sms} SMs); this is {target.device}")
-        entries, places = entries_on(target)
+        entries, places, fused = entries_on(target)
         run = _Run(stack, gpu, target, jobs or usable_cores(), db_url, as_json, folder, resume)
         run.begin(where)
         run.alone([e for e in entries if not run.is_recorded(e)], again, seed,
@@ -133,7 +133,7 @@ def ab(
             by_call = {(c.entry.kernel.name, c.entry.problem): c.trials for c in run.done}
             for place in places:
                 place.trials = by_call[place.called]
-            run.in_step(InStep(where.model, where.step, places, gpu, run.rows, least), where, rounds)
+            run.in_step(InStep(where.model, where.step, places, gpu, run.rows, least, fused), where, rounds)
         run.conclude()
 
 
@@ -172,16 +172,19 @@ def _of_kernel(
 
 def _in_step(
     where: Where, listed: Sequence[Entry], target: Target, names: Sequence[str], count: int
-) -> tuple[list[Entry], list[Place]]:
-    """The entries, in the step's places. Raises UsageError where the step does not launch one of them."""
-    from kerngen.tuning.ab import places_of
+) -> tuple[list[Entry], list[Place], Mapping[tuple[str, Any], bool]]:
+    """The entries, in the step's places, and `fused` as ab.places_of has it. Raises UsageError where the step does not
+    launch one of them.
+    """
+    from kerngen.tuning.ab import apart_for, places_of, unasked_places
 
-    places = places_of(where.model, where.step, target, names)
+    fused = apart_for(where.model, where.step, target, [(e.kernel.name, e.problem) for e in listed])
+    places = places_of(where.model, where.step, target, names, fused)
     if not listed:
         for place in places:
             place.entry = replace(place.entry, random=count)
-        return [p.entry for p in places], places
-    by_call = {p.called: p for p in places}
+        return [p.entry for p in places], places, fused
+    by_call = {p.called: p for p in [*places, *unasked_places(where.model, where.step, target)]}
     found: list[Place] = []
     for entry in listed:
         if (known := by_call.get((entry.kernel.name, entry.problem))) is None:
@@ -189,7 +192,7 @@ def _in_step(
                              hint=f"kerngen bench ab --step {where.model.name} --dry-run lists them")  # fmt: skip
         known.entry = entry
         found.append(known)
-    return list(listed), found
+    return list(listed), found, fused
 
 
 def _target(device: str | None) -> Target:
@@ -213,7 +216,7 @@ def _dry_run(entries_on: Any, target: Target, seed: int, as_json: bool) -> None:
     from kerngen.tuning.ab import SAMPLES, TARGET_MS
     from kerngen.tuning.plan import rank
 
-    entries, places = entries_on(target)
+    entries, places, _ = entries_on(target)
     launches = {p.called: p.launches for p in places}
     rows = []
     for entry in entries:

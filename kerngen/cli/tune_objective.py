@@ -56,10 +56,12 @@ def objective_for(
 
     whole: all of the model is tuned, and not only some kernels of it: then its steps choose, where any can be timed.
     """
+    from kerngen.runtime.selection import Selector
     from kerngen.timing.gpu import GpuLock
     from kerngen.tuning.objective import Measured, Predicted
     from kerngen.tuning.step_objective import Stepped
     from kerngen.tuning.step_timer import timed_steps
+    from kerngen.tuning_db import default_sources
 
     if worker is None:
         device = None if device_name is None else find_device(device_name)
@@ -70,7 +72,8 @@ def objective_for(
     here = f"on this machine's {worker.device()}"
     if wanted == "measured" or (wanted == "auto" and not whole):
         return Measured(worker, lock), f"{here}, each kernel alone: --kernel names a part of the model"
-    steps = timed_steps(worker, model, load)
+    fuses = Selector(default_sources(), Target.of(worker.device())).fuses  # as a run on this board asks
+    steps = timed_steps(worker, model, load, fuses)
     if wanted == "auto" and not steps:
         return Measured(worker, lock), f"{here}, each kernel alone: {model.name} takes none of the steps that are timed"
     return Stepped(worker, steps, load.serving, lock), f"{here}, and {len(steps)} steps of {model.name} choose"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 from kerngen.arch import Target
 from kerngen.compiler.compile import Resources
-from kerngen.cost.predict import Predictor
+from kerngen.cost.predict import FITTED, Predictor
+from kerngen.errors import ProblemError
+from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel
 
 GUESSED_REGISTERS = 96  # of a thread, where neither a compiler nor the spec says
@@ -32,3 +36,25 @@ def ranked(kernel: Kernel, problem: Any, target: Target, configs: Iterable[Any])
         return predictor.predict(timed, takes).latency_us
 
     return [(us(config), config) for config in configs]
+
+
+def fused_is_faster(kernel: Kernel, problem: Any, config: Any, target: Target) -> bool:
+    """Whether a step with `config` is predicted to take no longer than with the kernels that `kernel` replaces, each by
+    its default. True too where one of those does not serve its part.
+    """
+    replaced = Counter(kernel.replaces(problem))
+    try:
+        apart = sum(n * _default_us(*each, target) for each, n in replaced.items())
+    except ProblemError:
+        return True
+    launch = FITTED["steps", "launch"]
+    more = launch.offset_us * (replaced.total() - 1) if target.arch.name in launch.arches else 0.0
+    return ranked(kernel, problem, target, [config])[0][0] <= apart + more
+
+
+@lru_cache(maxsize=4096)
+def _default_us(name: str, problem: Any, target: Target) -> float:
+    kernel = find_kernel(name)
+    if (why := kernel.why_unsupported(problem, target)) is not None:
+        raise ProblemError(why)
+    return ranked(kernel, problem, target, [kernel.default_config(problem, target)])[0][0]

@@ -286,7 +286,7 @@ def launch_us(
         busy *= 1 + k.spill * min(1.0, (given.spill_store_bytes + given.spill_load_bytes) / (4 * regs))
     filled = log2(1 + min(prod(launch.grid), t.units or inf)) / log2(1 + target.device.num_sms)
     begin = k.launch_clocks + k.fill_clocks * filled + follows * k.after_clocks + (not launch.pdl) * k.gap_clocks
-    overhead = begin / target.device.clock_mhz
+    overhead = 0.0 if t.hidden else begin / target.device.clock_mhz
     busiest = max((n for n in times if n != "latency"), key=lambda n: times[n])
     bound = busiest if times[busiest] >= LEAST_BUSY * times["latency"] else "latency"
     return overhead + busy + between, bound if busy + between > overhead else "launch", fit

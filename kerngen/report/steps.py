@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from kerngen.arch import Device, find_arch
+from kerngen.arch import Device, Target, find_arch
 from kerngen.errors import KerngenError
 from kerngen.report.data import Facts, Point
+from kerngen.runtime.selection import default_selector
 from kerngen.templates import find_kernel
+from kerngen.templates.kernel import Kernel
 from kerngen.tuning_db.read.ids import buckets_above, problem_key
 from kerngen.workload.steps import STEPS, sequence
 from kerngen.workload.workload import MODELS, Model, find_model
@@ -99,10 +101,15 @@ class _Index:
 
 
 def _steps(model: Model, device: Device, index: _Index) -> Iterable[Shown]:
-    arch = find_arch(device.arch)
+    arch, default = find_arch(device.arch), default_selector(Target.of(device)).fuses
+
+    def fuses(kernel: Kernel, problem: object) -> bool:
+        point = index.serving(kernel.name, problem)
+        return default(kernel, problem) if point is None else bool(kernel.config_type(**point.config).fused)
+
     for step, _ in STEPS:
         try:
-            counts = Counter((x.kernel, x.problem) for x in sequence(model, step, arch))
+            counts = Counter((x.kernel, x.problem) for x in sequence(model, step, arch, fuses))
         except KerngenError:  # a step that this model cannot take: it has no drafter, or not as many positions
             continue
         parts: dict[str, list[tuple[int, Point]]] = {}

@@ -23,7 +23,7 @@ PAIRS = 20
 class Compared:
     """One step. weight: its exponent in the mean. base_us: with the first contender's winners, in microseconds. ratios:
     of each other contender's time to that, by its name. num_tuned: (kernel, problem)s of the step that a database of
-    the contender's has an answer for, of num_calls; by name, the first's included.
+    the contender's has an answer for, of num_calls at most; by name, the first's included.
     """
 
     step: Step
@@ -51,13 +51,15 @@ def side_by_side(
         held = StepGraph(stage, step)
         graphs: dict[str, Graph] = {}
         tuned: dict[str, int] = {}
+        num_calls: list[int] = []
         for name, launcher in launchers.items():
             chosen = held.chosen_by(launcher)
             tuned[name] = sum(f.source != DEFAULT for f in chosen.values())
-            graphs[name] = held.capture(chosen)
+            graphs[name] = held.capture(chosen, launcher.fuses)
+            num_calls.append(len(chosen))
         ratios = {name: held.compare(graphs[base], graphs[name], pairs=pairs) for name in others}
         base_us = next(iter(ratios.values())).base_us
-        yield Compared(step, weight, base_us, ratios, tuned, len(held.calls))
+        yield Compared(step, weight, base_us, ratios, tuned, max(num_calls))
 
 
 def means(rows: Iterable[Compared]) -> dict[str, float]:

@@ -19,12 +19,13 @@ from kerngen.runtime.cache import KVCache
 from kerngen.runtime.executors.launch import Launch
 from kerngen.runtime.launcher import Function, Launcher, shares_sms
 from kerngen.runtime.ops.kernels import KernelOps
+from kerngen.runtime.selection import default_selector
 from kerngen.templates import find_kernel
 from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
 from kerngen.templates.kernel import Kernel
 from kerngen.workload.forwards import Forwards
 from kerngen.workload.generated import generated_model
-from kerngen.workload.steps import Ratio, Step, launch_counts
+from kerngen.workload.steps import Fuses, Ratio, Step, launch_counts
 from kerngen.workload.workload import Model
 
 LEAST_MS = 3.0  # of a sample: shorter steps are replayed several times in one
@@ -34,11 +35,19 @@ Chosen = Mapping[Called, Function]
 
 
 class Exchanging(Launcher):
-    """A launcher that runs `chosen` where it has something, and default configurations for the rest."""
+    """A launcher that runs `chosen` where it has something, and default configurations for the rest. decide: where
+    `chosen` has nothing, whether one kernel runs or those that it replaces; None: the default configurations say so.
+    """
 
     def __init__(self, *, index: int) -> None:
         super().__init__(index=index)
         self.chosen: Chosen = {}
+        self.decide: Fuses | None = None
+
+    def fuses(self, kernel: Kernel, problem: Any) -> bool:
+        if (found := self.chosen.get((kernel.name, problem))) is not None:
+            return bool(found.config.fused)
+        return (self.decide or super().fuses)(kernel, problem)
 
     def function(self, kernel: Kernel, problem: Any) -> Function:
         found = self.chosen.get((kernel.name, problem))
@@ -73,12 +82,11 @@ class Stage:
 class StepGraph:
     """`step` of the model on `stage`, whose keys are random.
 
-    calls: (kernel, problem) -> launches in the step. Raises UsageError for a step that the model cannot take.
+    Raises UsageError for a step that the model cannot take.
     """
 
     def __init__(self, stage: Stage, step: Step) -> None:
         self.stage, self.step = stage, step
-        self.calls: dict[Called, int] = launch_counts(stage.model, step, stage.target.arch)
         with torch.inference_mode():
             self._run, _ = Forwards(stage.made, stage.drafter, self._cache).prepare(step)
         self._warm: WeakSet[Function] = WeakSet()
@@ -92,13 +100,26 @@ class StepGraph:
                 cache.pages(layer).v_cache.normal_()
         return cache
 
-    def chosen_by(self, launcher: Launcher) -> Chosen:
-        """What `launcher` would run for each of its calls. Raises ConfigRefused, TuningMiss."""
-        return {(kernel, problem): launcher.function(find_kernel(kernel), problem) for kernel, problem in self.calls}
+    @property
+    def calls(self) -> dict[Called, int]:
+        """(kernel, problem) -> launches in the step by default configurations."""
+        return self.calls_by(default_selector(self.stage.target).fuses)
 
-    def capture(self, chosen: Chosen) -> Graph:
-        """The step with `chosen` in place of what the launcher would run. Raises LaunchError, ConfigRefused."""
-        self.stage.launcher.chosen = chosen
+    def calls_by(self, fuses: Fuses) -> dict[Called, int]:
+        """The same where `fuses` says which of them are one kernel in place of several."""
+        return launch_counts(self.stage.model, self.step, self.stage.target.arch, fuses)
+
+    def chosen_by(self, launcher: Launcher) -> Chosen:
+        """What `launcher` would run for each call that it would make. Raises ConfigRefused, TuningMiss."""
+        calls = self.calls_by(launcher.fuses)
+        return {(kernel, problem): launcher.function(find_kernel(kernel), problem) for kernel, problem in calls}
+
+    def capture(self, chosen: Chosen, fuses: Fuses | None = None) -> Graph:
+        """The step with `chosen` in place of what the launcher would run. Of a kernel that replaces several and is not
+        in `chosen` `fuses` says whether it is asked; None: its default configuration does. Raises LaunchError,
+        ConfigRefused.
+        """
+        self.stage.launcher.chosen, self.stage.launcher.decide = chosen, fuses
         stream = torch.cuda.Stream()
         with torch.inference_mode():
             functions = self.chosen_by(self.stage.launcher).values()

@@ -108,7 +108,7 @@ def profile_step(model: Model, step: Step, sources: Sequence[Source | PerBoard],
     stage = Stage(model, seed=seed)
     launcher = Launcher(sources, index=stage.launcher.index)
     held = StepGraph(stage, step)
-    graph = held.capture(held.chosen_by(launcher))
+    graph = held.capture(held.chosen_by(launcher), launcher.fuses)
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()
@@ -117,7 +117,7 @@ def profile_step(model: Model, step: Step, sources: Sequence[Source | PerBoard],
             graph.replay()
         torch.cuda.synchronize()
     spans = [_span(e) for e in seen.events() if e.device_type.name == "CUDA"]
-    rows = rows_of(spans, REPLAYS, held.calls, read_gbps)
+    rows = rows_of(spans, REPLAYS, held.calls_by(launcher.fuses), read_gbps)
     return Profile(step, sum(r.moved_us for r in rows), read_gbps, rows)
 
 

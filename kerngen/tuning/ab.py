@@ -18,12 +18,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from math import inf
 from random import Random
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kerngen.arch import Device, Target
 from kerngen.compiler.cache import CachedCompiler
 from kerngen.compiler.compile import Cubin
 from kerngen.errors import CompileError, LaunchError
+from kerngen.runtime.selection import default_selector
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel
 from kerngen.timing.gpu import Clocks, Seen
@@ -31,7 +33,7 @@ from kerngen.tuning.ab_plan import Candidate, Entry
 from kerngen.tuning.checks import why_unlaunchable
 from kerngen.tuning.plan import rank
 from kerngen.tuning.worker import Observed
-from kerngen.workload.steps import Ratio, Step, launch_counts
+from kerngen.workload.steps import Ratio, Step, fused_as, launch_counts, unasked
 from kerngen.workload.workload import Model, require_among
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ PAIRS = 6  # replays of a step for a look, with and without in turn
 SURE_PAIRS = 18  # of the look that decides
 SURE_LOOKS = 2  # of the best of a place's, how many get one where the one before did not stand it
 KEPT = 12  # of a place's candidates, those that come into the next round
+
+_Called = tuple[str, Any]  # kernel and problem
 
 
 class Gpu(Protocol):
@@ -64,8 +68,9 @@ class Gpu(Protocol):
     ) -> list[Observed]: ...
 
     def compare(
-        self, model: Model, step: Step, base: Sequence[Exchanged], other: Sequence[Exchanged], *, pairs: int
-    ) -> Ratio | Observed: ...
+        self, model: Model, step: Step, base: Sequence[Exchanged], other: Sequence[Exchanged], *, pairs: int,
+        fused: Mapping[tuple[str, Any], bool],
+    ) -> Ratio | Observed: ...  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -248,12 +253,16 @@ class Look:
     kept: bool = False
 
 
-def places_of(model: Model, step: Step, target: Target, kernels: Sequence[str] = ()) -> list[Place]:
+def places_of(
+    model: Model, step: Step, target: Target, kernels: Sequence[str] = (),
+    fused: Mapping[tuple[str, Any], bool] = MappingProxyType({}),
+) -> list[Place]:  # fmt: skip
     """The problems of `step` that `kernels` serve (none named: all), those of most bytes first, without candidates.
 
-    Raises UsageError for a kernel that the step does not launch, and as `sequence` does.
+    fused: of (kernel, problem) that replaces several, whether the step asks it; of others the default says so. Raises
+    UsageError for a kernel that the step does not launch, and as `sequence` does.
     """
-    launches = launch_counts(model, step, target.arch)
+    launches = launch_counts(model, step, target.arch, fused_as(fused, target))
     require_among(kernels, sorted({name for name, _ in launches}), f"{step.name} of {model.name}", "launches")
     found = [
         Place(Entry(find_kernel(name), problem), count)
@@ -263,11 +272,42 @@ def places_of(model: Model, step: Step, target: Target, kernels: Sequence[str] =
     return sorted(found, key=lambda p: -p.launches * p.entry.kernel.cost(p.entry.problem).bytes)
 
 
-class InStep:
-    """A step, and what has been kept in it so far. least: of the step's time, what must be gained at least."""
+def apart_for(model: Model, step: Step, target: Target, wanted: Iterable[tuple[str, Any]]) -> dict[_Called, bool]:
+    """Which kernels `step` must not ask, so that it launches the `wanted` (kernel, problem)s in place: each False.
+    Those that it launches by default need none.
+    """
+    default = default_selector(target).fuses
+    lacking = set(wanted) - launch_counts(model, step, target.arch, default).keys()
+    found: dict[_Called, bool] = {}
 
-    def __init__(self, model: Model, step: Step, places: Sequence[Place], gpu: Gpu, rows: Rows, least: float) -> None:
+    def listen(kernel: Kernel, problem: Any) -> bool:
+        if fused := default(kernel, problem):
+            found[kernel.name, problem] = lacking.isdisjoint(kernel.replaces(problem))
+        return fused
+
+    launch_counts(model, step, target.arch, listen)
+    return {called: fused for called, fused in found.items() if not fused}
+
+
+def unasked_places(model: Model, step: Step, target: Target) -> list[Place]:
+    """The problems of kernels that `step` might ask in place of several, and does not by default: what exchanges one of
+    them for a configuration that is `fused` has the step ask it.
+    """
+    found = unasked(model, step, target.arch, default_selector(target).fuses)
+    return [Place(Entry(find_kernel(name), problem), count) for (name, problem), count in found.items()]
+
+
+class InStep:
+    """A step, and what has been kept in it so far. least: of the step's time, what must be gained at least. fused: as
+    in places_of.
+    """
+
+    def __init__(
+        self, model: Model, step: Step, places: Sequence[Place], gpu: Gpu, rows: Rows, least: float,
+        fused: Mapping[tuple[str, Any], bool] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         self._model, self._step, self._gpu, self._rows, self._least = model, step, gpu, rows, least
+        self._fused = dict(fused)
         self._places = [p for p in places if not p.trials[0].failed]
         self._left = {p.called: [t for t in p.trials if not t.failed] for p in self._places}
         self._default = {p.called: p.trials[0] for p in self._places}
@@ -275,7 +315,7 @@ class InStep:
 
     def begin(self) -> None:
         """Make the model and look at the step as it is. Raises LaunchError where it does not run."""
-        seen = self._gpu.compare(self._model, self._step, (), (), pairs=PAIRS)
+        seen = self._compare({}, {}, PAIRS)
         if isinstance(seen, Observed):
             raise LaunchError(f"{self._step.name} of {self._model.name} does not run by default: {seen.reason}",
                               hint="give the first look more time with --timeout")  # fmt: skip
@@ -306,17 +346,20 @@ class InStep:
 
     def against_defaults(self) -> Ratio | Observed:
         """The step with all that was kept, over the step by default."""
-        return self._gpu.compare(self._model, self._step, (), _exchanged(self.kept), pairs=2 * SURE_PAIRS)
+        return self._compare({}, self.kept, 2 * SURE_PAIRS)
+
+    def _compare(self, base: Mapping[_Called, Trial], other: Mapping[_Called, Trial], pairs: int) -> Ratio | Observed:
+        return self._gpu.compare(self._model, self._step, _exchanged(base), _exchanged(other), pairs=pairs,
+                                 fused=self._fused)  # fmt: skip
 
     def _look(self, place: Place, trial: Trial, pairs: int, *, may_stay: bool = False) -> Look:
         """may_stay: keep it where this confirms that it gains, unless its results are known to be wrong."""
         before = dict(self.kept)
-        seen = self._gpu.compare(
-            self._model, self._step, _exchanged(before), _exchanged({**before, place.called: trial}), pairs=pairs
-        )
+        seen = self._compare(before, {**before, place.called: trial}, pairs)
         if isinstance(seen, Observed):
             return Look(place, trial, seen)
-        self._rows.add_step(trial, seen, self._model, self._step, before)
+        now = before.get(place.called, self._default[place.called])
+        self._rows.add_step(trial, now, seen, self._model, self._step, before, self._fused)
         gains = seen.median < 1 - self._least and seen.median + 2 * seen.spread < 1
         if not (may_stay and gains) or trial.candidate.wrong:
             return Look(place, trial, seen)

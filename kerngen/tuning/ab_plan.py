@@ -51,7 +51,7 @@ from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Body, Kernel, defaults_of, describe, parse_fields, parse_over
 from kerngen.tuning.plan import rank
 from kerngen.tuning.recorded import Part
-from kerngen.tuning.space import valid_of
+from kerngen.tuning.space import part_of, valid_of
 
 MAX_BYTES = 4 << 20  # of a file
 MOST = 24  # configurations of a body, unless the entry says otherwise
@@ -295,7 +295,7 @@ def _restricted(kernel: Kernel, problem: Any, target: Target, wanted: tuple[Part
     for part in (_own_names(kernel, part) for part in wanted or ({},)):
         known, fits = set[str](), False
         for body in _proven(kernel, target):
-            space = body.choices(problem, target)
+            space = part_of(kernel, body, problem, target)
             known |= space.keys()
             if any(name in part and not set(part[name]) & set(space[name]) for name in body.when):
                 continue

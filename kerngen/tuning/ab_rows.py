@@ -28,7 +28,7 @@ from kerngen.tuning_db import Store, problem_key
 from kerngen.tuning_db.read.freshness import notes_of
 from kerngen.tuning_db.read.ids import digest
 from kerngen.tuning_db.read.values import Measurement, StepKey
-from kerngen.workload.steps import Ratio, Step, launch_counts
+from kerngen.workload.steps import Ratio, Step, fused_as, launch_counts
 from kerngen.workload.workload import Model
 
 FLUSH_S = 1.0
@@ -62,8 +62,10 @@ class Rows:
         return None
 
     def add(self, trial: Trial, seen: Observed, *, stage: str = "trial", **more: Any) -> None:
-        """A look at a candidate. What only seems to be patched is its configuration's, which has rows."""
-        if trial.same_code:
+        """A look at a candidate. What only seems to be patched is its configuration's, which has rows. No look at the
+        kernel alone tells whether steps should ask it: of a candidate that differs from the default in that it is none.
+        """
+        if trial.same_code or (stage != "step" and self._fuses_otherwise(trial)):
             return
         c = trial.candidate
         tags: dict[str, Any] = {"ab": PATCH if c.replace else ALONE, "board": self.board} | more.pop("tags", {})
@@ -81,14 +83,26 @@ class Rows:
             self.flush()
 
     def add_step(
-        self, trial: Trial, seen: Ratio, model: Model, step: Step, base: Mapping[tuple[str, Any], Trial]
-    ) -> None:
-        """A look at a candidate in a step that had `base` in place of its defaults."""
+        self, trial: Trial, now: Trial, seen: Ratio, model: Model, step: Step, base: Mapping[tuple[str, Any], Trial],
+        fused: Mapping[tuple[str, Any], bool],
+    ) -> None:  # fmt: skip
+        """A look at a candidate in a step that had `base` in place of its defaults, at its place `now`. fused: as in
+        ab.places_of. Where the two differ in whether the step asks the kernel at all, the look decides that.
+        """
         others = sorted((k, describe(p), t.candidate.label) for (k, p), t in base.items())
-        self.add(trial, trial.best, tags={"ab": PATCH if trial.candidate.replace else STEP, "ratio": seen.median,
-                                          "spread": seen.spread},
-                 step_id=self._store.add_step(_key(model, step, self._target)), step_us=seen.median * seen.base_us,
-                 base_step_us=seen.base_us, base_id=digest(["ab", others]))  # fmt: skip
+        config, was = trial.candidate.config, now.candidate.config
+        decides = trial.entry.kernel.is_fused and config.fused != was.fused and not trial.candidate.replace
+        looks = [(trial, seen.median)] + ([(now, 1.0)] if decides else [])
+        for of, ratio in looks:
+            self.add(of, of.best, stage="step" if decides else "trial",
+                     tags={"ab": PATCH if of.candidate.replace else STEP, "ratio": ratio, "spread": seen.spread},
+                     step_id=self._store.add_step(_key(model, step, self._target, fused)),
+                     step_us=ratio * seen.base_us, base_step_us=seen.base_us,
+                     base_id=digest(["ab", others]))  # fmt: skip
+
+    def _fuses_otherwise(self, trial: Trial) -> bool:
+        kernel, problem = trial.entry.kernel, trial.entry.problem
+        return kernel.is_fused and trial.candidate.config.fused != kernel.default_config(problem, self._target).fused
 
     def flush(self) -> None:
         """Write what is pending, in one transaction."""
@@ -118,8 +132,9 @@ class Rows:
         return self._builds[trial]
 
 
-def _key(model: Model, step: Step, target: Target) -> StepKey:
-    launches = sorted((k, describe(p), n) for (k, p), n in launch_counts(model, step, target.arch).items())
+def _key(model: Model, step: Step, target: Target, fused: Mapping[tuple[str, Any], bool]) -> StepKey:
+    counts = launch_counts(model, step, target.arch, fused_as(fused, target))
+    launches = sorted((k, describe(p), n) for (k, p), n in counts.items())
     layers = len(model.target.layers)
     return StepKey(model.name, target.arch.name, step.phase, step.batch, step.q_len, step.context, step.chunk, layers,
                    digest(launches), 1.0, {"of_layers": layers})  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -74,9 +74,18 @@ class Candidates:
         """Whether asking costs nothing any more."""
         return "points" in self.__dict__
 
+    @property
+    def fused(self) -> bool | None:
+        """As the default has it; None where the kernel replaces no others."""
+        return self.default.fused if self.kernel.is_fused else None
+
+    def own(self, config: Any) -> Any:
+        """`config`, of another problem of the kernel, as this one may run it."""
+        return config if self.fused is None else replace(config, fused=self.fused)
+
     @cached_property
     def space(self) -> Space:
-        return space_of(self.kernel, self.problem, self.target)
+        return space_of(self.kernel, self.problem, self.target, self.fused)
 
     @property
     def space_size(self) -> int:
@@ -84,7 +93,7 @@ class Candidates:
 
     @cached_property
     def points(self) -> Enumeration:
-        return enumerated(self.kernel, self.problem, self.target)
+        return enumerated(self.kernel, self.problem, self.target, self.fused)
 
     @property
     def valid(self) -> tuple[Any, ...]:
@@ -104,21 +113,35 @@ class Candidates:
         return self.points.complete
 
 
-def candidates(kernel: Kernel, problem: Any, target: Target) -> Candidates:
-    """What can run `problem` on `target`. Asks why_invalid only; nothing is compiled.
+def candidates(kernel: Kernel, problem: Any, target: Target, fused: bool | None = None) -> Candidates:
+    """What can run `problem` on `target`. Asks why_invalid only; nothing is compiled. fused: as in space_of.
 
     Raises ConfigRefused if the kernel does not support the problem there at all, or refuses its own default.
     """
     if (why := kernel.why_unsupported(problem, target)) is not None:
         raise ConfigRefused(f"{kernel.name}{describe(problem)} on {target.arch}: {why}")
     default = kernel.default_config(problem, target)
+    if kernel.is_fused and fused is not None:
+        default = replace(default, fused=fused)
     kernel.require_valid(problem, default, target)
     return Candidates(kernel, problem, target, default)
 
 
-def space_of(kernel: Kernel, problem: Any, target: Target) -> Space:
-    """The spaces of the bodies that serve on `target` and are proven, one after the other."""
-    return tuple(body.choices(problem, target) for body in kernel.bodies(target.arch) if body.proven)
+def space_of(kernel: Kernel, problem: Any, target: Target, fused: bool | None = None) -> Space:
+    """The spaces of the bodies that serve on `target` and are proven, one after the other.
+
+    fused: of a kernel that replaces several, whether steps ask it now; None: as its default says. All configurations
+    have that, since no look at the kernel alone can tell which is faster.
+    """
+    return tuple(part_of(kernel, b, problem, target, fused) for b in kernel.bodies(target.arch) if b.proven)
+
+
+def part_of(kernel: Kernel, body: Body, problem: Any, target: Target, fused: bool | None = None) -> Part:
+    """One body's. fused: as in space_of."""
+    found = body.choices(problem, target)
+    if kernel.is_fused:
+        found["fused"] = (kernel.default_config(problem, target).fused if fused is None else fused,)
+    return found
 
 
 def space_size(space: Space) -> int:
@@ -160,9 +183,9 @@ _known: dict[tuple[Any, ...], list[tuple[dict[str, Any], _Sorted]]] = {}
 _together: dict[tuple[_Sorted, ...], Enumeration] = {}
 
 
-def enumerated(kernel: Kernel, problem: Any, target: Target) -> Enumeration:
-    """The grid's valid configurations, and the refusals."""
-    space = space_of(kernel, problem, target)
+def enumerated(kernel: Kernel, problem: Any, target: Target, fused: bool | None = None) -> Enumeration:
+    """The grid's valid configurations, and the refusals. fused: as in space_of."""
+    space = space_of(kernel, problem, target, fused)
     parts = tuple(_sorted_out(kernel, part, problem, target) for part in space)
     if parts in _together:
         return _together[parts]
@@ -180,7 +203,7 @@ def enumerated(kernel: Kernel, problem: Any, target: Target) -> Enumeration:
 
 def valid_of(kernel: Kernel, body: Body, problem: Any, target: Target) -> tuple[Any, ...]:
     """The valid configurations of one body, proven or not; of a sample where it is too irregular to be known whole."""
-    return _sorted_out(kernel, body.choices(problem, target), problem, target).valid
+    return _sorted_out(kernel, part_of(kernel, body, problem, target), problem, target).valid
 
 
 def _sorted_out(kernel: Kernel, part: Part, problem: Any, target: Target) -> _Sorted:

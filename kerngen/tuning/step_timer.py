@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Target
 from kerngen.errors import LaunchError
+from kerngen.runtime.selection import default_selector
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import describe
 from kerngen.tuning.plan import lower_bound_us
 from kerngen.tuning.step_objective import Choice, StepPoint, TimedStep
 from kerngen.tuning_db.read.ids import digest
 from kerngen.tuning_db.read.values import StepKey
-from kerngen.workload.steps import Ratio, Repeat, Step, launch_counts, shortened, steps_for
+from kerngen.workload.steps import Fuses, Ratio, Repeat, Step, launch_counts, shortened, steps_for
 
 if TYPE_CHECKING:
+    from kerngen.templates.kernel import Kernel
     from kerngen.tuning.step_worker import Exchanged
     from kerngen.tuning.worker import GpuWorker
     from kerngen.workload.workload import Model, Workload
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 @dataclass
 class GpuTimer:
     """A StepTimer: `step` of `model`, which may be a shortened one that stands for a whole one as `repeat` says, on the
-    worker's GPU.
+    worker's GPU. fuses: decides where the step asks one kernel in place of several.
     """
 
     worker: GpuWorker
@@ -34,12 +36,24 @@ class GpuTimer:
     step: Step
     target: Target
     repeat: Repeat
+    fuses: Fuses
+
+    @cached_property
+    def _calls(self) -> tuple[dict[tuple[str, Any], int], dict[tuple[str, Any], bool]]:
+        """The step's (kernel, problem)s, how often each; and of those that replace several whether it asks them."""
+        fused: dict[tuple[str, Any], bool] = {}
+
+        def decide(kernel: Kernel, problem: Any) -> bool:
+            fused[kernel.name, problem] = self.fuses(kernel, problem)
+            return fused[kernel.name, problem]
+
+        return launch_counts(self.model, self.step, self.target.arch, decide), fused
 
     @cached_property
     def _points(self) -> tuple[StepPoint, ...]:
         return tuple(
             StepPoint(name, p, count, self._us(name, p), self.repeat.times(name, p))
-            for (name, p), count in launch_counts(self.model, self.step, self.target.arch).items()
+            for (name, p), count in self._calls[0].items()
         )
 
     def _us(self, name: str, problem: Any) -> float:
@@ -52,7 +66,8 @@ class GpuTimer:
 
     def compare(self, base: Choice, other: Choice, *, pairs: int) -> Ratio:
         """As StepTimer. Raises LaunchError where the step does not run with one of them, or does not fit."""
-        seen = self.worker.compare(self.model, self.step, _exchanged(base), _exchanged(other), pairs=pairs)
+        seen = self.worker.compare(self.model, self.step, _exchanged(base), _exchanged(other), pairs=pairs,
+                                   fused=self._calls[1])  # fmt: skip
         if isinstance(seen, Ratio):
             return seen
         raise LaunchError(f"{self.step.name}: {seen.reason}")
@@ -64,13 +79,16 @@ def _exchanged(choice: Choice) -> list[Exchanged]:
     return [Exchanged(point.kernel, (point.problem,), config, image) for point, (config, image) in choice.items()]
 
 
-def timed_steps(worker: GpuWorker, model: Model, load: Workload) -> Sequence[TimedStep]:
-    """The steps by which a tune of `load`, a workload of `model` on the worker's GPU, is judged."""
+def timed_steps(worker: GpuWorker, model: Model, load: Workload, fuses: Fuses | None = None) -> Sequence[TimedStep]:
+    """The steps by which a tune of `load`, a workload of `model` on the worker's GPU, is judged. fuses: decides where
+    they ask one kernel in place of several; None: the default configurations do.
+    """
     target = Target.of(worker.device())
+    fuses = fuses or default_selector(target).fuses
     found = []
     for weighed in steps_for(load):
-        short, repeat = shortened(model, weighed.step, target.arch)
-        timer = GpuTimer(worker, short, weighed.step, target, repeat)
+        short, repeat = shortened(model, weighed.step, target.arch, fuses)
+        timer = GpuTimer(worker, short, weighed.step, target, repeat, fuses)
         found.append(TimedStep(_key(model.name, weighed.step, weighed.weight, target, repeat), timer))
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, TypeVar
@@ -13,8 +13,8 @@ from kerngen.errors import KerngenError
 from kerngen.runtime.launcher import Function
 from kerngen.templates import find_kernel
 from kerngen.timing.measure import target_here
-from kerngen.timing.step_graph import Graph, Stage, StepGraph
-from kerngen.workload.steps import Ratio, Step
+from kerngen.timing.step_graph import Called, Graph, Stage, StepGraph
+from kerngen.workload.steps import Ratio, Step, fused_as
 from kerngen.workload.workload import Model
 
 T = TypeVar("T")
@@ -45,14 +45,18 @@ class HeldStep:
         self._functions: dict[Any, Function] = {}
         self._captured: dict[Any, Graph] = {}
 
-    def compare(self, base: Sequence[Exchanged], other: Sequence[Exchanged], pairs: int) -> Ratio:
-        return self._graph.compare(self._of(base), self._of(other), pairs=pairs)
+    def compare(
+        self, base: Sequence[Exchanged], other: Sequence[Exchanged], pairs: int, fused: Mapping[Called, bool]
+    ) -> Ratio:
+        return self._graph.compare(self._of(base, fused), self._of(other, fused), pairs=pairs)
 
-    def _of(self, chosen: Sequence[Exchanged]) -> Graph:
+    def _of(self, chosen: Sequence[Exchanged], fused: Mapping[Called, bool]) -> Graph:
         def captured() -> Graph:
-            return self._graph.capture({(e.kernel, p): self._function(e) for e in chosen for p in e.problems})
+            functions = {(e.kernel, p): self._function(e) for e in chosen for p in e.problems}
+            return self._graph.capture(functions, fused_as(fused, self._graph.stage.target))
 
-        return _latest(self._captured, frozenset((e.identity, e.problems) for e in chosen), captured, GRAPHS_KEPT)
+        key = frozenset((e.identity, e.problems) for e in chosen), frozenset(fused.items())
+        return _latest(self._captured, key, captured, GRAPHS_KEPT)
 
     def _function(self, e: Exchanged) -> Function:
         def loaded() -> Function:
@@ -76,11 +80,16 @@ _stages: dict[Model, Stage] = {}
 _held: dict[tuple[Model, Step], HeldStep] = {}
 
 
-def compare(model: Model, step: Step, base: Sequence[Exchanged], other: Sequence[Exchanged], pairs: int) -> Ratio | str:
-    """The ratio, or why there is none. RuntimeError where a kernel faulted: nothing runs in this process any more."""
+def compare(
+    model: Model, step: Step, base: Sequence[Exchanged], other: Sequence[Exchanged], pairs: int,
+    fused: Mapping[Called, bool],
+) -> Ratio | str:  # fmt: skip
+    """The ratio, or why there is none. fused: as in GpuWorker.compare. RuntimeError where a kernel faulted: nothing
+    runs in this process any more.
+    """
     for _ in range(2):
         try:
-            return _held_step(model, step).compare(base, other, pairs)
+            return _held_step(model, step).compare(base, other, pairs, fused)
         except KerngenError as e:
             return e.message
         except torch.OutOfMemoryError:

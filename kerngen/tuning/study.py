@@ -140,7 +140,8 @@ class Search:
         neighbours have of them, as a part of their time.
         """
         known = {*self.outcomes, *self._first, *self._open}
-        fit = (c for c in configs if why_unfit(self.kernel, self.problem, c, self.target) is None)
+        own = dict.fromkeys(map(self.candidates.own, configs))
+        fit = (c for c in own if why_unfit(self.kernel, self.problem, c, self.target) is None)
         fresh = [c for c in fit if c not in known]
         if fresh and not self._closed:
             self._hinted = max(gain, self._hinted if self._first else 0.0)

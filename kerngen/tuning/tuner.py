@@ -20,6 +20,7 @@ from kerngen.compiler.cache import CachedCompiler
 from kerngen.compiler.compile import Cubin
 from kerngen.compiler.render import render
 from kerngen.errors import CompileError, ConfigRefused, KerngenError
+from kerngen.runtime.selection import Selector
 from kerngen.system.interrupts import heed, held, result_of
 from kerngen.system.progress import Progress
 from kerngen.templates import find_kernel
@@ -92,6 +93,7 @@ class Tuner:
         objective.say = self._tick
         objective.left = lambda: self._budget.left(objective.waited_s)
         self._describer = Describer() if objective.takes_time else None  # whose GPU would wait
+        self._before = Selector([store], self.target) if objective.takes_time else None
 
     # -- the run
 
@@ -133,7 +135,7 @@ class Tuner:
         heed()
         kernel = find_kernel(item.kernel)
         try:
-            found = candidates(kernel, item.problem, self.target)
+            found = candidates(kernel, item.problem, self.target, self._fused(kernel, item.problem))
         except ConfigRefused as e:
             self.report.results.append(Result(item, note=e.message))
             return None
@@ -148,6 +150,13 @@ class Tuner:
         about = f"search of {self.trials} trials at most, seed {self.seed} ({entry.fingerprint[:12]})"
         us = lower_bound_us(kernel, item.problem, found.default, self.target)
         return Task(item, kernel, entry, search, entry.key.static_key, about, us, urgency(item, us))
+
+    def _fused(self, kernel: Kernel, problem: Any) -> bool | None:
+        """Whether steps ask a kernel that replaces several; None where it replaces none, and where its default says.
+
+        What is timed alone leaves that as it is.
+        """
+        return self._before.fuses(kernel, problem) if self._before is not None and kernel.is_fused else None
 
     # -- the tiers
 

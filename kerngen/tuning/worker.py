@@ -132,12 +132,14 @@ class GpuWorker:
         return [seen] * len(candidates) if isinstance(seen, Observed) else seen
 
     def compare(
-        self, model: Model, step: Step, base: Sequence[Exchanged], other: Sequence[Exchanged], *, pairs: int = 12
-    ) -> Ratio | Observed:
+        self, model: Model, step: Step, base: Sequence[Exchanged], other: Sequence[Exchanged], *, pairs: int = 12,
+        fused: Mapping[tuple[str, Any], bool] | None = None,
+    ) -> Ratio | Observed:  # fmt: skip
         """How long `step` of `model` takes with `other`, over what it takes with `base`; what neither names runs its
-        default. Or what came in the way.
+        default. Or what came in the way. fused: of (kernel, problem) that replaces several, whether the step asks it
+        where neither names it; what is not there its default configuration says.
         """
-        seen = self._seen(_compare, model, step, tuple(base), tuple(other), pairs)
+        seen = self._seen(_compare, model, step, tuple(base), tuple(other), pairs, dict(fused or {}))
         return Observed("launch_failed", seen) if isinstance(seen, str) else seen
 
     def _call(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -364,7 +366,9 @@ def _time(function: Any, problem: Any, samples: int, target_ms: float) -> Any:
     return Observed("launch_failed", "two sets of its inputs do not fit in this GPU's memory")
 
 
-def _compare(model: Model, step: Step, base: Any, other: Any, pairs: int) -> Ratio | str:
+def _compare(
+    model: Model, step: Step, base: Any, other: Any, pairs: int, fused: Mapping[tuple[str, Any], bool]
+) -> Ratio | str:
     import torch
 
     from kerngen.tuning.step_worker import compare
@@ -373,7 +377,7 @@ def _compare(model: Model, step: Step, base: Any, other: Any, pairs: int) -> Rat
         _held.clear()  # of a problem alone
         torch.cuda.empty_cache()
     try:
-        return compare(model, step, base, other, pairs)
+        return compare(model, step, base, other, pairs, fused)
     except RuntimeError as e:
         _die_if_broken(e)
         return str(e).strip().splitlines()[0]

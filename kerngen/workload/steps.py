@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 from kerngen.arch import Arch, Target
 from kerngen.errors import UsageError
 from kerngen.runtime.config import DrafterConfig, LayerConfig, ModelConfig
+from kerngen.runtime.selection import default_selector
+from kerngen.templates import find_kernel
 
 if TYPE_CHECKING:
     from kerngen.runtime.cache import KVCache
+    from kerngen.templates.kernel import Kernel
     from kerngen.workload.workload import Item, Model, Workload
 
 KEPT_PERIODS = 2  # of layers that repeat: each kind of layer follows, and is followed by, what it does in the model
@@ -90,6 +93,8 @@ class Launched:
 
 
 Note = Callable[[str, Any, str], None]  # kernel, problem, place
+# Whether a step asks this kernel for this problem, and not those that it replaces: as Selector.fuses.
+Fuses = Callable[["Kernel", Any], bool]
 
 
 class Recorder:
@@ -114,8 +119,10 @@ class Recorder:
 
         self.outside: dict[str, None] = {}  # names in `runtime.ops.fallbacks.FALLBACKS` that torch computed
         self._note: Note = _unheard
+        self._other: Note = _unheard
         with torch.inference_mode(), ShapesAlone():
-            self._executor = Record(self._called, self._unserved, None if arch is None else Target.of(arch))
+            on = None if arch is None else Target.of(arch)
+            self._executor = Record(self._called, self._unserved, on, note_other=self._not_called)
             ops = KernelOps(self._executor, TORCH_DTYPE[dtype])
             model = Gemma4(target, synthetic_model(target, ops), ops)
             model.stack = DedupedLayers(model.stack, self._executor)
@@ -126,10 +133,14 @@ class Recorder:
         self._forwards = Forwards(model, drafting, self._cache)
         self.config, self.has_drafter, self.max_decode_len = target, drafter is not None, ops.max_decode_len
 
-    def record(self, step: Step, note: Note, beside: Note | None = None) -> None:
+    def record(
+        self, step: Step, note: Note, beside: Note | None = None, *, other: Note | None = None,
+        fuses: Fuses | None = None,
+    ) -> None:  # fmt: skip
         """Tell `note` every call of a greedy `step`, in order; `beside`, what sampling asks in place of its choice.
 
-        Raises UsageError for a step that the model cannot take.
+        fuses: decides where the step asks one kernel or those that it replaces; None for the default configurations.
+        other: told the ones that it does not ask there. Raises UsageError for a step that the model cannot take.
         """
         import torch
 
@@ -137,14 +148,15 @@ class Recorder:
 
         self._require(step)
         self._executor.forget()
+        self._executor.decide = fuses
         with torch.inference_mode(), ShapesAlone():
             run, choose = self._forwards.prepare(step)
-            self._note = note
+            self._note, self._other = note, other or _unheard
             run()
             if beside is not None and choose is not None:
                 self._note = beside
                 choose()
-        self._note = _unheard
+        self._note = self._other = _unheard
 
     def _require(self, step: Step) -> None:
         if step.phase == "draft" and not self.has_drafter:
@@ -157,6 +169,9 @@ class Recorder:
 
     def _called(self, kernel: str, problem: Any, where: str) -> None:
         self._note(kernel, problem, where)
+
+    def _not_called(self, kernel: str, problem: Any, where: str) -> None:
+        self._other(kernel, problem, where)
 
     def _unserved(self, name: str) -> None:
         self.outside[name] = None
@@ -185,24 +200,52 @@ def _recorder(target: ModelConfig, drafter: DrafterConfig | None, dtype: str, ar
     return Recorder(target, drafter, dtype, arch)
 
 
-def sequence(model: Model, step: Step, arch: Arch) -> tuple[Launched, ...]:
+def sequence(model: Model, step: Step, arch: Arch, fuses: Fuses | None = None) -> tuple[Launched, ...]:
     """The kernels that a greedy `step` of `model` calls on `arch`, in order.
 
-    A problem is the very one that is called; which tuned point serves it, `Workload.serving` says. Raises UsageError
-    for a step that the model cannot take.
+    A problem is the very one that is called; which tuned point serves it, `Workload.serving` says. fuses: as in
+    Recorder.record; None for the defaults of the board that `arch` is mostly of. Raises UsageError for a step that the
+    model cannot take.
     """
     if step.context > model.target.max_positions:
         raise UsageError(f"{step.name}: {model.name} has {model.target.max_positions} positions")
     found: list[Launched] = []
-    recorder(model.target, model.drafter, arch).record(step, lambda *called: found.append(Launched(*called)))
+    recorder(model.target, model.drafter, arch).record(
+        step, lambda *called: found.append(Launched(*called)), fuses=fuses
+    )
     return tuple(found)
 
 
-def launch_counts(model: Model, step: Step, arch: Arch) -> Counter[tuple[str, Any]]:
-    """(kernel, problem) -> launches in `step` of `model` on `arch`, in the order in which each is first met. Raises as
-    `sequence`.
+def launch_counts(model: Model, step: Step, arch: Arch, fuses: Fuses | None = None) -> Counter[tuple[str, Any]]:
+    """(kernel, problem) -> launches in `step` of `model` on `arch`, in the order in which each is first met. fuses, and
+    what it raises: as `sequence`.
     """
-    return Counter((launched.kernel, launched.problem) for launched in sequence(model, step, arch))
+    return Counter((launched.kernel, launched.problem) for launched in sequence(model, step, arch, fuses))
+
+
+def fused_as(answers: Mapping[tuple[str, Any], bool], target: Target) -> Fuses:
+    """What `answers` says of (kernel, problem); of what is not there, as the default configurations on `target` do."""
+    default = default_selector(target).fuses
+
+    def fuses(kernel: Kernel, problem: Any) -> bool:
+        known = answers.get((kernel.name, problem))
+        return default(kernel, problem) if known is None else known
+
+    return fuses
+
+
+def unasked(model: Model, step: Step, arch: Arch, fuses: Fuses | None = None) -> dict[tuple[str, Any], int]:
+    """(kernel, problem) -> launches of the kernels that `step` might ask in place of several, and does not. fuses, and
+    what it raises: as `sequence`.
+    """
+    found: Counter[tuple[str, Any]] = Counter()
+
+    def other(kernel: str, problem: Any, where: str) -> None:
+        if find_kernel(kernel).is_fused:
+            found[kernel, problem] += 1
+
+    recorder(model.target, model.drafter, arch).record(step, _unheard, other=other, fuses=fuses)
+    return found
 
 
 # -- layers that repeat
@@ -245,28 +288,29 @@ class _Run:
         return range(self.first, self.first + self.period * min(times, self.times))
 
 
-def shortened(model: Model, step: Step, arch: Arch) -> tuple[Model, Repeat]:
+def shortened(model: Model, step: Step, arch: Arch, fuses: Fuses | None = None) -> tuple[Model, Repeat]:
     """`model` with as few of its layers as stand for all of them in `step`, and how they do.
 
     Of layers that repeat (five sliding ones and a full one, ten times) KEPT_PERIODS periods are kept. The kept ones
     stand for all if the whole step's launches are the shortened one's and those of a period as often as it was left
     out. Where they are not (one kernel takes all layers, or reads something as wide as there are layers) the model is
-    returned as it is.
+    returned as it is. fuses: as in `sequence`.
     """
     runs = _runs([_like(layer) for layer in model.target.layers])
     every = tuple(range(len(model.target.layers)))
-    whole = launch_counts(model, step, arch)
+    whole = launch_counts(model, step, arch, fuses)
     as_it_is = model, Repeat(every, len(every), {key: (count, count) for key, count in whole.items()})
     kept = dict.fromkeys(runs, KEPT_PERIODS)
     layers = tuple(_kept(kept))
     if layers == every:
         return as_it_is
     short = _of_layers(model, layers)
-    counts = launch_counts(short, step, arch)
+    counts = launch_counts(short, step, arch, fuses)
     total = Counter(counts)
     for run in runs:
         if run.times > KEPT_PERIODS:
-            without = launch_counts(_of_layers(model, tuple(_kept(kept | {run: KEPT_PERIODS - 1}))), step, arch)
+            fewer = _of_layers(model, tuple(_kept(kept | {run: KEPT_PERIODS - 1})))
+            without = launch_counts(fewer, step, arch, fuses)
             for key in counts.keys() | without.keys():
                 total[key] += (run.times - KEPT_PERIODS) * (counts[key] - without[key])
     if counts.keys() != whole.keys() or any(total[key] != count for key, count in whole.items()):

@@ -40,7 +40,8 @@ class Use:
     """Where in the model a problem occurs. phase: decode, verify, prefill or draft. count: launches in one step.
 
     batch, q_len (tokens a sequence; 0 in prefill), chunk (tokens of a prefill's; else 0), context (keys of a sequence,
-    its chunk's own included): the step for which `count` holds; context 0 means any.
+    its chunk's own included): the step for which `count` holds; context 0 means any. A count of 0: the step asks for it
+    only where it samples, or on a board where it is faster, or slower, to ask one kernel in place of several.
     """
 
     where: str
@@ -219,7 +220,9 @@ class _Notes:
         self._met(kernel, problem, where, 1)
 
     def beside(self, kernel: str, problem: Any, where: str) -> None:
-        """A call that stands beside the step's own: what sampling asks in place of greedy."""
+        """A call that stands beside the step's own: what sampling asks in place of greedy, or another board of the arch
+        where one kernel replaces several.
+        """
         self._met(kernel, problem, where, 0)
 
     def _met(self, kernel: str, problem: Any, where: str, count: int) -> None:
@@ -259,7 +262,7 @@ def _recorded(model: Recorder) -> tuple[tuple[Item, ...], tuple[str, ...], tuple
     notes = _Notes()
     for step in steps:
         notes.begin(step)
-        model.record(step, notes.call, notes.beside)
+        model.record(step, notes.call, notes.beside, other=notes.beside)
     return tuple(notes.items()), tuple(model.outside), steps
 
 

@@ -16,6 +16,8 @@ import torch
 
 from kerngen.arch import Target
 from kerngen.runtime.executors.collectives import Collectives
+from kerngen.runtime.selection import default_selector
+from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
 
 R = TypeVar("R")
@@ -36,6 +38,9 @@ class Executor(Protocol):
 
         where: its place in the model ("qkv (sliding)"), for records and profiles.
         """
+
+    def fuses(self, call: Call[Any], where: str) -> bool:
+        """Whether to run `call`, of a kernel that replaces several; else the caller asks those. where: as in `run`."""
 
     def overlap(self, work: Callable[[], R]) -> Callable[[], R]:
         """Begins `work`, which waits for what was run before, while what is run next need not wait for it. The function
@@ -62,6 +67,14 @@ def run_inline(work: Callable[[], R]) -> Callable[[], R]:
 
 class InOrder:
     """What executors share that take calls one after the other and compile nothing."""
+
+    target: Target | None
+
+    def fuses(self, call: Call[Any], where: str) -> bool:
+        """As the default configuration on `target` says."""
+        if self.target is None or call.problem is None:
+            return False
+        return default_selector(self.target).fuses(find_kernel(call.kernel), call.problem)
 
     def overlap(self, work: Callable[[], R]) -> Callable[[], R]:
         return run_inline(work)

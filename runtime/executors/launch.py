@@ -56,6 +56,10 @@ class Launch:
             self.launcher.launch(call, in_forward=self._in_forwards, alone=self.alone)
         return call.result
 
+    def fuses(self, call: Call[Any], where: str) -> bool:
+        """As what is chosen on this GPU says: a row of the tuning databases, or the default configuration."""
+        return call.problem is not None and self.launcher.fuses(find_kernel(call.kernel), call.problem)
+
     def overlap(self, work: Callable[[], R]) -> Callable[[], R]:
         """In a graph that is being captured a branch of its own: elsewhere the host is what takes the time."""
         if not torch.cuda.is_current_stream_capturing():

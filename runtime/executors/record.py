@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 
 from kerngen.arch import Target
+from kerngen.errors import ProblemError
 from kerngen.runtime.executors import InOrder
 from kerngen.runtime.executors.collectives import ONE_RANK, Collectives, Noted, World
+from kerngen.runtime.selection import default_selector
+from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
+from kerngen.templates.kernel import Kernel
 
 R = TypeVar("R")
 _Told = tuple[Callable[..., None], tuple[Any, ...]]
@@ -19,6 +24,7 @@ _Told = tuple[Callable[..., None], tuple[Any, ...]]
 class Record(InOrder):
     """See `kerngen.runtime.executors.Executor`. note: told the kernel, problem and place of each call, in order.
     target: what the kernels would run on; without it what every arch can run is asked for. world: whose rank it is;
+    note_other: told, where a step asks a kernel or those that it replaces, the ones that it does not ask, each once;
     note_collective: told the kind of each collective and the bytes that this rank gives; nothing in a world of one.
 
     Tensors live on the meta device, so results have shapes and no values, and a whole model takes no memory.
@@ -35,8 +41,10 @@ class Record(InOrder):
         target: Target | None = None,
         world: World = ONE_RANK,
         note_collective: Callable[[str, int], None] = lambda *_: None,
+        note_other: Callable[[str, Any, str], None] = lambda *_: None,
     ) -> None:
-        self._note, self._note_fallback = note, note_outside
+        self._note, self._note_fallback, self._note_other = note, note_outside, note_other
+        self.decide: Callable[[Kernel, Any], bool] | None = None  # see `fuses`; None: the default configurations do
         self.collectives: Collectives = Noted(world, lambda *told: self._tell(note_collective, *told))
         self._known: dict[Hashable, tuple[list[_Told], Any]] = {}
         self._telling: list[_Told] | None = None  # what is told meanwhile, where it is to be told again
@@ -46,6 +54,19 @@ class Record(InOrder):
         if call.problem is not None:
             self._tell(self._note, call.kernel, call.problem, where)
         return call.result
+
+    def fuses(self, call: Call[Any], where: str) -> bool:
+        if self.target is None or call.problem is None:
+            return False
+        kernel = find_kernel(call.kernel)
+        decide = self.decide or default_selector(self.target).fuses
+        if fused := decide(kernel, call.problem):
+            with suppress(ProblemError):  # where no other kernel serves it, there is no other way
+                for name, problem in dict.fromkeys(kernel.replaces(call.problem)):
+                    self._tell(self._note_other, name, problem, where)
+        elif kernel.why_unsupported(call.problem, self.target) is None:
+            self._tell(self._note_other, call.kernel, call.problem, where)
+        return fused
 
     def once(self, key: Hashable, make: Callable[[], R]) -> R:
         """What `make` returns. Where it was made with an equal key before, nothing runs: its calls and collectives are

@@ -21,9 +21,13 @@ class Trace(InOrder):
     """
 
     def __init__(self, of: Executor) -> None:
+        self._of = of
         self.name, self.device, self.target, self.supports_graphs = of.name, of.device, of.target, of.supports_graphs
         self.collectives: Collectives = Noted(of.collectives.world, lambda *_: None)
         self.asked: dict[tuple[str, Any], None] = {}
+
+    def fuses(self, call: Call[Any], where: str) -> bool:
+        return self._of.fuses(call, where)
 
     def run(self, call: Call[R], where: str) -> R:
         if call.problem is not None:

@@ -57,7 +57,6 @@ from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qkv_norm_rope
 from kerngen.templates.rmsnorm.op import rmsnorm
 from kerngen.templates.softcap_argmax.op import argmax, softcap
 from kerngen.templates.values import PLAIN, AttnBatch, HeadNorms, KVView
-from kerngen.templates.w4a16_norm import spec as norm_spec
 
 R = TypeVar("R")
 
@@ -103,6 +102,10 @@ class KernelOps:
     def run(self, call: Call[R], what: str) -> R:
         """Executes `call`. what: its place in the layer, for records and profiles."""
         return self.executor.run(call, self._at(what))
+
+    def run_fused(self, call: Call[R], what: str) -> R | None:
+        """As `run`, of a kernel that replaces several; None where those are to be asked, and nothing is done."""
+        return self.run(call, what) if self.executor.fuses(call, self._at(what)) else None
 
     def went_outside(self, name: str) -> None:
         """Notes that torch computes `name`, of `fallbacks.FALLBACKS`."""
@@ -167,12 +170,10 @@ class KernelOps:
         return self.run(call, where)
 
     def linear_norm(self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms) -> Tensor | None:
-        target = self.executor.target
-        if target is None or (call := FORMATS[weights.format.name].norm_call(residual, x, weights, norms)) is None:
+        if self.executor.target is None:
             return None
-        if norm_spec.why_unsupported(call.problem, target) or not norm_spec.pays(call.problem, target):
-            return None
-        return self.run(call, weights.name)
+        call = FORMATS[weights.format.name].norm_call(residual, x, weights, norms)
+        return None if call is None else self.run_fused(call, weights.name)
 
     def linear(self, x: Tensor, weights: Linear) -> Tensor:
         return FORMATS[weights.format.name].linear(self, x, weights)
@@ -246,9 +247,7 @@ class KernelOps:
             call = decode_layers(residual, ple, token, tensors, final_norm, letters, stack)
         except ProblemError:  # of sizes that the kernels of single layers may take
             return None
-        if layers_spec.why_unsupported(call.problem, target) or not layers_spec.pays(call.problem, target):
-            return None
-        return self.run(call, "all layers")
+        return self.run_fused(call, "all layers")
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
         return self.run(softcap(self.linear(h, head), logit_cap), "logits")

@@ -18,17 +18,18 @@ protocol; split-KV attention as in Flash-Decoding (2023).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
-from math import ceil, lcm
+from math import ceil, lcm, prod
 from typing import Any, ClassVar
 
 from kerngen.arch import Arch, Target
 from kerngen.templates.common.rows.spec import (
     ELEMENT_BYTES,
     VEC,
+    keys_that_matter,
     require,
     require_dtypes,
     require_vectors,
@@ -50,10 +51,6 @@ UNIT_HEADS = 8  # q heads of one KV head that a block takes, at most
 ATTENTION_BYTES = 2 * 8 * 640 + 2 * 8 * 520  # of shared memory: scores by warps, of two batches, and Q
 GATED_COPIES = 4  # of the gated per-layer row: all blocks wait for its few lines, and the copies serve them in turn
 LEAST_SMEM_BYTES = 160 * 1024  # with less a launch each was not compared with
-# By measurement on an H200, of the 31B at 16384 to 131072 tokens (docs/performance.md), with a block on every SM
-SAVED_US = 12.0  # a layer, beside launches of its own; of the 31B 20
-READ_US_PER_KEY_BYTE = 0.28e-6  # of a full layer's keys and values,
-US_PER_KEY_BYTE = 0.081e-6  # beyond what attn_decode takes to read them
 MAX_CANDIDATES = 12
 MAX_ROW_WORDS = 40  # of partial sums that a thread waits for at once: more of them and the registers spill
 
@@ -205,6 +202,7 @@ class Config:
     down_split_k: int = field(default=3, metadata={"filed": "down_parts"})
     max_peers: int = field(default=3, metadata={"filed": "slots"})  # blocks that may share an n-tile
     split_tiles: int = 1  # of keys, in a block, before more blocks take some
+    fused: bool = True  # False: in a step kernels one after the other are faster, and it asks those
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -415,16 +413,47 @@ def _padded_share(rows: int, blocks: int) -> int:
     return 4 * ceil(rows / 4 / blocks)
 
 
-def pays(problem: Problem, target: Target) -> bool:
-    """Whether separate kernels would take longer. In long contexts attn_decode reads keys faster than this kernel does,
-    all the more if a small drafter has work for few blocks. kv_len is the longest context: three quarters of it count.
-    """
+def replaces(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
+    """As runtime/model.py goes through the layers, one kernel after another."""
     p = problem
-    sms_of_block = target.device.num_sms / num_blocks(p, candidates(p, target)[0], target)
-    us_per_byte = US_PER_KEY_BYTE + READ_US_PER_KEY_BYTE * (sms_of_block - 1)
-    heads, dim = p.heads_of("f")
-    key_bytes = 0.75 * p.kv_len * 2 * heads * dim * ELEMENT_BYTES[p.dtype]
-    return sum(letter in "fF" for letter in p.layers) * key_bytes * us_per_byte <= SAVED_US * len(p.layers)
+    row = {"hidden": p.hidden, "dtype": p.dtype, "residual_dtype": p.residual_dtype}
+
+    def w4(matrix: tuple[int, int], *, gated: bool = False) -> tuple[str, dict[str, Any]]:
+        n, k = matrix
+        return "w4a16_gemm", {"n": n, "k": k, "group_size": p.group_size, "dtype": p.dtype, "gated": gated}
+
+    yield "rmsnorm", row
+    for letter in p.layers:
+        qkv, out, gate_up, down = p.matrices(letter)[: len(MATRICES)]
+        yield w4(qkv)
+        yield "attn_decode", _attention(p, letter)
+        yield w4(out)
+        yield "add_norm", row
+        yield w4(gate_up, gated=True)
+        yield w4(down)
+        if p.num_experts:
+            yield "moe_router", row | {"num_experts": p.num_experts, "top_k": p.top_k}
+            yield "moe_w4a16", {
+                "num_experts": p.num_experts, "top_k": p.top_k, "hidden": p.hidden, "inner": p.expert_inner,
+                "group_size": p.group_size, "dtype": p.dtype,
+            }  # fmt: skip
+            yield "moe_combine", row | {"top_k": p.top_k}
+        elif p.ple_width:
+            yield "ple_block", row | {"width": p.ple_width}
+        else:
+            yield "add_norm", row | {"has_scalar": True}
+
+
+def _attention(p: Problem, letter: str) -> dict[str, Any]:
+    """attn_decode's problem in a layer."""
+    (heads, dim), slides = p.heads_of(letter), letter in "sS"
+    window = p.window if slides else 0
+    return {
+        "head_dim": dim, "num_q_heads": p.num_q_heads, "num_kv_heads": heads, "page_size": p.page_size,
+        "window": window, "dtype": p.dtype, "kv_len": keys_that_matter(p.kv_len, 1, window),
+        "source": "raw_q" if letter.isupper() else "qk" if letter == "f" and p.k_eq_v else "qkv",
+        "num_rotated_pairs": p.num_rotated_pairs if slides else p.num_full_rotated_pairs,
+    }  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
@@ -550,18 +579,26 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     return 16 + 3 * 16 * (rows + per_layer + chosen + blocks * (_unit_elements(p) // 32 * 9))
 
 
+def key_bytes(problem: Problem) -> int:
+    """Of the keys and values that all layers see."""
+    p = problem
+    return sum(2 * ELEMENT_BYTES[p.dtype] * _seen(p, letter) * prod(p.heads_of(letter)) for letter in p.layers)
+
+
+def _seen(p: Problem, letter: str) -> int:
+    return min(p.kv_len, p.window) if letter in "sS" else p.kv_len
+
+
 def cost(problem: Problem) -> Cost:
     p = problem
-    size, weights, flops, keys = ELEMENT_BYTES[p.dtype], 0, 0, 0
+    size, weights, flops = ELEMENT_BYTES[p.dtype], 0, 0
     for letter in p.layers:
-        heads, dim = p.heads_of(letter)
-        seen = min(p.kv_len, p.window) if letter in "sS" else p.kv_len
+        _, dim = p.heads_of(letter)
         matrices = p.matrices(letter)
         weights += sum(matrix_bytes(n, k, p.group_size) for n, k in matrices) + 2 * size * p.ple_width * p.hidden
         weights += size * (4 * p.hidden + 2 * dim)
         weights += size * (p.num_experts * (p.hidden + 1) + 4 * p.hidden) if p.num_experts else 0
-        keys += 2 * size * seen * heads * dim
         dense = (2 * p.ple_width + p.num_experts) * p.hidden
-        flops += 2 * (sum(n * k for n, k in matrices) + dense) + 4 * seen * p.num_q_heads * dim
+        flops += 2 * (sum(n * k for n, k in matrices) + dense) + 4 * _seen(p, letter) * p.num_q_heads * dim
     rows = (ELEMENT_BYTES[p.residual_dtype] + 2 * size) * p.hidden + size * len(p.layers) * p.ple_width
-    return Cost(weights + keys + rows, flops)
+    return Cost(weights + key_bytes(p) + rows, flops)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
 from math import ceil
 from typing import Any
 
@@ -29,14 +28,12 @@ from kerngen.templates.common.rows.spec import (
 from kerngen.templates.common.w4 import limits
 from kerngen.templates.common.w4.tiling import BLOCK_STREAM_SPACE, STREAM_BLOCK_M, STREAM_SPACE, STRIP, require_matrix
 from kerngen.templates.common.w4.tiling import SPACE as RING_SPACE
-from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, args
+from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, args, fields_of
 from kerngen.templates.w4a16_gemm import spec as gemm
 
 FEW_TOKENS, MOST_TOKENS = STREAM_BLOCK_M[-1], 8  # by bulk copies, and by cp.async
 MOST_THREADS = 1024
 VECS = (1, 2, 3, 4)
-MIN_MMA_TOKENS_K, MIN_MMA_WEIGHTS = 3 << 12, 7 << 22  # of W, from which on more than four tokens gain
-MIN_SMEM_BYTES = 128 * 1024  # a block's, for its pipelines
 # Parts of K, warps, tiles of a warp's stage, stages at most, and those in flight while x is waited for (0: all); of
 # pipelines that a block's warps share, bytes in flight at any time.
 CTA_TILINGS = ((2, 8, 8, 5, 40960), (3, 8, 4, 10, 73728), (6, 8, 4, 10, 57344), (8, 12, 7, 4, 49152))
@@ -80,8 +77,8 @@ def _product(p: Problem, num_tokens: int) -> gemm.Problem:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """All fields but vecs_per_thread tile W as in w4a16_gemm: see Tiling. A tile of four tokens uses bulk copies, one
-    of eight cp.async.
+    """All fields but vecs_per_thread and fused tile W as in w4a16_gemm: see Tiling. A tile of four tokens uses bulk
+    copies, one of eight cp.async.
     """
 
     block_k: int = 2816
@@ -95,6 +92,7 @@ class Config:
     blocks_per_sm: int = 1
     cta_pipeline: bool = field(default=False, metadata={"filed": "shared_ring"})
     cap_inflight: bool = field(default=False, metadata={"filed": "throughout"})
+    fused: bool = True  # False: in a step w4a16_gemm and add_norm are faster, and it asks those
 
     @property
     def product(self) -> gemm.Config:
@@ -242,16 +240,13 @@ def _with_norm(p: Problem, cut: gemm.Config, target: Target) -> Iterator[Config]
             return
 
 
-@cache
-def pays(problem: Problem, target: Target) -> bool:
-    """Whether it is faster than w4a16_gemm and add_norm, one after the other, by steps: of up to four tokens but for
-    strips too few for a wave and rows too short for parts, of more where W is large and its rows long.
-    """
-    p, strips = problem, problem.n // STRIP
-    if p.num_tokens > FEW_TOKENS:
-        return target.arch.has_wgmma and p.k >= MIN_MMA_TOKENS_K and p.n * p.k >= MIN_MMA_WEIGHTS
-    is_between = 2048 <= p.k < 3000 and 0.4 <= strips / target.device.num_sms < 2 / 3
-    return p.num_tokens > 1 and target.arch.max_smem_bytes >= MIN_SMEM_BYTES and not is_between
+def replaces(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
+    p = problem
+    yield "w4a16_gemm", fields_of(p.product)
+    yield "add_norm", {
+        "hidden": p.n, "dtype": p.dtype, "residual_dtype": p.residual_dtype, "has_scalar": p.has_scalar,
+        "num_tokens": p.num_tokens,
+    }  # fmt: skip
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:

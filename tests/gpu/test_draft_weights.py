@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +14,13 @@ from torch import Tensor
 from kerngen.runtime.backend import open_backend
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.engine import Engine
+from kerngen.runtime.launcher import Launcher
 from kerngen.runtime.ops import int4_weights
 from kerngen.runtime.session import open_checkpoint
 from kerngen.runtime.weights.int4 import to_int4
 from kerngen.templates.common.rows.torch_rows import gelu_gated
 from kerngen.templates.common.w4.pack import dequantize
-from kerngen.templates.decode_layers import spec as layers_spec
+from kerngen.templates.kernel import Kernel
 from kerngen.templates.w4a16_gemm.reference import tolerance
 from kerngen.templates.w4a16_gemm.spec import Problem
 from kerngen.timing.step_graph import Stage, StepGraph
@@ -60,9 +64,22 @@ def _generate(backend: str, draft: Path | None, weights: str = "stored") -> tupl
     return found.tokens, found.stats.acceptance_length
 
 
+def _decide(monkeypatch: pytest.MonkeyPatch, at_once: bool) -> Callable[[Kernel, Any], bool]:
+    """Have steps ask decode_layers where it serves, or never. Returns what decides."""
+    plain = Launcher.fuses
+
+    def fuses(self: Launcher, kernel: Kernel, problem: Any) -> bool:
+        if kernel.name != "decode_layers":
+            return plain(self, kernel, problem)
+        return at_once and kernel.why_unsupported(problem, self.target) is None
+
+    monkeypatch.setattr(Launcher, "fuses", fuses)
+    return partial(fuses, Launcher(index=torch.cuda.current_device()))
+
+
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_drafter_in_int4_changes_no_token(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers_spec, "pays", lambda problem, target: at_once)
+    _decide(monkeypatch, at_once)
     expected, _ = _generate("torch", None)
     assert len(expected) > 32
     drafted, acceptance = _generate("cuda", ASSISTANT, "int4")
@@ -97,7 +114,7 @@ def _drafted(stage: Stage, cache: KVCache, length: int) -> tuple[Tensor, Tensor]
 
 
 @pytest.mark.parametrize("name", ["gemma-4-31b", "gemma-4-12b", "gemma-4-e4b", "gemma-4-e2b"])
-def test_its_layers_at_once_give_what_they_do_launch_by_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_layers_at_once_give_what_they_do_launch_by_launch(name: str) -> None:
     """Released drafters, beside the two layers of their targets whose keys they read, at ends of pages and windows."""
     model, room = find_model(name, None, "int4"), 5056
     donors = sorted(model.target.donor(kind).index for kind in ("sliding", "full"))
@@ -114,12 +131,14 @@ def test_its_layers_at_once_give_what_they_do_launch_by_launch(name: str, monkey
     for length in (1, 2, 63, 64, 65, window - 1, window, window + 1, window + 2, 5000):
         made = {}
         for at_once in (True, False):
-            monkeypatch.setattr(layers_spec, "pays", lambda problem, target, at_once=at_once: at_once)
-            kernels = {launched.kernel for launched in sequence(stage.model, Step.draft(1, room), stage.target.arch)}
+            with pytest.MonkeyPatch.context() as patch:
+                fuses = _decide(patch, at_once)
+                launched = sequence(stage.model, Step.draft(1, room), stage.target.arch, fuses)
+                kernels = {x.kernel for x in launched}
+                made[at_once] = _drafted(stage, cache, length)
             if at_once and "decode_layers" not in kernels:
                 pytest.skip(f"decode_layers does not serve it on {stage.target.arch}")
             assert ("attn_decode" in kernels) == (not at_once)
-            made[at_once] = _drafted(stage, cache, length)
         for got, want in zip(made[True], made[False], strict=True):
             # bf16 in other orders: each layer rounds a dozen rows, 2^-9 each
             assert want.isfinite().all()

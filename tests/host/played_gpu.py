@@ -92,7 +92,9 @@ class PlayedGpu:
             return Observed("wrong_result", what, us, us, us, us, samples)
         return Observed("ok", "", what, what - 0.01, what + 0.01, what - 0.02, samples, 1e-3, 1e-4, {"sm_mhz": 1530})
 
-    def compare(self, model: Any, step: Any, base: Sequence[Any], other: Sequence[Any], *, pairs: int) -> Any:
+    def compare(
+        self, model: Any, step: Any, base: Sequence[Any], other: Sequence[Any], *, pairs: int, fused: Any = None
+    ) -> Any:
         before, after = ({e.problems[0]: e.config for e in chosen} for chosen in (base, other))
         self.looks.append((before, after, pairs))
         factors = [[self.factors(p, c, pairs) for p, c in chosen.items()] for chosen in (before, after)]

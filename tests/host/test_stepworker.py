@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from kerngen.arch import Target, find_device
 from kerngen.errors import LaunchError
 from kerngen.system.processes import ProcessDied
 from kerngen.templates import find_kernel
@@ -17,6 +18,7 @@ from kerngen.tuning.worker import GpuWorker, Observed
 from kerngen.workload.steps import Step
 from kerngen.workload.workload import find_model
 
+H200 = Target.of(find_device("H200"))
 MODEL, STEP = find_model("gemma-4-e2b"), Step.decode(1, 512)
 KERNEL = find_kernel("rmsnorm")
 
@@ -28,7 +30,7 @@ class FakeGraph:
         self.stage = stage
         self.captured: list[Any] = []
 
-    def capture(self, chosen: Any) -> Any:
+    def capture(self, chosen: Any, fuses: Any) -> Any:
         if any(f.image == b"bad" for f in chosen.values()):
             raise LaunchError("refused")
         if any(f.image == b"huge" for f in chosen.values()):
@@ -48,7 +50,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_worker, "_held", {})
     monkeypatch.setattr(step_worker, "_stages", {})
     monkeypatch.setattr(step_worker, "StepGraph", FakeGraph)
-    monkeypatch.setattr(step_worker, "Stage", lambda model: SimpleNamespace(model=model))
+    monkeypatch.setattr(step_worker, "Stage", lambda model: SimpleNamespace(model=model, target=H200))
     monkeypatch.setattr(step_worker, "Function", function)
     monkeypatch.setattr(step_worker, "target_here", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -61,8 +63,8 @@ def _exchanged(image: bytes, *tokens: int) -> Exchanged:
 
 def test_a_choice_is_captured_once_and_serves_every_problem_it_names() -> None:
     base, other = [_exchanged(b"a", 1, 2)], [_exchanged(b"b")]
-    first: Any = step_worker.compare(MODEL, STEP, base, other, 5)
-    again: Any = step_worker.compare(MODEL, STEP, base, other, 7)
+    first: Any = step_worker.compare(MODEL, STEP, base, other, 5, {})
+    again: Any = step_worker.compare(MODEL, STEP, base, other, 7, {})
     assert (first[0], first[1]) == (again[0], again[1])
     assert (first[2], again[2]) == (5, 7)
     functions = first[0].chosen
@@ -72,9 +74,9 @@ def test_a_choice_is_captured_once_and_serves_every_problem_it_names() -> None:
 
 def test_the_base_stays_while_others_come_and_go() -> None:
     base = [_exchanged(b"base")]
-    first: Any = step_worker.compare(MODEL, STEP, base, [_exchanged(b"0")], 1)
+    first: Any = step_worker.compare(MODEL, STEP, base, [_exchanged(b"0")], 1, {})
     for i in range(3 * GRAPHS_KEPT):
-        later: Any = step_worker.compare(MODEL, STEP, base, [_exchanged(f"{i}".encode())], 1)
+        later: Any = step_worker.compare(MODEL, STEP, base, [_exchanged(f"{i}".encode())], 1, {})
         assert later[0] is first[0]
     (held,) = step_worker._held.values()
     captured = held._graph.captured  # type: ignore[attr-defined]
@@ -83,7 +85,7 @@ def test_the_base_stays_while_others_come_and_go() -> None:
 
 def test_steps_of_one_model_share_its_weights() -> None:
     for step in (STEP, Step.decode(8, 512), STEP):
-        step_worker.compare(MODEL, step, [], [], 1)
+        step_worker.compare(MODEL, step, [], [], 1, {})
     first, second = step_worker._held.values()
     assert first._graph.stage is second._graph.stage
     step_worker.let_go()
@@ -91,23 +93,23 @@ def test_steps_of_one_model_share_its_weights() -> None:
 
 
 def test_where_memory_is_short_other_steps_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    step_worker.compare(MODEL, STEP, [], [], 1)
+    step_worker.compare(MODEL, STEP, [], [], 1, {})
     capture = FakeGraph.capture
 
-    def alone(self: FakeGraph, chosen: Any) -> Any:
+    def alone(self: FakeGraph, chosen: Any, fuses: Any) -> Any:
         if len(step_worker._held) > 1:
             raise torch.OutOfMemoryError("no room for two")
-        return capture(self, chosen)
+        return capture(self, chosen, fuses)
 
     monkeypatch.setattr(FakeGraph, "capture", alone)
-    seen = step_worker.compare(MODEL, Step.decode(8, 512), [], [], 1)
+    seen = step_worker.compare(MODEL, Step.decode(8, 512), [], [], 1, {})
     assert not isinstance(seen, str)
     assert [step for _, step in step_worker._held] == [Step.decode(8, 512)]
 
 
 @pytest.mark.parametrize(("image", "why"), [(b"bad", "refused"), (b"huge", "decode, batch 1, context 512 of gemma-4-")])
 def test_what_cannot_run_says_so(image: bytes, why: str) -> None:
-    seen = step_worker.compare(MODEL, STEP, [], [_exchanged(image)], 1)
+    seen = step_worker.compare(MODEL, STEP, [], [_exchanged(image)], 1, {})
     assert isinstance(seen, str)
     assert why in seen
 

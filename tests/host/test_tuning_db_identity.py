@@ -67,7 +67,7 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
          0, "window": 1024, "page_size": 64, "num_rotated_pairs": 128, "num_full_rotated_pairs": 64, "group_size": 32,
          "dtype": "bf16", "residual_dtype": "bf16", "num_experts": 0, "top_k": 0, "expert_inner": 0},
         {"num_warps": 8, "stage_tiles": 24, "num_stages": 8, "in_flight": 4, "tiles_together": 3, "out_parts": 2,
-         "down_parts": 3, "slots": 3, "split_tiles": 1},
+         "down_parts": 3, "slots": 3, "split_tiles": 1, "fused": True},
     ),
     "dense_gemv": (
         {"num_tokens": 1},
@@ -158,7 +158,8 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"num_tokens": 4},
         {"n": 5376, "k": 8192, "group_size": 32, "dtype": "bf16", "residual_dtype": "bf16", "has_scalar": False},
         {"block_k": 2816, "warps_k": 8, "num_stages": 2, "split_k": 3, "in_flight": 0, "vecs_per_thread": 1,
-         "block_m": 4, "block_n": 32, "blocks_per_sm": 1, "shared_ring": False, "throughout": False},
+         "block_m": 4, "block_n": 32, "blocks_per_sm": 1, "shared_ring": False, "throughout": False,
+         "fused": True},
     ),
     "w4a16_gemm": (
         {"num_tokens": 1},

@@ -8,14 +8,14 @@ from math import ceil
 
 import pytest
 
-from kerngen.arch import Target, find_arch, find_device
+from kerngen.arch import Target, find_device
 from kerngen.compiler.compile import compile_cubin
 from kerngen.compiler.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.common.rows.spec import ELEMENT_BYTES
 from kerngen.templates.common.w4 import limits
 from kerngen.templates.w4a16_gemm import spec as gemm
-from kerngen.templates.w4a16_norm.spec import Config, Problem, pays, workspace_bytes
+from kerngen.templates.w4a16_norm.spec import Config, Problem, workspace_bytes
 
 KERNEL = find_kernel("w4a16_norm")
 H100, H200 = (Target.of(find_device(name)) for name in ("H100", "H200"))
@@ -32,18 +32,12 @@ def test_w_is_cut_as_w4a16_gemm_cuts_it(num_tokens: int, body: str) -> None:
 
 
 @pytest.mark.parametrize(("n", "k", "num_tokens", "asks"), [
-    (5376, 8192, 1, False), (5376, 8192, 4, True), (5376, 8192, 5, False), (5376, 16384, 5, True),
-    (5376, 21504, 8, True), (5376, 21504, 9, False), (3840, 15360, 8, True), (3840, 8192, 8, False),
-    (2560, 10240, 8, False),
+    (5376, 8192, 4, True), (5376, 21504, 4, True), (5376, 16384, 8, True), (5376, 21504, 8, True),
+    (3840, 8192, 8, False), (1024, 8192, 8, False),
 ])  # fmt: skip
-def test_where_steps_ask_for_it(n: int, k: int, num_tokens: int, asks: bool) -> None:
+def test_where_steps_ask_for_it_by_default(n: int, k: int, num_tokens: int, asks: bool) -> None:
     problem = Problem(n, k, num_tokens=num_tokens)
-    answers = {KERNEL.why_unsupported(problem, t) is None and pays(problem, t) for t in (H100, H200)}
-    assert answers == {asks}, "of an arch, whatever the board"
-
-
-def test_of_more_than_four_tokens_no_board_without_wgmma_asks_for_it() -> None:
-    assert not pays(replace(DOWN, num_tokens=8), Target.of(find_arch("sm100")))
+    assert {KERNEL.default_config(problem, t).fused for t in (H100, H200)} == {asks}
 
 
 def test_what_it_refuses() -> None:

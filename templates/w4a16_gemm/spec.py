@@ -229,7 +229,8 @@ LONG_SHARE = 3500  # columns that an SM has of all tiles: so many are shared out
 def candidates(problem: Problem, target: Target) -> tuple[Config, ...]:
     """By tokens: gemv, bulk copies and mma up to eight, warpgroups for more; mma where warpgroups do not serve."""
     p, arch = problem, target.arch
-    few, found = p.num_tokens <= STREAM_BLOCK_M[-1], []
+    few = p.num_tokens <= STREAM_BLOCK_M[-1]
+    found: list[Config] = []
     if p.num_tokens > 8:
         found += _warpgroup_candidates(p, target) if p.k % 64 == 0 else []
     else:
@@ -272,7 +273,7 @@ def _stream_candidates(p: Problem, target: Target) -> Iterator[Config]:
 
 
 def stream_configs(p: Problem, target: Target, parts: int, warps: int, tiles: int, stages: int, prefetch: int,
-                   blocks: int = 1, body: str = "tma_warp") -> Iterator[Config]:  # fmt: skip
+                   blocks: int = 1, *, body: str = "tma_warp") -> Iterator[Config]:  # fmt: skip
     """With as many stages as fit, none if not even two do; prefetch is in stages, or of tma_block in bytes."""
     base = Config(STREAM_BLOCK_M[p.num_tokens > 1], STRIP, 0, STRIP, 1, warps, 2, 1, body, split_k=parts)
     step = limits.stream_step(base, p.group_size)

@@ -100,7 +100,7 @@ class KernelSelector:
         if self.kernel.why_invalid(problem, found.config, self.target) is not None:
             own = self._default_for(problem)
             return self._exceptions.setdefault(own.config, own)
-        if size is None or self.kernel.prefer is None or size == above:
+        if self.kernel.prefer is None or size is None or size == above:
             return found
         compared = size if size < COMPARED_EVERY else ceil(size / COMPARED_EVERY) * COMPARED_EVERY
         if (preferred := self._preferred.get((key, compared))) is None:

@@ -229,7 +229,8 @@ LONG_SHARE = 3500  # columns that an SM has of all tiles: so many are shared out
 def candidates(problem: Problem, target: Target) -> tuple[Config, ...]:
     """By tokens: gemv, bulk copies and mma up to eight, warpgroups for more; mma where warpgroups do not serve."""
     p, arch = problem, target.arch
-    few, found = p.num_tokens <= STREAM_BLOCK_M[-1], list[Config]()
+    few = p.num_tokens <= STREAM_BLOCK_M[-1]
+    found: list[Config] = []
     if p.num_tokens > 8:
         found += _warpgroup_candidates(p, target) if p.k % 64 == 0 else []
     else:

@@ -93,19 +93,15 @@ _NEEDS = {
     "mma": ("", ""), "gemv": ("has_ldmatrix", "operands as m16n8k16's"), "wgmma": ("has_wgmma", "wgmma"),
     "tma_warp": ("has_tma", "bulk copies"), "tma_block": ("has_tma", "bulk copies"), "wgmma_ws": ("has_wgmma", "wgmma"),
 }  # fmt: skip
+_Takes = dict[str, Collection[int]]
 _ONE, _ANY = (1,), range(1, 1000)
-_NO_SPLIT: dict[str, Collection[int]] = {
-    "split_k": _ONE,
-    "cluster": _ONE,
-    "l2_prefetch_stages": (0,),
-    "cap_inflight": (False,),
-}
-_ONE_WARP: dict[str, Collection[int]] = {"warps_m": _ONE, "warps_k": _ONE}
-_TMA: dict[str, Collection[int]] = _NO_SPLIT | {
+_NO_SPLIT: _Takes = {"split_k": _ONE, "cluster": _ONE, "l2_prefetch_stages": (0,), "cap_inflight": (False,)}
+_ONE_WARP: _Takes = {"warps_m": _ONE, "warps_k": _ONE}
+_TMA: _Takes = _NO_SPLIT | {
     "block_m": STREAM_BLOCK_M, "block_n": (STRIP,), "warp_n": (STRIP,), "warps_m": _ONE, "split_k": _ANY,
     "warps_k": range(2, 17), "num_stages": range(2, 100), "blocks_per_sm": range(1, 9),
 }  # fmt: skip
-_TAKES: dict[str, dict[str, Collection[int]]] = {
+_TAKES: dict[str, _Takes] = {
     "mma": _NO_SPLIT,
     # tiles of 8 tokens scale mma.sync's products; of more than 128, a strip's two products do not fit in registers
     "wgmma": _NO_SPLIT | _ONE_WARP | {

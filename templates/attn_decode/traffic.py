@@ -33,7 +33,7 @@ HEAD_OPS, TURN_OPS = 10, 15  # instructions for an element of a head's norm and 
 MMA_CLOCKS, SOFTMAX_CLOCKS, EXCHANGE_CLOCKS = 33, 500, 100
 # Of a block: kv_lens, the block table, the first keys, the teams' merge, twice; for 32 rows that it ends with; for each
 # further head that a group of lanes makes, one after the other.
-WAITS, ROWS_WAITS, HEAD_WAITS = 5, 2, {"mma": 3, "wgmma_ws": 4}
+WAITS, ROWS_WAITS, HEAD_WAITS = 5, 3, {"mma": 3, "wgmma_ws": 4}
 COMBINE_LOADS = 8  # 16-byte loads that a thread of the combine has under way
 PRODUCT_CLOCKS = 48  # that a product by a warpgroup takes at least, its operands from shared memory
 DSMEM_WAITS = 1  # where what a block merges is pushed to it

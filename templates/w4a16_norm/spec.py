@@ -33,6 +33,7 @@ from kerngen.templates.w4a16_gemm import spec as gemm
 
 FEW_TOKENS, MOST_TOKENS = STREAM_BLOCK_M[-1], 8  # by bulk copies, and by cp.async
 MOST_THREADS = 1024
+FEWEST = 3  # candidates, below which smaller ones join
 VECS = (1, 2, 3, 4)
 # Parts of K, warps, tiles of a warp's stage, stages at most, and those in flight while x is waited for (0: all); of
 # pipelines that a block's warps share, bytes in flight at any time.
@@ -228,11 +229,18 @@ def candidates(problem: Problem, target: Target) -> tuple[Config, ...]:
         shared = [c for t in CTA_TILINGS for c in gemm.stream_configs(product, target, *t, body="tma_block")]
         cuts = [replace(c, cap_inflight=c.prefetch_stages > 0) for c in shared]
         cuts += [c for t in WARP_TILINGS for c in gemm.stream_configs(product, target, *t)]
-    return tuple(config for cut in cuts for config in _with_norm(p, cut, target))
+    found = [config for cut in cuts for config in _with_norm(p, cut, target)]
+    if len(found) < FEWEST and p.num_tokens <= FEW_TOKENS:  # little shared memory, or the longest rows
+        small = ((parts, warps, 4, 2, 0) for parts in SPACE["split_k"] for warps in (12, 8, 4))
+        cuts = [c for t in small for c in gemm.stream_configs(product, target, *t)]
+        found += [config for cut in cuts for config in _with_norm(p, cut, target)]
+    return tuple(found[: gemm.MOST_CANDIDATES])
 
 
 def _with_norm(p: Problem, cut: gemm.Config, target: Target) -> Iterator[Config]:
-    """The product so, and the first norm that may run behind it."""
+    """The product so, and the first norm that may run behind it; none where digits of x fill a warp's registers."""
+    if cut.stream and limits.stream_tiles(cut, p.k, p.group_size) > limits.MOST_QUADS:
+        return
     of_warps, of_block = (fewest_vecs(p.n, choices, MOST_THREADS) for choices in (VECS, VECS[1:]))
     for vecs in (of_warps,) if cut.stream and not cut.cta_pipeline else (of_block, of_warps):
         if why_invalid(p, config := Config.of(cut, vecs), target) is None:

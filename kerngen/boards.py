@@ -37,13 +37,6 @@ class Device:
     def __str__(self) -> str:
         return self.name
 
-    @property
-    def has_fast_memory(self) -> bool:
-        """Whether an SM gets more than 16 bytes a clock: an H200's gets 19, an H100's 13. With more, what an SM does
-        beside reading counts, and steps chose other configurations (docs/experiments.md).
-        """
-        return self.mem_gbps * 1e3 > 16 * self.num_sms * self.clock_mhz
-
 
 _PROFILES = (
     Device("V100", "sm70", 80, 900, 32, 6 * MIB, 1530, 125,

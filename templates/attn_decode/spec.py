@@ -184,7 +184,7 @@ ARGS: dict[str, tuple[Arg, ...]] = {
     "attn_combine": (Arg("out", "ptr"), Arg("workspace", "ptr"), Arg("batch", "i32")),
 }  # fmt: skip
 # Volta: m8n8k4, K and V straight to registers. The other body serves sm75 (m16n8k8, no cp.async) and newer (m16n8k16).
-# `fused_combine` was right and, of batch 7, 10 % faster on an H200 (docs/performance.md); its layout has changed since.
+# `fused_combine` was right and, of batch 7, 10 % faster (docs/performance.md); its layout has changed since.
 _MMA_SPACE = _VOLTA_SPACE | {"num_stages": (1, 2, 3, 4, 6), "prefetch_stages": (0, 2)}
 _MAPS = (Arg("k_map", "map", of="k_cache"), Arg("v_map", "map", of="v_cache"))
 _WGMMA_WS_SPACE: dict[str, Choices] = {

@@ -78,13 +78,6 @@ def test_what_is_like_a_board_is_not_taken_for_it(name: str, num_sms: int, mem_g
     assert identify(name, num_sms, mem_gib) is None
 
 
-def test_which_boards_have_fast_memory() -> None:
-    """Of those whose steps were looked at: an H200's is fast, an H100's is not."""
-    fast = {name for name, device in DEVICES.items() if device.has_fast_memory}
-    assert "H200" in fast
-    assert not fast & {"V100", "A100", "H100", "L4", "RTX4090", "RTX5090"}
-
-
 def test_each_profile_has_names_of_its_own() -> None:
     assert list(REPORTED) == list(DEVICES)
     names = [plain_name(name) for names in REPORTED.values() for name in names]

@@ -15,6 +15,7 @@ from kerngen.compiler.render import render
 from kerngen.cost.choose import ranked
 from kerngen.cost.predict import predict
 from kerngen.errors import KerngenError
+from kerngen.runtime.selection import DEFAULT
 from kerngen.system.interrupts import result_of
 from kerngen.templates.kernel import fields_of
 from kerngen.tuning.checks import why_not_cubin, why_unlaunchable
@@ -49,7 +50,8 @@ class Conclusion:
         """Derive the winners, check and keep their cubins, and fill the report in the workload's order."""
         untried = [t for t in tasks if not _has_answer(t)]
         if self.before is not None:
-            untried = [t for t in untried if self.before.choice(t.kernel, t.problem).winner is None]
+            ran = [self.before.choice(t.kernel, t.problem).source for t in untried]
+            untried = [t for t, source in zip(untried, ran, strict=True) if source == DEFAULT]
         answered = self._answer_by_the_model(untried, tasks)
         winners = self.ledger.winners([t.entry for t in tasks])
         ended = not self.report.out_of_time and not self.report.interrupted

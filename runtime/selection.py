@@ -1,10 +1,11 @@
 """Kernel selection: the configuration and machine code that will run a problem.
 
 The launcher, `kerngen compile` and `kerngen doctor` share `Selector`. It has a `KernelSelector` for each static problem
-(a kernel and its compiled-in fields), with the winner table of the tuning databases. Without tuned points, defaults are
-chosen at powers of two of the dynamic field (between two of them a kernel may prefer another's) and at the buckets of
-the other runtime fields. Then a new problem costs a bisection and a known one a dict lookup: a
-prompt's forward selects hundreds of times.
+(a kernel and its compiled-in fields), with the winner table of the tuning databases. A problem without tuned points
+gets what won for one near in shape, where the cost model holds that for good (neighbours.py), else the kernel's
+default. That is chosen at powers of two of the dynamic field (between two of them a kernel may prefer another's) and of
+the other runtime fields, or at finer steps of those. Then a new problem costs a bisection and a known one a dict
+lookup: a prompt's forward selects hundreds of times.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from kerngen.arch import Target
 from kerngen.compiler import source_digest
 from kerngen.errors import ConfigRefused, ProblemError
-from kerngen.templates.kernel import Kernel
+from kerngen.runtime.neighbours import Neighbour, Neighbourhood, preferred
+from kerngen.templates.kernel import Kernel, fields_of
 from kerngen.tuning_db.read.canonical_fields import FINER_STEPS, round_up
 from kerngen.tuning_db.read.ids import bucketed, coordinates
 
@@ -41,7 +43,7 @@ class Choice:
 
     source: who chose the configuration. problem: one that it was chosen for. cubin: its machine code where a database
     that was asked keeps it and it is current; else it is compiled from `text`. winner: the record that it rests on,
-    None for a default.
+    None for a default. neighbour: the record of another problem whose configuration the cost model chose.
     """
 
     kernel: Kernel
@@ -52,6 +54,7 @@ class Choice:
     provenance: str  # measured, carried, predicted or default
     cubin: Cubin | None = None
     winner: Winner | None = None
+    neighbour: Winner | None = None
 
     @property
     def text(self) -> str:
@@ -64,11 +67,18 @@ class Choice:
 class KernelSelector:
     """Selection for one kernel with one set of compiled-in fields on one target. A request pays for `choice` alone.
 
-    table: its tuned points; None if defaults are chosen.
+    table: its tuned points; None if defaults are chosen. neighbourhood: gives what else is tuned of the kernel.
     """
 
-    def __init__(self, kernel: Kernel, target: Target, table: WinnerTable | None) -> None:
+    def __init__(
+        self,
+        kernel: Kernel,
+        target: Target,
+        table: WinnerTable | None,
+        neighbourhood: Callable[[Kernel], Neighbourhood] | None = None,
+    ) -> None:
         self.kernel, self.target, self._table = kernel, target, table
+        self._neighbourhood = neighbourhood
         self._tuned: dict[int, tuple[Winner, Choice]] = {}  # by the winner's identity; held, so that it stays its own
         self._defaults: dict[tuple[Any, ...], Choice] = {}
         self._nearby: dict[tuple[Any, ...], dict[Any, Choice]] = {}  # by length: others near it
@@ -137,10 +147,30 @@ class KernelSelector:
         return {c.config: c for c in reversed(below) if c.config != found.config}
 
     def _default_for(self, problem: Any) -> Choice:
+        """Of `problem` without a winner: the default, or what won for one that is near in shape."""
         config = self.kernel.default_config(problem, self.target)
         self.kernel.require_valid(problem, config, self.target)
+        source, provenance, winner = DEFAULT, "default", None
+        if (near := self._neighbour(problem, config)) is not None:
+            fused = {"fused": config.fused} if self.kernel.is_fused else {}  # which is no property of a tiling
+            config, winner = replace(near.config, **fused), near.winner
+            source, provenance = f"{describe_shape(winner, problem)}, chosen by the cost model", "predicted"
         code = self._table.code(problem, config) if self._table is not None else None
-        return Choice(self.kernel, problem, config, self.target, DEFAULT, "default", code)
+        return Choice(self.kernel, problem, config, self.target, source, provenance, code, neighbour=winner)
+
+    def _neighbour(self, problem: Any, default: Any) -> Neighbour | None:
+        """None where the default was judged to be faster than the winners of its own line, too."""
+        if self._neighbourhood is None or (self._table is not None and self._table.passed_over(problem) is not None):
+            return None
+        found = preferred(self.kernel, problem, self.target, default, self._neighbourhood(self.kernel).of(problem))
+        return None if found is None or found.config == default else found
+
+
+def describe_shape(winner: Winner, problem: Any) -> str:
+    """ "winner of n=8192 k=2816": by what its problem differs from `problem`."""
+    asked = fields_of(problem)
+    differing = " ".join(f"{k}={v}" for k, v in winner.problem.flat.items() if asked.get(k) != v)
+    return f"winner of {differing}" if differing else "winner of this very problem"
 
 
 def between(power: int) -> list[int]:
@@ -169,6 +199,7 @@ class Selector:
         self._sources = tuple(sources)
         # Of a kernel's files as they were at its first selection, as its spec.py is.
         self._digest_of = cache(source_digest.source_digest_of)
+        self._neighbourhood = cache(lambda kernel: Neighbourhood(self._sources, kernel, target))
         self._selectors: dict[tuple[Any, ...], KernelSelector] = {}
         self._known: dict[tuple[str, Any], Choice] = {}  # of problems met; forgotten together where they are too many
         self._fused: dict[tuple[str, Any], bool] = {}  # as _known
@@ -202,7 +233,8 @@ class Selector:
     def _selector(self, kernel: Kernel, problem: Any) -> KernelSelector:
         key = (kernel.name, *_static(kernel)(problem))
         if (selector := self._selectors.get(key)) is None:
-            selector = self._selectors[key] = KernelSelector(kernel, self.target, self._table(kernel, problem))
+            near = self._neighbourhood if self._sources else None
+            selector = self._selectors[key] = KernelSelector(kernel, self.target, self._table(kernel, problem), near)
         return selector
 
     def _table(self, kernel: Kernel, problem: Any) -> WinnerTable | None:

@@ -24,7 +24,7 @@ import click
 
 from kerngen.errors import RecordingError, UnknownName, UsageError
 from kerngen.templates.kernel import Kernel, describe
-from kerngen.tuning.objective import Measured, Objective, Outcome, finalists, forever, unsaid
+from kerngen.tuning.objective import Measured, Objective, Outcome, Selections, finalists, forever, unsaid
 from kerngen.tuning.recorded import Recorded
 from kerngen.tuning.space import Candidates, Enumeration
 from kerngen.tuning.study import Search
@@ -54,6 +54,7 @@ class Recalled:
     margin = final_s = waited_s = 0.0
     settings: Sequence[Any] = ()
     remarks: Sequence[str] = ()
+    selections: Selections | None = None
 
     def __init__(self, recorded: Recorded, sampler: str = Measured.sampler, batch: int = Measured.batch) -> None:
         self.recorded, self.sampler, self.batch = recorded, sampler, batch
@@ -88,6 +89,9 @@ class Recalled:
             for trial in trials:
                 row, seen = self.recorded.by_config[trial.config], self.outcome(trial.config)
                 yield trial, Outcome(seen.kind, row.best_us, seen.reason, seen.registers, seen.spill_bytes, seen.excess)
+
+    def undecided(self, finalists: Iterable[Sequence[Trial]]) -> Iterator[tuple[Trial, Outcome]]:
+        return iter(())
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,9 @@ def is_whole(built: Sequence[Built]) -> bool:
 
 
 def _collect(made: Shipment, stores: Sequence[Store], chosen: Sequence[Choice]) -> None:
-    """The winners that were chosen, with all points of their lines: so a length between two is answered as before."""
+    """The winners that were chosen, with all points of their lines: so a length between two is answered as before. And
+    those of near problems that were chosen for others: a run then chooses them again.
+    """
     lines: list[dict[str, Winner]] = [{} for _ in stores]
     for winner in (c.winner for c in chosen if c.winner is not None):
         if any((w := line.get(winner.id)) is not None and w.build_id == winner.build_id for line in lines):
@@ -85,6 +87,12 @@ def _collect(made: Shipment, stores: Sequence[Store], chosen: Sequence[Choice]) 
             alike = [w for w in around if w.provenance == winner.provenance]
             if any((w.id, w.build_id) == (winner.id, winner.build_id) for w in alike):
                 line |= {w.id: w for w in alike}
+                break
+    for winner in (c.neighbour for c in chosen if c.neighbour is not None):
+        for store, line in zip(stores, lines, strict=True):
+            there = store.winners(winner.kernel, arch=winner.arch, device=winner.device, cell=winner.problem.cell)
+            if same := [w for w in there if (w.id, w.build_id) == (winner.id, winner.build_id)]:
+                line.setdefault(winner.id, same[0])
                 break
     for store, line in zip(stores, lines, strict=True):
         made.add(store, list(line.values()))

@@ -48,7 +48,7 @@ class Preflight:
 def kind_of(choice: Choice, target: Target) -> str:
     """One of KINDS."""
     if choice.winner is None:
-        return DEFAULT
+        return DEFAULT if choice.neighbour is None else PREDICTED
     if choice.provenance != "measured":
         return choice.provenance
     return EXACT if is_exact(choice.winner.device, target.device) else SAME_ARCH

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from kerngen.tuning.plan import DryRun
     from kerngen.tuning.report import Report, Result
     from kerngen.workload.workload import Model, Workload
+
+
+BEGUN_S = 10.0  # that it takes to record a model and to start the process that measures
 
 
 @click.command()
@@ -161,11 +166,17 @@ def tune(
 def _shares(
     models: Sequence[Model], began: float, time_budget: float | None
 ) -> Iterator[tuple[Model, float, float | None]]:
-    """Of each model when it begins and how many seconds it has: an even share of what the others have left."""
+    """Of each model when it begins and how many seconds it has: an even share of what the others have left. One that
+    there is no time to begin is named, and left out.
+    """
     ends = None if time_budget is None else began + time_budget
     for number, model in enumerate(models):
         since = time.monotonic() if number else began
-        yield model, since, None if ends is None else max(ends - since, 0.0) / (len(models) - number)
+        left = inf if ends is None else ends - since
+        if number and left < BEGUN_S:
+            click.echo(f"{model.name}: not begun, since the time budget is over", err=True)
+            continue
+        yield model, since, None if ends is None else max(left, 0.0) / (len(models) - number)
 
 
 def _arch(name: str | None, device_name: str | None) -> Arch:
@@ -231,7 +242,7 @@ def _run(
     from kerngen.compiler.cache import CachedCompiler
     from kerngen.system.progress import Reporter
     from kerngen.tuning.tuner import Tuner
-    from kerngen.tuning_db import Store
+    from kerngen.tuning_db import Store, sources_for
 
     store = stack.enter_context(Store.open(db_url))
     compiler = stack.enter_context(CachedCompiler(jobs or usable_cores()))
@@ -239,6 +250,7 @@ def _run(
     tuner = Tuner(
         objective, store, compiler,
         trials=trials, seed=seed, time_budget_s=time_budget, progress=progress, began=began,
+        sources=partial(sources_for, db_url), tell=lambda gain: progress.note(str(gain)),
     )  # fmt: skip
     return tuner.run(load.items), store.where
 
@@ -379,5 +391,6 @@ def _as_json(report: Report, load: Workload, where: str) -> dict[str, Any]:
         "num_trials": report.num_trials, "num_compiled": report.num_compiled,
         "num_from_database": report.num_from_database, "num_spaces": report.num_spaces,
         "num_refused": report.num_refused, "failures": report.failures, "missing": list(load.missing),
-        "remarks": report.remarks, "step_ms": steps, "results": rows, "database": where,
+        "remarks": report.remarks, "gains": [asdict(gain) for gain in report.gains],
+        "step_ms": steps, "results": rows, "database": where,
     }  # fmt: skip

@@ -65,6 +65,13 @@ class Reporter:
         else:
             print(line, flush=True)
 
+    def note(self, line: str) -> None:
+        """Write `line` to stderr, to stay; on a terminal it stands above the bar."""
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False, markup=False)
+        elif not self._quiet:
+            print(line, file=sys.stderr, flush=True)
+
     def update(self, done: int, total: int | None, text: str) -> None:
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=total, description=text[:60])

@@ -1,21 +1,19 @@
 """Where a run's time goes: how much each problem weighs, when searching has to stop, which searches go on.
 
-A run has tiers, and none begins before the one above is through:
-
-1. every problem's default configuration; of each set of compiled-in fields as many are compiled first as can run all
-   its problems, so that the model can answer whatever the time does not suffice for;
-2. what is best for a problem's neighbours, or was in the database (neighbours.py);
-3. portions of a few trials, for the searches where weight x expected gain is largest, until nothing is hoped for;
-4. the finals, for which a part of the time is kept.
+Portions of a few trials go to the searches where weight x expected gain is largest, until nothing is hoped for: what
+carries the model's steps comes first. Of a problem the first trials are what runs today and the default configuration,
+then what is best for its neighbours (neighbours.py), then what the sampler proposes. Parts of the time are kept for the
+finals, and for writing down what won: nothing begins that would end after the budget's end, as far as is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import TypeVar
 
-from kerngen.workload.steps import STEPS, Kind
+from kerngen.workload.steps import STEPS, Kind, Step
 from kerngen.workload.workload import Item
 
 T = TypeVar("T")
@@ -27,30 +25,36 @@ PORTIONS = 32  # a round: enough that compilers are ahead of the GPU, few enough
 LEAST_GAIN = 0.002
 JUDGED = 0.5  # of all weight, what the steps have by which a tuned model is judged; all others share the rest
 MOST_FOR_FINALS = 0.25  # of the whole time
-PATIENCE = 0.5  # of the whole time, after it
+# To derive a problem's winner and check it, in seconds: 600 problems took 9 s of a core of a slow host.
+CONCLUDED_S = 0.015
+MOST_FOR_CONCLUSION = 0.25  # of the whole time
+
+
+class OutOfTime(Exception):
+    """What was waited for is not there at the end of the run's time."""
 
 
 @dataclass(slots=True)
 class Budget:
     """The time of one run. seconds: None for no limit. clock: in seconds. began: when the run did, by it. final_s: to
-    decide between a problem's finalists, as far as is known.
+    decide between a problem's finalists, as far as is known. num_problems: whose winners are derived at the end.
     """
 
     seconds: float | None
     clock: Callable[[], float]
     began: float
     final_s: float
+    num_problems: int = 0
 
     def left(self, waited_s: float = 0.0) -> float:
-        """Seconds until the end, of which those spent waiting for others are no part."""
+        """Seconds until the conclusion has to begin, of which those spent waiting for others are no part."""
         if self.seconds is None:
-            return float("inf")
-        return self.began + self.seconds + waited_s - self.clock()
+            return inf
+        return self.whole_left(waited_s) - min(self.num_problems * CONCLUDED_S, MOST_FOR_CONCLUSION * self.seconds)
 
-    @property
-    def patience(self) -> float:
-        """Seconds after the end for which compiles are waited for that answer many problems."""
-        return PATIENCE * (self.seconds or 0.0)
+    def whole_left(self, waited_s: float = 0.0) -> float:
+        """Seconds until the end, the conclusion's among them."""
+        return inf if self.seconds is None else self.began + self.seconds + waited_s - self.clock()
 
     def reserve(self, num_finals: int) -> float:
         """Seconds that searching has to leave to so many finals."""
@@ -80,6 +84,10 @@ class Weights:
                     there[place] = there.get(place, 0) + use.count
         self._lone = [place for place, item in enumerate(items) if not any(use.count for use in item.uses)]
         self._counts = _importances(self._launches, len(self._lone))
+
+    def launches(self, step: Step) -> Mapping[int, int]:
+        """Of the items that `step` launches, by their place: how often. Empty where it was not recorded."""
+        return self._launches.get((step.kind, step.context), {})
 
     def of(self, us: Sequence[float]) -> list[float]:
         """From microseconds a launch of each problem; they add up to 1."""

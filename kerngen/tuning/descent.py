@@ -65,12 +65,12 @@ class Descent(Generic[P, C]):
 
 
 # (base, other) -> the step's time with `other` over its time with `base`, of runs side by side; both have every place's
-# configuration. Infinite where `other` cannot run.
+# configuration. Infinite where `other` cannot run. May raise Spent.
 Judge = Callable[[Mapping[P, C], Mapping[P, C]], float]
 
 
-class _Spent(Exception):
-    """All evaluations are used up."""
+class Spent(Exception):
+    """No further evaluation: all are used up, or whoever judges has no time for one."""
 
 
 def descend(
@@ -96,12 +96,15 @@ def descend(
         for start in starts[1:]:
             run.consider(dict(start))
         _settle(run, sorted(places, key=lambda p: -p.share), pairs)
-    except _Spent:
+    except Spent:
         complete = False
     ratio = 1.0
     if run.chosen != starts[0]:
-        ratio = judge(starts[0], run.chosen)
-        run.num_evaluations += 1
+        try:
+            ratio = judge(starts[0], run.chosen)
+            run.num_evaluations += 1
+        except Spent:  # then nobody knows that it is faster
+            complete = False
     if ratio >= 1.0:
         return Descent(dict(starts[0]), 1.0, (), tuple(run.interactions), run.num_evaluations, complete)
     return Descent(run.chosen, ratio, tuple(run.moves), tuple(run.interactions), run.num_evaluations, complete)
@@ -122,7 +125,7 @@ class _Run(Generic[P, C]):
     def ratio(self, to: Mapping[P, C]) -> float:
         """Of the step with `to` exchanged."""
         if self.num_evaluations + 1 >= self.max_evaluations:
-            raise _Spent
+            raise Spent
         self.num_evaluations += 1
         return self.judge(self.chosen, self.chosen | dict(to))
 

@@ -2,14 +2,14 @@
 
 Pre-predicting ten thousand configurations takes half a second, for every problem of a model minutes. A GPU that waits
 for its next trial must not wait for that: a `Describer` is asked as soon as a problem's default has its registers, and
-with a few processes has the answer by the time that the other defaults were tried.
+other searches go on until a few processes have the answer.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Target
@@ -27,26 +27,38 @@ if TYPE_CHECKING:
 MOST_PROCESSES = 4
 
 
+@dataclass(frozen=True, slots=True)
+class Describing:
+    """Under way. Called, it waits for the answer; should the process have died, that is made here."""
+
+    found: Candidates
+    registers: int
+    answer: Future[tuple[ndarray, ndarray]]
+
+    def __call__(self) -> Described:
+        try:
+            return Described(self.found.askable, *result_of(self.answer))
+        except ProcessDied:
+            return described_space(self.found, self.registers)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.answer.done()
+
+
 class Describer:
     """Answers `described_space` in other processes, which start as they are needed."""
 
     def __init__(self, most_processes: int = MOST_PROCESSES) -> None:
         self._processes = Processes(min(most_processes, os.cpu_count() or 1))
 
-    def submit(self, found: Candidates, registers: int) -> Callable[[], Described]:
-        """Start it. The function returned waits for the answer; should the process have died, it is made here."""
+    def submit(self, found: Candidates, registers: int) -> Describing:
+        """Start it."""
         kernel, problem = found.kernel.name, fields_of(found.problem)
         answer: Future[tuple[ndarray, ndarray]] = self._processes.submit(
             _columns, kernel, problem, found.target, registers
         )
-
-        def wait() -> Described:
-            try:
-                return Described(found.askable, *result_of(answer))
-            except ProcessDied:
-                return described_space(found, registers)
-
-        return wait
+        return Describing(found, registers, answer)
 
     def close(self) -> None:
         self._processes.close()

@@ -1,25 +1,33 @@
 """The end of a run: winners derived, their machine code checked and kept, and the report filled.
 
 What the time did not suffice for is answered here by the cost model, from whatever was compiled that can run it; such
-an answer is a prediction in the database too, and the next measurement outranks it.
+an answer is a prediction in the database too, and the next measurement outranks it. Where the model does not see that
+it is better than the default, the default runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from kerngen.compiler.render import render
+from kerngen.cost.choose import ranked
 from kerngen.cost.predict import predict
 from kerngen.errors import KerngenError
+from kerngen.runtime.selection import DEFAULT
+from kerngen.system.interrupts import result_of
 from kerngen.templates.kernel import fields_of
 from kerngen.tuning.checks import why_not_cubin, why_unlaunchable
 from kerngen.tuning.objective import Predicted
 from kerngen.tuning.report import Result
 from kerngen.tuning.task import Trial
+from kerngen.tuning_db.store.winners import PREDICTED_MARGIN
 
 if TYPE_CHECKING:
     from kerngen.compiler.cache import CachedCompiler
+    from kerngen.runtime.selection import Selector
+    from kerngen.tuning.budget import Budget
     from kerngen.tuning.ledger import Ledger
     from kerngen.tuning.report import Report
     from kerngen.tuning.task import Task
@@ -27,15 +35,24 @@ if TYPE_CHECKING:
 
 
 class Conclusion:
-    """Of one run. Reads and writes through `ledger`, and puts what came of it into `report`."""
+    """Of one run. Reads and writes through `ledger`, and puts what came of it into `report`. before: what ran before
+    it, where that matters. budget: of its time; nothing is compiled after that.
+    """
 
-    def __init__(self, ledger: Ledger, compiler: CachedCompiler, report: Report) -> None:
+    def __init__(
+        self, ledger: Ledger, compiler: CachedCompiler, report: Report, before: Selector | None, budget: Budget
+    ) -> None:
         self.ledger, self.store, self.target = ledger, ledger.store, ledger.target
         self.compiler, self.report = compiler, report
+        self.before, self.budget = before, budget
 
     def of(self, tasks: Sequence[Task]) -> None:
         """Derive the winners, check and keep their cubins, and fill the report in the workload's order."""
-        answered = self._answer_by_the_model([t for t in tasks if not _has_answer(t)], tasks)
+        untried = [t for t in tasks if not _has_answer(t)]
+        if self.before is not None:
+            ran = [self.before.choice(t.kernel, t.problem).source for t in untried]
+            untried = [t for t, source in zip(untried, ran, strict=True) if source == DEFAULT]
+        answered = self._answer_by_the_model(untried, tasks)
         winners = self.ledger.winners([t.entry for t in tasks])
         ended = not self.report.out_of_time and not self.report.interrupted
         # a space that nobody has looked at by the end of the time is not looked at now
@@ -56,7 +73,7 @@ class Conclusion:
                 self.report.num_from_database += summary["tried"]
             if result.winner is None:
                 failed = [o.reason for o in t.search.outcomes.values() if not o.ok]
-                result.note = failed[-1] if failed else f"{self._why} before its default configuration was tried"
+                result.note = failed[-1] if failed else f"{self._why} before it was tried: what ran before still does"
                 continue
             self._inspect(t, result, summary)
             if t in answered:
@@ -83,11 +100,21 @@ class Conclusion:
                 Trial(t, c, b, lambda: b"") for c, b in builds[t.static_key].items() if _can_run(t, c, b, self.target)
             ]
             predicted = [(o.latency_us or float("inf"), i, o) for i, (_, o) in enumerate(by.judge(trials))]
-            if predicted:
+            if predicted and self._is_better(t, trials, min(predicted)[0]):
                 _, i, outcome = min(predicted)
                 self.ledger.add(t.entry, trials[i].config, outcome, build_id=trials[i].build.id, by=by)
                 answered.append(t)
         return answered
+
+    def _is_better(self, t: Task, trials: Sequence[Trial], us: float) -> bool:
+        """Whether the best of `trials`, which takes `us`, may stand for `t`: the default is among them, which then
+        decides as ever, or is predicted to take so much longer.
+        """
+        default = t.search.candidates.default
+        if any(trial.config == default for trial in trials):
+            return True
+        ((default_us, _),) = ranked(t.kernel, t.problem, self.target, [default])
+        return default_us > us * (1 + PREDICTED_MARGIN)
 
     # -- winners
 
@@ -109,13 +136,15 @@ class Conclusion:
         if self.store.image(build) is None:
             try:
                 source = render(t.kernel, t.problem, config, self.target)
-                cubin = self.compiler.submit(source, self.target.arch).result()
+                left_s = max(self.budget.whole_left(self.ledger.objective.waited_s), 0.0)
+                cubin = result_of(self.compiler.submit(source, self.target.arch), None if left_s == inf else left_s)
                 if (why := why_not_cubin(cubin.image, self.target.arch)) is not None:
                     notes.append(why)
                 else:
                     self.store.keep_image(cubin)
-            except KerngenError as e:
-                notes.append(f"its machine code is not in the database: {e.message}")
+            except (KerngenError, TimeoutError) as e:
+                why = e.message if isinstance(e, KerngenError) else f"{self._why} before it was compiled anew"
+                notes.append(f"its machine code is not in the database: {why}")
         result.note = "; ".join(notes)
 
 

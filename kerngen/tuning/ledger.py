@@ -57,6 +57,7 @@ class Ledger:
         self._rendered: dict[str, dict[str, None]] = {}  # digest -> builds that were there, found by source
         self._steps: list[tuple[StepKey, str]] = []
         self._closing: dict[tuple[str, str], tuple[ProblemKey, dict[str, Any]]] = {}
+        self._winners: dict[str, list[Winner]] = {}  # by static key, derived of all that was written
 
     def entry(self, kernel: Kernel, problem: Any) -> Entry:
         """What is known of `problem`; `closed` if a search with the same settings and sources was finished before."""
@@ -147,6 +148,7 @@ class Ledger:
         who judged, where that was not the run's objective.
         """
         by = by or self.objective
+        self._winners.pop(entry.key.static_key, None)
         tags = {"search": entry.fingerprint, **outcome.tags, **(tags or {})}
         if "closed" in tags:
             self._closing[entry.fingerprint, entry.key.id] = entry.key, tags.pop("closed")
@@ -186,9 +188,10 @@ class Ledger:
         A transaction for each static problem: others that write to this database wait for none of the choosing.
         """
         self.flush()
-        found = {}
+        found: dict[str, Winner] = {}
         for kernel, static in dict.fromkeys((e.kernel.name, e.key.static_key) for e in entries):
-            judge = judge_of(find_kernel(kernel), self.target)
-            for w in self.store.recompute_winners(kernel, static, self.target, judge=judge):
-                found[w.problem.id] = w
+            if static not in self._winners:
+                judge = judge_of(find_kernel(kernel), self.target)
+                self._winners[static] = self.store.recompute_winners(kernel, static, self.target, judge=judge)
+            found |= {w.problem.id: w for w in self._winners[static]}
         return found

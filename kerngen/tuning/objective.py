@@ -12,15 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kerngen.arch import Target
 from kerngen.cost.predict import MODEL, predict
 from kerngen.templates.kernel import Kernel
+from kerngen.tuning.budget import OutOfTime
 from kerngen.tuning.plan import lower_bounds
 from kerngen.tuning_db.store.winners import PREDICTED_MARGIN
 
 if TYPE_CHECKING:
+    from kerngen.runtime.selection import Choice, Selector
     from kerngen.timing.gpu import GpuLock
     from kerngen.tuning.study import Search
     from kerngen.tuning.task import Trial
@@ -39,7 +42,8 @@ class Outcome:
 
     latency_us: set if kind is "ok". excess: how far over a limit it was, as Optuna's constraint; 0 if it was
     not. registers: per thread, of the compiled kernel; 0 if there is none. figures, tags: further fields and tags of
-    its row. stage: of its row, where that is not what it was asked for. step: that it was judged in.
+    its row. stage: of its row, where that is not what it was asked for. step: that it was judged in. decides: False
+    for a last word on a search that a run with more time may take back.
     """
 
     kind: str
@@ -52,10 +56,22 @@ class Outcome:
     tags: Mapping[str, Any] = field(default_factory=dict)
     stage: str = ""
     step: StepKey | None = None
+    decides: bool = True
 
     @property
     def ok(self) -> bool:
         return self.kind == "ok"
+
+
+@dataclass(frozen=True, slots=True)
+class Selections:
+    """What a run of a model would choose. before: as the tune began. now: by all rows that are written so far. image:
+    the machine code of a choice, compiled if need be; raises OutOfTime as a Trial's.
+    """
+
+    before: Selector
+    now: Callable[[], Selector]
+    image: Callable[[Choice], bytes]
 
 
 class Objective(Protocol):
@@ -73,7 +89,7 @@ class Objective(Protocol):
     time is over. final_stage: of the rows that end a search. final_s: seconds that deciding between a problem's
     finalists takes, before any was decided. waited_s: what judging has spent so far waiting for others, which is not on
     the run's time. remarks: on the whole run, for the report. The tuner sets `say`, which is told what is going on, and
-    `left`, which gives the seconds that are left of the run's time.
+    `left`, which gives the seconds that are left of the run's time, and `selections`.
     """
 
     name: str
@@ -94,6 +110,7 @@ class Objective(Protocol):
     waited_s: float
     say: Callable[[str], None]
     left: Callable[[], float]
+    selections: Selections | None
 
     def can_win(self, kernel: Kernel, problem: Any, config: Any, best_us: float) -> bool:
         """Whether `config` is worth a compile where another takes `best_us`."""
@@ -102,13 +119,18 @@ class Objective(Protocol):
         """What earlier rows of this very build say, the newest first; None if it has to be judged."""
 
     def judge(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
-        """One outcome for each trial. `trials` waits for the compiles: who judges one at a time takes one at a time."""
+        """One outcome for each trial. `trials` waits for the compiles: who judges one at a time takes one at a time.
+        Raises OutOfTime where one would take longer than is left.
+        """
 
     def finalists(self, search: Search) -> list[Any]:
         """The configurations between which a search that is over has to decide; none if it found nothing."""
 
     def decide(self, finalists: Iterable[Sequence[Trial]]) -> Iterator[tuple[Trial, Outcome]]:
-        """The last word on the finalists of each search. Their rows say that it is closed."""
+        """The last word on the finalists of each search. Their rows say that it is closed. Raises as `judge`."""
+
+    def undecided(self, finalists: Iterable[Sequence[Trial]]) -> Iterator[tuple[Trial, Outcome]]:
+        """What to write down of finalists between which nothing will decide, since the run was stopped."""
 
 
 class Predicted:
@@ -123,6 +145,7 @@ class Predicted:
     final_s = waited_s = 0.0
     settings: Sequence[Any] = ()
     remarks: Sequence[str] = ()
+    selections: Selections | None = None
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -161,6 +184,9 @@ class Predicted:
             for trial in trials:
                 yield trial, replace(trial.task.search.outcomes[trial.config], reason=f"best of a {trial.task.about}")
 
+    def undecided(self, finalists: Iterable[Sequence[Trial]]) -> Iterator[tuple[Trial, Outcome]]:
+        return iter(())
+
 
 class Measured:
     """By the clock of the GPU that `worker` holds, after a check against the reference.
@@ -174,6 +200,7 @@ class Measured:
     sampler, margin = "residual", 0.0
     needs_image = takes_time = True
     final_stage, final_s = "final", 0.5
+    selections: Selections | None = None
 
     def __init__(self, worker: GpuWorker, lock: GpuLock | None = None) -> None:
         self._worker, self._lock = worker, lock
@@ -198,7 +225,8 @@ class Measured:
     def judge(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
         for trial in trials:
             self._take_gpu()
-            seen = self._worker.measure(trial.kernel, trial.problem, trial.config, trial.image())
+            image = trial.image()
+            seen = self._worker.measure(trial.kernel, trial.problem, trial.config, image, within_s=self.left())
             yield trial, _observed(seen, trial.build)
 
     def finalists(self, search: Search) -> list[Any]:
@@ -206,12 +234,22 @@ class Measured:
         return finalists([(c, o.latency_us) for c, o in search.outcomes.items()], search.candidates.default)
 
     def decide(self, finalists: Iterable[Sequence[Trial]]) -> Iterator[tuple[Trial, Outcome]]:
-        """Those of a search are timed again together, in rotated order."""
+        """Those of a search are timed again together, in rotated order. None is begun that there is no time for."""
         for trials in finalists:
             self._take_gpu()
-            first = trials[0]
-            seen = self._worker.finals(first.kernel, first.problem, [(t.config, t.image()) for t in trials])
+            first, left = trials[0], self.left()
+            if left <= self.final_s:
+                raise OutOfTime
+            images = [(t.config, t.image()) for t in trials]
+            seen = self._worker.finals(first.kernel, first.problem, images, within_s=self.left())
             yield from ((t, _observed(s, t.build)) for t, s in zip(trials, seen, strict=True))
+            if left < inf:
+                took = left - self.left()
+                self.final_s = max(took, self.final_s + (took - self.final_s) / 8)
+
+    def undecided(self, finalists: Iterable[Sequence[Trial]]) -> Iterator[tuple[Trial, Outcome]]:
+        """The fastest of single trials stand."""
+        return iter(())
 
     def _take_gpu(self) -> None:
         if self._lock is not None:

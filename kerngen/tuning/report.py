@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Target
 from kerngen.templates.kernel import fields_of, static_fields
 from kerngen.tuning_db.read.values import Winner
 from kerngen.workload.workload import Item, Workload
+
+if TYPE_CHECKING:
+    from kerngen.tuning.gains import Gain
 
 STEP_BATCHES, STEP_CONTEXT = (1, 32), 512  # of the decode steps that a report adds up
 SHOWN_CONTEXT = 8192  # of the problem that stands for its group
@@ -62,7 +65,7 @@ class Report:
 
     failures: kernel, configuration and reason of each compile that failed or result that was wrong. num_refused:
     points of `num_spaces` spaces that why_invalid refused, those of a space that several problems share counted once;
-    spaces that were not looked at before the time was over are not among them.
+    spaces that were not looked at before the time was over are not among them. gains: after each minute.
     """
 
     target: Target
@@ -80,6 +83,7 @@ class Report:
     out_of_time: bool = False
     interrupted: bool = False
     remarks: list[str] = field(default_factory=list)
+    gains: list[Gain] = field(default_factory=list)
 
     def num_of(self, provenance: str) -> int:
         """Of how many problems the winner is known like that; "" of how many there is none."""

@@ -7,7 +7,9 @@ steps, of which a `StepTimer` gives the ratio of two assignments, run side by si
 
 What is written down needs no trust in the descent: once it is over, every finalist is exchanged, alone, in what was
 chosen, and each such look is a row (stage "step") with the step's time with it and without. From those rows the winners
-are derived (tuning_db/store/step_trials.py). p50_us stays the kernel's time alone.
+are derived (tuning_db/store/step_trials.py). p50_us stays the kernel's time alone. At last the steps are looked at as a
+run of the model would choose before and now (step_end.py); what made one slower is taken back. Where no step could be
+judged in time, what ran before stands.
 """
 
 from __future__ import annotations
@@ -21,15 +23,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kerngen.arch import Target
 from kerngen.cost.predict import occupancy
 from kerngen.errors import KerngenError
+from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, describe, fields_of
-from kerngen.tuning.descent import Descent, Place, descend
-from kerngen.tuning.objective import Measured, Outcome
+from kerngen.tuning.budget import OutOfTime
+from kerngen.tuning.descent import Descent, Place, Spent, descend
+from kerngen.tuning.objective import Measured, Outcome, Selections
+from kerngen.tuning.step_end import End, outcome_in
 from kerngen.tuning_db.read.ids import digest
 from kerngen.tuning_db.read.values import StepKey
 from kerngen.tuning_db.store.step_trials import STEP_NOISE
 from kerngen.workload.steps import Ratio
 
 if TYPE_CHECKING:
+    from kerngen.runtime.selection import Selector
     from kerngen.timing.gpu import GpuLock
     from kerngen.tuning.study import Search
     from kerngen.tuning.task import Trial
@@ -41,6 +47,7 @@ MOST = 8  # finalists of a problem
 PAIRS = 9  # of runs, base and other in turn, for a look in the descent
 FIRST_PAIRS = 2  # that warm up
 LAST_PAIRS = 15  # for what is written down
+LOOKS_AT_THE_END = 3  # as long as so many in the descent: of more pairs, and again where something is taken back
 FOR_OTHERS = 0.25  # of the time that is left when the steps are looked at, kept for problems that no step launches
 NOISE_MOST = 0.02  # of a step's time: what differs by more is no noise
 MOST_EVALUATIONS = 2000
@@ -70,11 +77,11 @@ class StepTimer(Protocol):
     def points(self) -> tuple[StepPoint, ...]:
         """What can be exchanged, in the order of the step."""
 
-    def compare(self, base: Choice, other: Choice, *, pairs: int) -> Ratio:
+    def compare(self, base: Choice, other: Choice, *, pairs: int, within_s: float = inf) -> Ratio:
         """`other`'s step over `base`'s, of the step that is run. What a choice leaves out keeps what the timer was made
         with.
 
-        Raises KerngenError where one of them cannot run.
+        Raises KerngenError where one of them cannot run, OutOfTime where that takes longer than `within_s`.
         """
 
 
@@ -86,8 +93,8 @@ class TimedStep:
     timer: StepTimer
 
 
-_Name = tuple[str, Any]  # of a place: kernel and tuned problem
-_Assignment = Mapping[_Name, Any]  # place -> configuration
+Name = tuple[str, Any]  # of a place: kernel and tuned problem
+Assignment = Mapping[Name, Any]  # place -> configuration
 
 
 class Stepped(Measured):
@@ -105,10 +112,10 @@ class Stepped(Measured):
         lock: GpuLock | None = None,
     ) -> None:
         super().__init__(worker, lock)
-        self._steps = [_Step(s, serving) for s in steps]
+        self._steps = [JudgedStep(s, serving) for s in steps]
         self._names = {name for s in self._steps for name in s.points}
         self.settings = ["whole", *(fields_of(s.key) for s in steps)]  # whose time is judged, and in which steps
-        self.descent: Descent[_Name, Any] | None = None
+        self.descent: Descent[Name, Any] | None = None
         self._kept = 0.0  # seconds, for problems that no step launches
 
     def finalists(self, search: Search) -> list[Any]:
@@ -136,7 +143,7 @@ class Stepped(Measured):
 
         The steps are what people wait for: they have the time first, and leave a part of it to the others.
         """
-        in_step: dict[_Name, dict[Any, Trial]] = {}
+        in_step: dict[Name, dict[Any, Trial]] = {}
         alone: list[Sequence[Trial]] = []
         for trials in finalists:
             name = trials[0].kernel.name, trials[0].problem
@@ -148,26 +155,36 @@ class Stepped(Measured):
             self._take_gpu()
             left = self.left()
             self._kept = FOR_OTHERS * left if alone and left < inf else 0.0
-            yield from self._decide_together(in_step)
-        for trials in alone:
-            if self.left() <= 0:
-                return
-            yield from super().decide([trials])
+            try:
+                yield from self._decide_together(in_step)
+            except OutOfTime:
+                self.remarks = ["the time was over before the steps could choose: what ran before stands"]
+                yield from self.undecided([list(configs.values()) for configs in in_step.values()])
+        yield from super().decide(alone)
+
+    def undecided(self, finalists: Iterable[Sequence[Trial]]) -> Iterator[tuple[Trial, Outcome]]:
+        """Of a problem that a step launches what ran before, as the only finalist: no other may win unjudged."""
+        for trials in finalists:
+            search = trials[0].task.search
+            before = search.candidates.default if search.stored is None else search.stored
+            for trial in trials:
+                if trial.config == before and (trial.kernel.name, trial.problem) in self._names:
+                    yield trial, replace(search.outcomes[before], decides=False)
 
     def _left_for_steps(self) -> float:
-        return self.left() - self._kept
+        """Without what the others have, and what the last looks at the steps take."""
+        return self.left() - self._kept - LOOKS_AT_THE_END * sum(s.look_s for s in self._steps)
 
     # -- all finalists together
 
-    def _decide_together(self, trials: Mapping[_Name, Mapping[Any, Trial]]) -> Iterator[tuple[Trial, Outcome]]:
+    def _decide_together(self, trials: Mapping[Name, Mapping[Any, Trial]]) -> Iterator[tuple[Trial, Outcome]]:
         starts = self._starts(trials)
         steps = [s for s in self._steps if trials.keys() & s.points.keys()]
-        looks = _Looks(steps, trials, self.say, self._left_for_steps)
+        if self.selections is None:
+            raise ValueError("whoever has it judge says what a run would choose")
+        looks = Looks(steps, trials, self.selections, self.say, self._left_for_steps)
         try:
             looks.begin(starts[0])
-        except _NoTime:
-            self.remarks = ["the time was over before the steps could choose: the fastest alone stand"]
-            return
         except KerngenError as e:
             self.remarks = [f"the steps could not be timed, and the finalists were timed alone: {e.message}"]
             yield from super().decide([list(configs.values()) for configs in trials.values()])
@@ -194,9 +211,12 @@ class Stepped(Measured):
                         continue  # it was not looked at in what was chosen: the chosen one stands
                     ratio = looks.last(step, chosen, name, config)
                     if ratio is not None:
-                        yield trial, _outcome_in(trial, step.key, ratio, base, tags if config == chosen[name] else {})
+                        yield trial, outcome_in(trial, step.key, ratio, base, tags if config == chosen[name] else {})
+        end = End(looks, trials, self.selections, lambda: self.left() - self._kept)
+        yield from end.rows()
+        self.remarks = [*self.remarks, *end.in_words()]
 
-    def _starts(self, trials: Mapping[_Name, Mapping[Any, Trial]]) -> list[_Assignment]:
+    def _starts(self, trials: Mapping[Name, Mapping[Any, Trial]]) -> list[Assignment]:
         """The defaults, the fastest alone, and what the database had; whatever of these is no finalist, the fastest."""
         fastest = {name: min(configs, key=lambda c: _us(configs[c])) for name, configs in trials.items()}
         defaults, stored = dict(fastest), dict(fastest)
@@ -209,17 +229,18 @@ class Stepped(Measured):
         return [defaults, fastest, *([stored] if stored != fastest else [])]
 
 
-class _Step:
+class JudgedStep:
     """points: by the tuned problem that serves them; several of a step's may be one. look_s: that a look takes. noise:
-    that two at the same differ by, as a part of the step's time.
+    that two at the same differ by, as a part of the step's time. before: what ran before the tune.
     """
 
     def __init__(self, timed: TimedStep, serving: Callable[[str, Any], Item | None]) -> None:
         self.key, self.timer = timed.key, timed.timer
-        self.order: list[_Name] = []
-        self.points: dict[_Name, list[StepPoint]] = {}
-        self.names: dict[StepPoint, _Name | None] = {}  # of all points
+        self.order: list[Name] = []
+        self.points: dict[Name, list[StepPoint]] = {}
+        self.names: dict[StepPoint, Name | None] = {}  # of all points
         self.base_us = self.look_s = self.noise = 0.0
+        self.before: Choice = {}
         for point in timed.timer.points():
             self.names[point] = None
             if (item := serving(point.kernel, point.problem)) is not None:
@@ -228,56 +249,53 @@ class _Step:
                 self.points.setdefault(name, []).append(point)
 
 
-class _NoTime(Exception):
-    """The run's time is over."""
-
-
-class _Looks:
-    """At the steps, with this or that exchanged."""
+class Looks:
+    """At the steps, with this or that exchanged. What nothing is tried for runs what `selections` had before."""
 
     def __init__(
         self,
-        steps: Sequence[_Step],
-        trials: Mapping[_Name, Mapping[Any, Trial]],
+        steps: Sequence[JudgedStep],
+        trials: Mapping[Name, Mapping[Any, Trial]],
+        selections: Selections,
         say: Callable[[str], None],
         left: Callable[[], float],
     ) -> None:
         self.steps, self._trials, self._say, self._left = steps, trials, say, left
+        self._selections = selections
         self._weight = sum(s.key.weight for s in steps)
-        self._images: dict[tuple[_Name, Any], bytes] = {}
+        self._images: dict[tuple[Name, Any], bytes] = {}
         self._done = 0
 
-    def begin(self, start: _Assignment) -> None:
+    def begin(self, start: Assignment) -> None:
         """Find out what a look takes, and what two at the same differ by: STEP_NOISE of a step at least, since what is
-        run in one process has its memory where it has it. The first look at a step makes its model. Raises _NoTime
+        run in one process has its memory where it has it. The first look at a step makes its model. Raises OutOfTime
         where none is left for the next one, or for one more at each step.
         """
         for step in self.steps:
-            self._require(0.0)
+            step.before = self.running(step, self._selections.before)
             self._compare(step, start, start, FIRST_PAIRS)
         for step in self.steps:
-            self._require(0.0)
             before = self._left()
             ratio = self._compare(step, start, start, PAIRS)
             step.look_s = before - self._left() if before < inf else 0.0
             step.noise = min(max(STEP_NOISE, 3 * ratio.spread, abs(ratio.median - 1)), NOISE_MOST)
         self._require(sum(s.look_s for s in self.steps))  # what will be chosen is looked at again
 
-    def noise(self, names: Collection[_Name]) -> float:
+    def noise(self, names: Collection[Name]) -> float:
         """What `judge` may be off by where these have changed."""
         errors = (s.key.weight / self._weight * s.noise for s in self.steps if not s.points.keys().isdisjoint(names))
         return sum(e * e for e in errors) ** 0.5
 
     def _require(self, seconds: float) -> None:
         if self._left() <= seconds:
-            raise _NoTime
+            raise OutOfTime
 
-    def settle(self, chosen: _Assignment) -> None:
+    def settle(self, chosen: Assignment) -> None:
         """How long the steps take with what was chosen: what the last looks are compared with."""
         for step in self.steps:
             step.base_us = self._compare(step, chosen, chosen, LAST_PAIRS).base_us
 
-    def affordable(self, places: Sequence[Place[_Name, Any]]) -> int:
+    def affordable(self, places: Sequence[Place[Name, Any]]) -> int:
         """Evaluations of the descent in half of the time that is left; the other half is for the last looks.
 
         An evaluation looks at the steps that its place is a part of; a place has as many as it has configurations.
@@ -289,7 +307,7 @@ class _Looks:
             return MOST_EVALUATIONS
         return int(max(min(MOST_EVALUATIONS, self._left() / 2 / mean), 1))
 
-    def shares(self) -> dict[_Name, float]:
+    def shares(self) -> dict[Name, float]:
         """Of the steps' time that each place has, by its time alone."""
         found = dict.fromkeys(self._trials, 0.0)
         for step in self.steps:
@@ -299,11 +317,11 @@ class _Looks:
                 found[name] += step.key.weight / self._weight * times[name] / whole
         return found
 
-    def neighbours(self) -> list[tuple[_Name, _Name]]:
+    def neighbours(self) -> list[tuple[Name, Name]]:
         """What follows what; the step's last is followed by the next step's first."""
         return [pair for s in self.steps for pair in pairwise([*s.order, *s.order[:1]])]
 
-    def judge(self, base: _Assignment, other: _Assignment) -> float:
+    def judge(self, base: Assignment, other: Assignment) -> float:
         """The weighted geometric mean of the steps' ratios; those that what differs is no part of are not run."""
         changed = {name for name in other if other[name] != base[name]}
         total = 0.0
@@ -313,32 +331,51 @@ class _Looks:
                     total += step.key.weight / self._weight * log(self._compare(step, base, other, PAIRS).median)
                 except KerngenError:
                     return inf
+                except OutOfTime:
+                    raise Spent from None
         return exp(total)
 
-    def last(self, step: _Step, chosen: _Assignment, name: _Name, config: Any) -> Ratio | None:
+    def last(self, step: JudgedStep, chosen: Assignment, name: Name, config: Any) -> Ratio | None:
         """What exchanging one configuration in what was chosen does to one step; None where it cannot run."""
         if config == chosen[name]:
             return Ratio(1.0, 0.0, step.base_us)
         try:
             return self._compare(step, chosen, {**chosen, name: config}, LAST_PAIRS)
-        except KerngenError:
+        except (KerngenError, OutOfTime):
             return None
 
-    def _compare(self, step: _Step, base: _Assignment, other: _Assignment, pairs: int) -> Ratio:
+    def running(self, step: JudgedStep, selector: Selector) -> Choice:
+        """What a run of the model chooses for each call of the step."""
+        chosen = {point: selector.choice(find_kernel(point.kernel), point.problem) for point in step.names}
+        return {point: (c.config, self._selections.image(c)) for point, c in chosen.items()}
+
+    def compare(self, step: JudgedStep, base: Choice, other: Choice, pairs: int, within_s: float) -> Ratio:
+        """Of the whole model's step, by what each kernel takes alone with what the timer was made with."""
+        self._told(step)
+        seen = step.timer.compare(base, other, pairs=pairs, within_s=within_s)
+        changed = {p for p in step.names if base[p][0] != other[p][0]}
+        return of_whole_step(seen, [(p, p.us) for p in step.names], changed)
+
+    def _told(self, step: JudgedStep) -> None:
         self._done += 1
         self._say(f"{step.key.name}: look {self._done}")
-        seen = step.timer.compare(self._choice(step, base), self._choice(step, other), pairs=pairs)
+
+    def _compare(self, step: JudgedStep, base: Assignment, other: Assignment, pairs: int) -> Ratio:
+        self._told(step)
+        self._require(0.0)
+        choices = self._choice(step, base), self._choice(step, other)
+        seen = step.timer.compare(*choices, pairs=pairs, within_s=self._left())
         changed = {name for name in step.points.keys() & other.keys() if other[name] != base[name]}
         points = [(p, self._us(name, p, base)) for p, name in step.names.items()]
         return of_whole_step(seen, points, {p for name in changed for p in step.points[name]})
 
-    def _us(self, name: _Name | None, point: StepPoint, chosen: _Assignment) -> float:
+    def _us(self, name: Name | None, point: StepPoint, chosen: Assignment) -> float:
         """What it takes alone with what was chosen, where that was timed."""
         us = _us(self._trials[name][chosen[name]]) if name in chosen and name is not None else inf
         return point.us if us == inf else us
 
-    def _choice(self, step: _Step, of: _Assignment) -> Choice:
-        found = dict[StepPoint, tuple[Any, bytes]]()
+    def _choice(self, step: JudgedStep, of: Assignment) -> Choice:
+        found = dict(step.before)
         for name in of.keys() & step.points.keys():
             config = of[name]
             if (name, config) not in self._images:
@@ -384,13 +421,7 @@ def _us(trial: Trial) -> float:
     return inf if us is None else us
 
 
-def _outcome_in(trial: Trial, key: StepKey, ratio: Ratio, base_id: str, tags: Mapping[str, Any]) -> Outcome:
-    alone = trial.task.search.outcomes[trial.config]
-    figures = {"step_us": ratio.median * ratio.base_us, "base_step_us": ratio.base_us, "base_id": base_id}
-    return replace(alone, figures={**alone.figures, **figures}, tags=tags, stage="step", step=key)
-
-
-def _in_words(found: Descent[_Name, Any], noise: float, num_places: int) -> str:
+def _in_words(found: Descent[Name, Any], noise: float, num_places: int) -> str:
     gain = 1 - found.ratio
     moved = f"{len(found.moves)} exchanges adopted" if found.moves else "nothing exchanged is faster"
     rest = "" if found.complete else "; the time ended it"
@@ -400,7 +431,7 @@ def _in_words(found: Descent[_Name, Any], noise: float, num_places: int) -> str:
     )
 
 
-def _as_json(found: Descent[_Name, Any], name: _Name, noise: float) -> dict[str, Any]:
+def _as_json(found: Descent[Name, Any], name: Name, noise: float) -> dict[str, Any]:
     """What a place's chosen row says of the descent: the largest interactions that it has a part in among it."""
     own = [i for i in found.interactions if any(place == name for (place, _) in i.pair)]
     largest = sorted(own, key=lambda i: -abs(i.excess))[:KEPT]

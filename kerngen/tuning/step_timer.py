@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Target
@@ -64,10 +65,12 @@ class GpuTimer:
     def points(self) -> tuple[StepPoint, ...]:
         return self._points
 
-    def compare(self, base: Choice, other: Choice, *, pairs: int) -> Ratio:
+    def compare(self, base: Choice, other: Choice, *, pairs: int, within_s: float = inf) -> Ratio:
         """As StepTimer. Raises LaunchError where the step does not run with one of them, or does not fit."""
-        seen = self.worker.compare(self.model, self.step, _exchanged(base), _exchanged(other), pairs=pairs,
-                                   fused=self._calls[1])  # fmt: skip
+        seen = self.worker.compare(
+            self.model, self.step, _exchanged(base), _exchanged(other), pairs=pairs, within_s=within_s,
+            fused=self._calls[1],
+        )  # fmt: skip
         if isinstance(seen, Ratio):
             return seen
         raise LaunchError(f"{self.step.name}: {seen.reason}")

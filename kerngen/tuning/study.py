@@ -1,9 +1,10 @@
 """The search for one problem's best configuration: an Optuna study that its caller drives with ask and tell.
 
-First come the configurations that knowledge proposes: the default, and winners of neighbouring problems. Where the
+First come the configurations that knowledge proposes: what runs today, the default, and winners of neighbouring
+problems. Where the
 objective says that the cost model is all there is to know (sampler "model") its ranking follows, down to where nothing
 that is left can win: such a search is exact. Else the sampler proposes, which learns what the model gets wrong
-(sampler.py). What else is valid is not asked before the default has been tried.
+(sampler.py). What else is valid is not asked before the first of these has been tried.
 
 The study lives in memory. Every outcome is in the tuning database, so a search that was killed is asked again
 from the start, with the same seed, and answered from there: the same trials, without the work.
@@ -12,7 +13,7 @@ from the start, with the same seed, and answered from there: the same trials, wi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from kerngen.templates.kernel import Kernel, describe, fields_of
@@ -25,8 +26,7 @@ from kerngen.tuning_db.read.winner_table import why_unfit
 if TYPE_CHECKING:
     import optuna
 
-    from kerngen.tuning.describe import Describer
-    from kerngen.tuning.features import Described
+    from kerngen.tuning.describe import Describer, Describing
     from kerngen.tuning.sampler import ResidualSampler
 
 GUESSED_GAIN = 0.04  # of a search whose sampler knows nothing yet: what 51 problems gained on an H200, in the mean
@@ -55,13 +55,13 @@ class Search:
         self.kernel, self.problem, self.target = kernel, problem, objective.target
         self.candidates, self.objective, self.trials = candidates, objective, trials
         self.outcomes: dict[Any, Outcome] = {}  # in the order asked
-        self.stored: Any | None = None  # what an earlier run chose for this very problem
+        self.stored: Any | None = None  # what runs today, where that is another than the default
         self._seed, self._describer, self._least_gain = seed, describer, least_gain
         self._hinted = 0.0  # what neighbours gained by what stands in `_first`
         self._gain = 0, GUESSED_GAIN  # that was hoped for after so many outcomes
         self._first: deque[Any] = deque([candidates.default])
         self._ranked: list[tuple[float, Any]] | None = None  # what is left of the model's ranking, the best last
-        self._describing: Callable[[], Described] | None = None  # under way
+        self._describing: Describing | None = None
         self._sampler: ResidualSampler | None = None
         self._study: optuna.Study | None = None
         self._open: dict[Any, optuna.trial.Trial | None] = {}
@@ -126,14 +126,20 @@ class Search:
         return max(1 - next_us / self.best_us, GAIN_OF_AN_EXACT_SEARCH)
 
     @property
-    def num_suggested(self) -> int:
-        """What is still to be asked before any proposal."""
-        return min(len(self._first), self.num_left)
+    def is_ready(self) -> bool:
+        """Whether `ask` waits for no description of the space."""
+        return self._sampler is not None or self._describing is None or self._describing.is_ready
 
     @property
     def is_over(self) -> bool:
         """Whether it ended by itself: not where time ran out."""
         return not self.num_left and not self._is_cut_short
+
+    def begin_with(self, stored: Any) -> None:
+        """Try what runs today before all else: a search that is cut short then leaves nothing slower than that."""
+        if stored != self.candidates.default:
+            self.stored = stored
+            self._first.appendleft(stored)
 
     def suggest(self, configs: Iterable[Any], gain: float = 0.0) -> None:
         """Put `configs` (winners of neighbours) before all that is not yet asked, but for invalid ones. gain: what
@@ -147,18 +153,16 @@ class Search:
             self._hinted = max(gain, self._hinted if self._first else 0.0)
             self._first.extend(fresh)
 
-    def ask(self, count: int, *, suggested: bool = False) -> list[Any]:
-        """Up to `count` configurations to evaluate next; none if the search is over. suggested: of what was suggested
-        alone, and the search is not over if that is none.
-        """
+    def ask(self, count: int) -> list[Any]:
+        """Up to `count` configurations to evaluate next; none if the search is over."""
         if not self.outcomes:
-            count = 1  # the default's registers guide the ranking of the others
+            count = min(count, 1 + (self.stored is not None))  # whose registers guide the ranking of the others
         elif not self._first and self._is_hopeless():
             self._closed = True
         asked: list[Any] = []
         while len(asked) < count and not self._closed and self.num_left > len(asked):
             config = self._next_suggested(asked)
-            if config is None and not suggested:
+            if config is None:
                 config = self._sampled(asked) if self._learns else self._next_by_the_model(asked)
                 self._closed = config is None
             if config is None:

@@ -16,7 +16,7 @@ from kerngen.workload.workload import Item
 @dataclass(slots=True, eq=False)
 class Task:
     """One problem of the run. about: its search in words, for the row that ends it. guessed_us: what it takes at least,
-    by the cost model. urgency: see plan.py.
+    by the cost model.
     """
 
     item: Item
@@ -26,7 +26,6 @@ class Task:
     static_key: str
     about: str
     guessed_us: float = 0.0
-    urgency: tuple[int, int, float] = (0, 0, 0.0)
     builds: dict[Any, Build] = field(default_factory=dict)  # of the configurations tried
 
     @property
@@ -36,7 +35,9 @@ class Task:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trial:
-    """A configuration that compiled and can be launched. image: gives its machine code, compiled now if need be."""
+    """A configuration that compiled and can be launched. image: gives its machine code, compiled now if need be. Raises
+    OutOfTime where that is not done by the end of the run's time.
+    """
 
     task: Task
     config: Any

@@ -2,17 +2,20 @@
 
 All problems are searched together, in rounds: each of some searches is asked for its next configurations, what is new
 is compiled (identical sources once, in worker processes), the objective judges, the searches are told. Which searches
-those are, the tiers of budget.py say; the answer does not depend on how many workers there were or which was first. A
-time budget ends the run wherever it is: what is compiled by then and costs nothing to judge still is, and what was not
-reached is left to the cost model (finish.py).
+those are, budget.py says; the answer does not depend on how many workers there were or which was first. A time budget
+ends the run wherever it is: nothing that is under way then is waited for. What is compiled by then and costs nothing to
+judge still is, and what was not reached is left to the cost model (finish.py).
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -25,14 +28,15 @@ from kerngen.system.interrupts import heed, held, result_of
 from kerngen.system.progress import Progress
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, describe, fields_of
-from kerngen.tuning.budget import LEAST_GAIN, PORTIONS, Budget, Weights, portions
+from kerngen.tuning.budget import LEAST_GAIN, PORTIONS, Budget, OutOfTime, Weights, portions
 from kerngen.tuning.checks import why_unlaunchable
 from kerngen.tuning.describe import Describer
 from kerngen.tuning.finish import Conclusion, summary_of
+from kerngen.tuning.gains import Gain, Gains
 from kerngen.tuning.ledger import Ledger
 from kerngen.tuning.neighbours import Neighbours
-from kerngen.tuning.objective import Objective, Outcome
-from kerngen.tuning.plan import lower_bound_us, urgency
+from kerngen.tuning.objective import Objective, Outcome, Selections
+from kerngen.tuning.plan import lower_bound_us
 from kerngen.tuning.report import Report, Result
 from kerngen.tuning.space import candidates
 from kerngen.tuning.study import GUESSED_GAIN, Search
@@ -42,7 +46,14 @@ from kerngen.tuning_db.read.values import Build, Winner
 from kerngen.workload.workload import Item
 
 if TYPE_CHECKING:
+    from kerngen.runtime.selection import Choice, Selector
     from kerngen.tuning_db import Store
+    from kerngen.tuning_db.read.boards import PerBoard
+    from kerngen.tuning_db.read.source import Source
+
+
+AHEAD = 64  # configurations that compile while others are judged
+FIRST_TRIALS = 64  # a round, of searches that get no portion: as long as spaces are described for those that do
 
 
 @dataclass(slots=True, eq=False)
@@ -54,14 +65,15 @@ class _Asked:
     source: str
     build: Build | None = None
     cubin: Future[Cubin] | None = None
-    serves_others: bool = False  # the only one of its static key so far: its compile is waited for
 
 
 class Tuner:
     """Tunes problems for one objective, on its target. Its caller owns store, compiler and objective, and closes them.
 
     trials: configurations a problem; by default the objective's. time_budget_s: None for no limit. began: when the time
-    began to run, by `clock`; None for now.
+    began to run, by `clock`; None for now. sources: opens what a run of a model looks in, in lookup order; by default
+    `store` alone. A measured search begins with what they have for its problem today. tell: is given what was gained,
+    each minute.
     """
 
     def __init__(
@@ -76,6 +88,8 @@ class Tuner:
         progress: Progress | None = None,
         clock: Callable[[], float] = time.monotonic,
         began: float | None = None,
+        sources: Callable[[], Sequence[Source | PerBoard]] | None = None,
+        tell: Callable[[Gain], None] = lambda gain: None,
     ) -> None:
         self.objective, self.target = objective, objective.target
         self.store, self.compiler = store, compiler
@@ -88,12 +102,15 @@ class Tuner:
         self._weights, self._neighbours = Weights(()), Neighbours(())
         self._left = 0
         self._contested: set[int] = set()  # searches, by id, that have more than their default to decide between
-        self._sources: dict[tuple[str, Any], str] = {}  # by static key and configuration
+        self._texts: dict[tuple[str, Any], str] = {}  # sources, by static key and configuration
         self._compiled: set[str] = set()  # those that were not in the cache
+        self._sources = sources or (lambda: (store,))
         objective.say = self._tick
-        objective.left = lambda: self._budget.left(objective.waited_s)
+        objective.left = self._time_left
+        self._before: Selector | None = None
+        self._gains = Gains(self._gained, objective.provenance, clock, self._budget.began)
+        self._tell_gain = tell
         self._describer = Describer() if objective.takes_time else None  # whose GPU would wait
-        self._before = Selector([store], self.target) if objective.takes_time else None
 
     # -- the run
 
@@ -107,21 +124,27 @@ class Tuner:
             return self._run(items)
 
     def _run(self, items: Sequence[Item]) -> Report:
+        if self.objective.takes_time:
+            self._before = self._selector()
+            self.objective.selections = Selections(self._before, self._selected_now, self._image_of)
         tasks = self._tasks = [t for t in map(self._task, items) if t is not None]
+        self._budget.num_problems = len(tasks)
         self._weights = Weights([t.item for t in tasks])
         self._neighbours = Neighbours([t.entry.key for t in tasks])
+        self._gains.begin(tasks, self._weights)
         try:
-            self._try_defaults()
-            self._try_neighbours()
+            self._suggest_stored()
             self._search()
             self._decide()
         except KeyboardInterrupt:  # what is known by now is worth its winners
             self.report.interrupted = True
+            with suppress(KeyboardInterrupt):
+                self._write_last(self.objective.undecided(self._finalists()))
         finally:
             if self._describer is not None:
                 self._describer.close()
             self.ledger.flush()
-        Conclusion(self.ledger, self.compiler, self.report).of(tasks)
+        Conclusion(self.ledger, self.compiler, self.report, self._before, self._budget).of(tasks)
         self.report.remarks = list(self.objective.remarks)
         self.report.num_compiled = len(self._compiled)
         self.report.seconds = self._budget.clock() - self._budget.began
@@ -133,6 +156,10 @@ class Tuner:
 
     def _task(self, item: Item) -> Task | None:
         heed()
+        if self._time_left() <= 0:  # a long workload on a slow host
+            self.report.out_of_time = True
+            self.report.results.append(Result(item, note="the time was over before it was looked at"))
+            return None
         kernel = find_kernel(item.kernel)
         try:
             found = candidates(kernel, item.problem, self.target, self._fused(kernel, item.problem))
@@ -147,9 +174,11 @@ class Tuner:
         )  # fmt: skip
         if entry.closed is not None:
             search.let_go()
+        elif self._before is not None:
+            search.begin_with(self._before.choice(kernel, item.problem).config)
         about = f"search of {self.trials} trials at most, seed {self.seed} ({entry.fingerprint[:12]})"
         us = lower_bound_us(kernel, item.problem, found.default, self.target)
-        return Task(item, kernel, entry, search, entry.key.static_key, about, us, urgency(item, us))
+        return Task(item, kernel, entry, search, entry.key.static_key, about, us)
 
     def _fused(self, kernel: Kernel, problem: Any) -> bool | None:
         """Whether steps ask a kernel that replaces several; None where it replaces none, and where its default says.
@@ -158,35 +187,18 @@ class Tuner:
         """
         return self._before.fuses(kernel, problem) if self._before is not None and kernel.is_fused else None
 
-    # -- the tiers
+    # -- what runs without this run, and with it
 
-    def _try_defaults(self) -> None:
-        """First those whose defaults can run all others of their static key: what is compiled for them may serve those,
-        and is waited for.
-        """
-        rest: list[Task] = []
-        first: dict[str, list[Task]] = {}
-        for t in sorted((t for t in self._tasks if t.search.num_left), key=lambda t: t.urgency):
-            before = first.setdefault(t.static_key, [])
-            defaults = (other.search.candidates.default for other in before)
-            if any(t.kernel.why_invalid(t.problem, c, self.target) is None for c in defaults):
-                rest.append(t)
-            else:
-                before.append(t)
-        chosen = [t for tasks in first.values() for t in tasks]
-        self._round([*chosen, *rest], num_first=len(chosen))
+    def _selector(self) -> Selector:
+        from kerngen.runtime.selection import Selector
 
-    def _try_neighbours(self) -> None:
-        """What is best for a problem's neighbours, and what the database has for it and for them."""
-        if not self.report.out_of_time:
-            self._suggest_stored()
-            self._share_winners(range(len(self._tasks)))
-        weights = self._weigh()
-        while not self.report.out_of_time:
-            asked = [i for i, t in enumerate(self._tasks) if t.search.num_suggested]
-            if not asked:
-                return
-            self._round([self._tasks[i] for i in sorted(asked, key=lambda i: -weights[i])], suggested=True)
+        return Selector(self._sources(), self.target)
+
+    def _selected_now(self) -> Selector:
+        self.ledger.winners([t.entry for t in self._tasks])
+        return self._selector()
+
+    # -- the search
 
     def _suggest_stored(self) -> None:
         """What earlier runs chose for a problem and its neighbours, on this board if it was there, else on another."""
@@ -195,15 +207,15 @@ class Tuner:
             found = self.store.winners(kernel, arch=self.target.arch)
             stored |= {w.problem.id: w for w in sorted(found, key=lambda w: w.device == self.target.device)}
         for place, t in enumerate(self._tasks):
-            if (own := stored.get(t.entry.key.id)) is not None:
-                t.search.stored = _as_config(t.kernel, own.config)
             near = [t, *(self._tasks[i] for i in self._neighbours.of(place))]
             known = [stored[n.entry.key.id] for n in near if n.entry.key.id in stored]
             configs = [_as_config(t.kernel, w.config) for w in known]
             t.search.suggest([c for c in configs if c is not None], GUESSED_GAIN)
 
     def _search(self) -> None:
-        """Portions for those that weigh most for what is hoped of them, until nothing is hoped for."""
+        """Portions for those that weigh most for what is hoped of them, until nothing is hoped for. Beside them the
+        first trials of some others, which wait for nothing.
+        """
         while not self.report.out_of_time:
             weights, searches = self._weigh(), [t.search for t in self._tasks]
             values = {i: weights[i] * s.expected_gain for i, s in enumerate(searches) if s.num_left}
@@ -211,6 +223,8 @@ class Tuner:
             chosen = portions(values, most)
             if not chosen:
                 return
+            untried = {i: value for i, value in values.items() if not searches[i].outcomes}
+            chosen += portions({i: v for i, v in untried.items() if i not in chosen}, FIRST_TRIALS)
             before = {i: searches[i].best for i in chosen}
             self._round([self._tasks[i] for i in chosen])
             for i in chosen:
@@ -235,44 +249,60 @@ class Tuner:
 
     # -- a round
 
-    def _round(self, tasks: Sequence[Task], *, suggested: bool = False, num_first: int = 0) -> None:
-        """What these ask for next, judged in this order. suggested: only what was suggested to them. num_first: of the
-        tasks, those whose builds serve others.
-        """
-        self._evaluate(self._ask(tasks, suggested, num_first))
+    def _round(self, tasks: Sequence[Task]) -> None:
+        """What these ask for next, judged."""
+        self._left = sum(t.search.num_left for t in self._tasks)
+        asked: list[_Asked] = []
+        try:
+            for trial, outcome in self.objective.judge(self._to_judge(self._asked_ahead(tasks, asked))):
+                self.ledger.add(trial.task.entry, trial.config, outcome, build_id=trial.build.id)
+                self._tell(trial, outcome)
+        except OutOfTime:  # what was under way has no row: nothing is known of it
+            for a in asked:
+                if a.config not in a.task.search.outcomes:
+                    self._abandon(a)
         if tasks and self._is_late():
             self.report.out_of_time = True
 
-    def _ask(self, tasks: Sequence[Task], suggested: bool, num_first: int) -> list[_Asked]:
-        """What each search asks for next. What must be compiled is under way then."""
-        round_ = []
-        for place, t in enumerate(tasks):
-            if place >= num_first and self._is_late():
-                break
-            self._tick(f"{t.kernel.name}: what to try for {t.item.where}")
-            for config in t.search.ask(self.objective.batch, suggested=suggested):
-                source = self._source(t, config)
-                build = self.ledger.build_of(t.kernel, t.problem, config, source)
-                asked = _Asked(t, config, source, build, serves_others=place < num_first)
-                if build is None or self.objective.needs_image:
-                    asked.cubin = self.compiler.submit(source, self.target.arch)
-                    if not asked.cubin.done():
-                        self._compiled.add(source)
-                round_.append(asked)
-        self._left = sum(t.search.num_left for t in self._tasks)
-        return round_
+    def _asked_ahead(self, tasks: Sequence[Task], asked: list[_Asked]) -> Iterator[_Asked]:
+        """What these ask for, AHEAD of what is judged, so that compilers have work. One that waits for the description
+        of its space holds up no other: what a search asks for does not depend on who of a round was first. asked: is
+        given all of it.
+        """
+        waiting, ahead = list(tasks), deque[_Asked]()
+        while waiting or ahead:
+            while waiting and len(ahead) < AHEAD and not self._is_late():
+                ready = next((i for i, t in enumerate(waiting) if t.search.is_ready), None if ahead else 0)
+                if ready is None:
+                    break
+                new = self._ask(waiting.pop(ready))
+                ahead.extend(new)
+                asked.extend(new)
+            if ahead:
+                yield ahead.popleft()
+            elif self._is_late():
+                return
+
+    def _ask(self, t: Task) -> list[_Asked]:
+        """What its search asks for next. What must be compiled is under way then."""
+        self._tick(f"{t.kernel.name}: what to try for {t.item.where}")
+        found = []
+        for config in t.search.ask(self.objective.batch):
+            source = self._source(t, config)
+            asked = _Asked(t, config, source, self.ledger.build_of(t.kernel, t.problem, config, source))
+            if asked.build is None or self.objective.needs_image:
+                asked.cubin = self.compiler.submit(source, self.target.arch)
+                if not asked.cubin.done():
+                    self._compiled.add(source)
+            found.append(asked)
+        return found
 
     def _source(self, t: Task, config: Any) -> str:
         """Rendered once for all problems that share what is compiled in."""
         key = t.static_key, config
-        if key not in self._sources:
-            self._sources[key] = render(t.kernel, t.problem, config, self.target)
-        return self._sources[key]
-
-    def _evaluate(self, asked: Iterable[_Asked]) -> None:
-        for trial, outcome in self.objective.judge(self._to_judge(asked)):
-            self.ledger.add(trial.task.entry, trial.config, outcome, build_id=trial.build.id)
-            self._tell(trial, outcome)
+        if key not in self._texts:
+            self._texts[key] = render(t.kernel, t.problem, config, self.target)
+        return self._texts[key]
 
     def _to_judge(self, asked: Iterable[_Asked]) -> Iterator[Trial]:
         """The trials that need the objective's judgement, in order, each when it is compiled.
@@ -288,16 +318,28 @@ class Tuner:
             trial = self._trial(a.task, a.config, a.cubin)
             if (outcome := self._known(trial)) is not None:
                 self._tell(trial, outcome)
-            elif self.objective.takes_time and self._is_late():
+            elif self.objective.takes_time and (self._is_late() or not self._awaited(a)):
                 self._abandon(a)
             else:
                 yield trial
 
     def _trial(self, task: Task, config: Any, cubin: Future[Cubin] | None = None) -> Trial:
         def image() -> bytes:
-            return result_of(cubin or self.compiler.submit(self._source(task, config), self.target.arch)).image
+            return self._compiled_image(cubin or self.compiler.submit(self._source(task, config), self.target.arch))
 
         return Trial(task, config, task.builds[config], image)
+
+    def _image_of(self, choice: Choice) -> bytes:
+        if choice.cubin is not None:
+            return choice.cubin.image
+        return self._compiled_image(self.compiler.submit(choice.text, self.target.arch))
+
+    def _compiled_image(self, cubin: Future[Cubin]) -> bytes:
+        left_s = max(self._time_left(), 0.0)
+        try:
+            return result_of(cubin, None if left_s == inf else left_s).image
+        except TimeoutError:
+            raise OutOfTime from None
 
     def _build(self, a: _Asked) -> Build | None:
         """What came of compiling `a`, once that is done; None if the time is over before."""
@@ -305,17 +347,24 @@ class Tuner:
             return a.build
         if a.cubin is None:
             raise KerngenError("what was asked has neither a build nor a compile")
-        made: Cubin | CompileError | None = None
-        while made is None:
-            if not a.cubin.done() and self._is_late(a.serves_others):
-                return None
-            try:
-                made = a.cubin.result(timeout=0.5)
-            except TimeoutError:
-                self._tick(f"compiling {a.task.kernel.name}")
-            except CompileError as e:
-                made = e
+        if not self._awaited(a):
+            return None
+        made: Cubin | CompileError
+        try:
+            made = a.cubin.result()
+        except CompileError as e:
+            made = e
         return self.ledger.add_build(a.task.kernel, a.task.problem, a.config, a.source, made)
+
+    def _awaited(self, a: _Asked) -> bool:
+        """Whether its compile is done, once it is or the time is over."""
+        while a.cubin is not None and not a.cubin.done():
+            if self._is_late():
+                return False
+            self._tick(f"compiling {a.task.kernel.name}")
+            with suppress(TimeoutError):
+                a.cubin.exception(timeout=0.5)
+        return True
 
     def _known(self, trial: Trial) -> Outcome | None:
         """What is known of `trial` without judging it: from its compile alone, or from an earlier run."""
@@ -349,33 +398,44 @@ class Tuner:
             if failure not in self.report.failures:
                 self.report.failures.append(failure)
 
+    def _gained(self, gain: Gain) -> None:
+        self.report.gains.append(gain)
+        self._tell_gain(gain)
+
     def _abandon(self, a: _Asked) -> None:
         a.task.search.abandon(a.config)
         self.report.out_of_time = True
 
     def _tick(self, text: str) -> None:
         heed()
+        self._gains.look()
         if self._progress is not None:
             self._progress.update(self.report.num_trials, self.report.num_trials + self._left, text)
 
-    def _is_late(self, patient: bool = False) -> bool:
-        """Whether the time for trials is over: what is left of it, the finals need. patient: or the time to wait for
-        what serves others.
-        """
-        if patient:
-            return self._budget.left(self.objective.waited_s) <= -self._budget.patience
-        return self._budget.left(self.objective.waited_s) <= self._budget.reserve(len(self._contested))
+    def _time_left(self) -> float:
+        return self._budget.left(self.objective.waited_s)
+
+    def _is_late(self) -> bool:
+        """Whether the time for trials is over: what is left of it, the finals need."""
+        return self._time_left() <= self._budget.reserve(len(self._contested))
 
     # -- the finals
 
     def _decide(self) -> None:
         """Have the finalists of every search decided, and write down which searches are over."""
-        for trial, outcome in self.objective.decide(self._finalists()):
-            tags = {"closed": summary_of(trial.task)} if trial.task.search.is_over else {}
+        try:
+            self._write_last(self.objective.decide(self._finalists()))
+        except OutOfTime:
+            self.report.out_of_time = True
+        if self.objective.takes_time and self._time_left() <= 0:
+            self.report.out_of_time = True
+
+    def _write_last(self, words: Iterable[tuple[Trial, Outcome]]) -> None:
+        for trial, outcome in words:
+            ends = trial.task.search.is_over and outcome.decides
+            tags = {"closed": summary_of(trial.task)} if ends else {}
             stage = self.objective.final_stage
             self.ledger.add(trial.task.entry, trial.config, outcome, build_id=trial.build.id, stage=stage, tags=tags)
-        if self.objective.takes_time and self._budget.left(self.objective.waited_s) <= 0:
-            self.report.out_of_time = True
 
     def _finalists(self) -> Iterator[list[Trial]]:
         """Of each search, those that weigh most first. One that has only its default and was cut short is no matter."""
@@ -385,14 +445,8 @@ class Tuner:
             finalists = self.objective.finalists(t.search)
             if not finalists or (len(finalists) == 1 and not t.search.is_over):
                 continue
-            if self.objective.takes_time and self._budget.left(self.objective.waited_s) <= 0:
-                self.report.out_of_time = True
-                return
             self._tick(f"{t.kernel.name}: finalists of {t.item.where}")
-            began, waited = self._budget.clock(), self.objective.waited_s
             yield [self._trial(t, c) for c in finalists]
-            took = self._budget.clock() - began - (self.objective.waited_s - waited)
-            self._budget.final_s += (took - self._budget.final_s) / 8
 
 
 def _as_config(kernel: Kernel, fields: dict[str, Any]) -> Any | None:

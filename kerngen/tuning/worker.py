@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,6 +21,7 @@ from kerngen.system.interrupts import result_of
 from kerngen.system.processes import ProcessDied, Processes
 from kerngen.templates.kernel import Kernel, spread
 from kerngen.timing.gpu import Clocks, Seen, Watch
+from kerngen.tuning.budget import OutOfTime
 from kerngen.tuning.objective import FIGURES
 
 if TYPE_CHECKING:
@@ -64,7 +66,8 @@ class Observed:
 class GpuWorker:
     """Measures on this machine's GPU, one configuration at a time. Close it, or use it as a context.
 
-    timeout_s: after so long without an answer its process is killed: a kernel may wait for ever.
+    timeout_s: after so long without an answer its process is killed: a kernel may wait for ever. What measures takes
+    `within_s` too, the time that its caller has: where that is less and ends first, OutOfTime is raised.
     """
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
@@ -110,14 +113,26 @@ class GpuWorker:
         return self._seen(_checked, kernel.name, problem, config, image)
 
     def measure(
-        self, kernel: Kernel, problem: Any, config: Any, image: bytes, *, samples: int = 15, target_ms: float = 2.0
+        self,
+        kernel: Kernel,
+        problem: Any,
+        config: Any,
+        image: bytes,
+        *,
+        samples: int = 15,
+        target_ms: float = 2.0,
+        within_s: float = inf,
     ) -> Observed:
         """Check `config` against the reference on the problem's own inputs, then time it, as measure.time_function."""
-        return self._seen(_measure, kernel.name, problem, config, image, samples, target_ms)
+        return self._seen(_measure, kernel.name, problem, config, image, samples, target_ms, within_s=within_s)
 
-    def finals(self, kernel: Kernel, problem: Any, configs: list[tuple[Any, bytes]]) -> list[Observed]:
+    def finals(
+        self, kernel: Kernel, problem: Any, configs: list[tuple[Any, bytes]], *, within_s: float = inf
+    ) -> list[Observed]:
         """Check and time `configs` together, in rotated order, so that drifting clocks favour none."""
-        seen = self._seen(_finals, kernel.name, problem, configs, FINAL_ROUNDS, FINAL_SAMPLES, FINAL_MS)
+        seen = self._seen(
+            _finals, kernel.name, problem, configs, FINAL_ROUNDS, FINAL_SAMPLES, FINAL_MS, within_s=within_s
+        )
         return [seen] * len(configs) if isinstance(seen, Observed) else seen
 
     def in_turn(
@@ -132,25 +147,37 @@ class GpuWorker:
         return [seen] * len(candidates) if isinstance(seen, Observed) else seen
 
     def compare(
-        self, model: Model, step: Step, base: Sequence[Exchanged], other: Sequence[Exchanged], *, pairs: int = 12,
+        self,
+        model: Model,
+        step: Step,
+        base: Sequence[Exchanged],
+        other: Sequence[Exchanged],
+        *,
+        pairs: int = 12,
+        within_s: float = inf,
         fused: Mapping[tuple[str, Any], bool] | None = None,
-    ) -> Ratio | Observed:  # fmt: skip
+    ) -> Ratio | Observed:
         """How long `step` of `model` takes with `other`, over what it takes with `base`; what neither names runs its
         default. Or what came in the way. fused: of (kernel, problem) that replaces several, whether the step asks it
         where neither names it; what is not there its default configuration says.
         """
-        seen = self._seen(_compare, model, step, tuple(base), tuple(other), pairs, dict(fused or {}))
+        seen = self._seen(_compare, model, step, tuple(base), tuple(other), pairs, dict(fused or {}), within_s=within_s)
         return Observed("launch_failed", seen) if isinstance(seen, str) else seen
 
-    def _call(self, function: Callable[..., T], *arguments: Any) -> T:
-        return result_of(self._running().submit(function, *arguments), self._timeout_s)
+    def _call(self, function: Callable[..., T], *arguments: Any, within_s: float = inf) -> T:
+        return result_of(self._running().submit(function, *arguments), min(self._timeout_s, max(within_s, 0.0)))
 
-    def _seen(self, function: Callable[..., T], *arguments: Any) -> T | Observed:
-        """As `_call`; where the process dies or does not answer, that."""
+    def _seen(self, function: Callable[..., T], *arguments: Any, within_s: float = inf) -> T | Observed:
+        """As `_call`; where the process dies or does not answer, that. Raises OutOfTime after `within_s`, where that is
+        sooner: what was under way is of no use to its caller.
+        """
         try:
-            return self._call(function, *arguments)
+            return self._call(function, *arguments, within_s=within_s)
         except (ProcessDied, TimeoutError) as e:
-            return self._lost(e)
+            lost = self._lost(e)
+            if isinstance(e, TimeoutError) and within_s < self._timeout_s:
+                raise OutOfTime from None
+            return lost
 
     def _running(self) -> Processes:
         if self._process is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
+from math import inf, prod
 from typing import Any, Self
 
 from kerngen.arch import ARCHES, Device, find_device
@@ -68,14 +68,24 @@ class PlayedGpu:
         pass
 
     def measure(
-        self, kernel: Any, problem: Any, config: Any, image: bytes, *, samples: int = 15, target_ms: float = 0.0
+        self,
+        kernel: Any,
+        problem: Any,
+        config: Any,
+        image: bytes,
+        *,
+        samples: int = 15,
+        target_ms: float = 0.0,
+        within_s: float = inf,
     ) -> Observed:
         assert why_not_cubin(image, ARCHES[self.device().arch]) is None
         self._after(len(self.measured))
         self.measured.append((problem, config))
         return self._seen(self.times(problem, config), samples, is_timed_wrong=False)
 
-    def finals(self, kernel: Any, problem: Any, configs: list[tuple[Any, bytes]]) -> list[Observed]:
+    def finals(
+        self, kernel: Any, problem: Any, configs: list[tuple[Any, bytes]], *, within_s: float = inf
+    ) -> list[Observed]:
         return [self.measure(kernel, problem, c, image) for c, image in configs]
 
     def in_turn(
@@ -93,7 +103,15 @@ class PlayedGpu:
         return Observed("ok", "", what, what - 0.01, what + 0.01, what - 0.02, samples, 1e-3, 1e-4, {"sm_mhz": 1530})
 
     def compare(
-        self, model: Any, step: Any, base: Sequence[Any], other: Sequence[Any], *, pairs: int, fused: Any = None
+        self,
+        model: Any,
+        step: Any,
+        base: Sequence[Any],
+        other: Sequence[Any],
+        *,
+        pairs: int,
+        within_s: float = inf,
+        fused: Any = None,
     ) -> Any:
         before, after = ({e.problems[0]: e.config for e in chosen} for chosen in (base, other))
         self.looks.append((before, after, pairs))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kerngen.arch import Target, find_arch
+from kerngen.runtime.neighbours import Shape
 from kerngen.templates import find_kernel
 from kerngen.tuning.budget import JUDGED, MOST_FOR_FINALS, Budget, Weights, portions
-from kerngen.tuning.neighbours import OTHERWISE, Neighbours, distance, nearest
+from kerngen.tuning.neighbours import Neighbours
 from kerngen.tuning.plan import lower_bound_us
 from kerngen.tuning_db.read.ids import ProblemKey, problem_key
 from kerngen.workload.steps import STEPS
@@ -80,23 +81,26 @@ def _attention(batch: int, kv_len: int, **more: int) -> ProblemKey:
 
 
 def test_near_is_what_differs_by_little_as_a_ratio() -> None:
+    def apart(one: ProblemKey, other: ProblemKey) -> float:
+        shapes = [Shape.of(key.flat) for key in (one, other)]
+        assert shapes[0].kind == shapes[1].kind
+        return sum(shapes[0].octaves(shapes[1]))
+
     one = _attention(8, 2048)
-    assert distance(one, one) == 0
-    assert distance(one, _attention(8, 4096)) == pytest.approx(1, abs=0.01)
-    assert distance(one, _attention(2, 512)) == distance(_attention(2, 512), one)
-    assert distance(one, _attention(2, 512)) > distance(one, _attention(4, 2048))
-    odd = ProblemKey("k", {}, {"mode": "a", "flag": True}, None)
-    assert distance(odd, ProblemKey("k", {}, {"mode": "b", "flag": False}, None)) == 2 * OTHERWISE
+    assert apart(one, one) == 0
+    assert apart(one, _attention(8, 4096)) == 1
+    assert apart(one, _attention(2, 512)) == apart(_attention(2, 512), one) == 4
+    assert apart(one, _attention(8, 2048, num_q_heads=8, num_kv_heads=2)) > 0
+    kinds = {Shape.of(_attention(8, 2048, **more).flat).kind
+             for more in ({}, {"window": 1024}, {"window": 512}, {"head_dim": 512})}  # fmt: skip
+    assert len(kinds) == 3, "with a window and without, and by head_dim"
 
 
-def test_neighbours_share_what_is_compiled_in() -> None:
+def test_neighbours_are_of_one_kind_and_near_in_shape() -> None:
     keys = [_attention(8, 2048), _attention(8, 4096), _attention(8, 2048, q_len=4), _attention(1, 64),
-            _attention(16, 2048), _attention(32, 131072)]  # fmt: skip
-    assert nearest(keys[0], [keys[0], keys[1]]) == [1]
+            _attention(16, 2048), _attention(32, 131072), _attention(8, 2048, head_dim=512)]  # fmt: skip
     found = Neighbours(keys)
-    same = [i for i, k in enumerate(keys) if k.static_key == keys[0].static_key]
-    assert set(found.of(0)) <= set(same) - {0}
-    assert found.of(0)[0] in (1, 4)
-    assert len(found.of(0)) == min(3, len(same) - 1)
-    if keys[2].static_key != keys[0].static_key:
-        assert found.of(2) == []
+    assert set(found.of(0)) == {1, 4, 2}
+    assert found.of(0)[-1] == 2, "four tokens a sequence are two octaves away"
+    assert found.of(2)[0] == 0
+    assert found.of(6) == [], "another head_dim is another kind"

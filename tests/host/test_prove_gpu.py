@@ -242,7 +242,7 @@ def test_a_budget_is_of_what_runs(kerngen: Kerngen) -> None:
     ("error", "says"), [(ProcessDied(True), "took its process down"), (TimeoutError(), "no answer within")]
 )
 def test_a_fault_costs_its_process_alone(monkeypatch: pytest.MonkeyPatch, error: Exception, says: str) -> None:
-    def call(self: GpuWorker, function: Any, *arguments: Any) -> Any:
+    def call(self: GpuWorker, function: Any, *arguments: Any, within_s: float = 0.0) -> Any:
         raise error
 
     with toy_kernels(monkeypatch) as scale, GpuWorker() as gpu:

@@ -24,7 +24,7 @@ class FakeWorker:
     def device(self) -> Any:
         return find_device("H200")
 
-    def compare(self, *asked: Any, pairs: int, fused: Any) -> Any:
+    def compare(self, *asked: Any, pairs: int, within_s: float, fused: Any) -> Any:
         self.asked.append((*asked, pairs))
         return self.answer
 

@@ -13,6 +13,7 @@ from kerngen.errors import LaunchError
 from kerngen.system.processes import ProcessDied
 from kerngen.templates import find_kernel
 from kerngen.tuning import step_worker, worker
+from kerngen.tuning.budget import OutOfTime
 from kerngen.tuning.step_worker import GRAPHS_KEPT, Exchanged
 from kerngen.tuning.worker import GpuWorker, Observed
 from kerngen.workload.steps import Step
@@ -118,18 +119,21 @@ def test_what_cannot_run_says_so(image: bytes, why: str) -> None:
 def test_a_process_that_is_lost_is_what_came_of_it(
     monkeypatch: pytest.MonkeyPatch, error: Exception, outcome: str
 ) -> None:
-    def call(self: GpuWorker, function: Any, *arguments: Any) -> Any:
+    def call(self: GpuWorker, function: Any, *arguments: Any, within_s: float) -> Any:
         raise error
 
     monkeypatch.setattr(GpuWorker, "_call", call)
     seen = GpuWorker().compare(MODEL, STEP, [], [])
     assert isinstance(seen, Observed)
     assert seen.outcome == outcome
+    if outcome == "timed_out":
+        with pytest.raises(OutOfTime):
+            GpuWorker().compare(MODEL, STEP, [], [], within_s=1.0)
 
 
 def test_a_refusal_is_an_outcome_and_a_ratio_is_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "_held", [])
-    monkeypatch.setattr(GpuWorker, "_call", lambda self, function, *arguments: function(*arguments))
+    monkeypatch.setattr(GpuWorker, "_call", lambda self, function, *arguments, within_s: function(*arguments))
     refused = GpuWorker().compare(MODEL, STEP, [], [_exchanged(b"bad")])
     assert isinstance(refused, Observed)
     assert (refused.outcome, refused.reason) == ("launch_failed", "refused")

@@ -99,6 +99,22 @@ def test_finalists_beat_lucky_trials() -> None:
     assert "2 timed again together" in choice.reason
 
 
+def test_finals_outrank_only_what_they_were_compared_with() -> None:
+    """An A/B of two configurations shuts out none that a tune found, and a tune's finals outrank its lucky trials."""
+    ab = [
+        measured(f"b{n}", n, us, stage=stage, run="ab")
+        for n, us in ((2, 10.0), (3, 11.0))
+        for stage in ("trial", "final")
+    ]
+    lucky = measured("b4", 4, 9.0, run="ab")
+    tuned = measured("b1", 1, 8.0, run="tune", tags={"search": "s"})
+    assert won(observed(*ab, lucky)) == "b2"
+    assert won(observed(*ab, lucky, tuned)) == "b1"
+    later = [measured("b5", 5, 9.5, stage="final", run="later", tags={"search": "s"})]
+    assert won(observed(*ab, tuned, *later)) == "b5", "the same search went on: it had that trial to choose from"
+    assert won(observed(*ab, replace(tuned, tags={}), *later)) == "b1"
+
+
 def test_the_median_of_repeats_counts() -> None:
     rows = [measured("b1", 1, us, run=str(us)) for us in (1.0, 50.0, 60.0)]
     assert won(observed(*rows, measured("b2", 2, 40.0))) == "b2"

@@ -100,7 +100,7 @@ class Measurement:
     figure is left. Neither the reason nor the tags, which are words about a trial, are part of its identity. What is
     predicted or carried is the same fact whoever asks: its time and run are no part of it either, and repeating it adds
     no row.
-    stage: `final` for finalists that were timed again together: where a problem has any, only they can win. `step` for
+    stage: `final` for finalists that were timed again together: they outrank the trials of their run. `step` for
     those whose step was timed: with this configuration, step_us, and without, base_step_us, both in microseconds.
     step_id: of a StepKey (Store.add_step). base_id: digest of what all places of the step had without. p50_us is the
     kernel's time alone all the same.

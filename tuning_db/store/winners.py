@@ -9,9 +9,9 @@
    compiles with any more, wins only alone.
 3. Measured beats carried, and carried beats predicted. What is carried was chosen on this board before, by steps and
    sweeps of which no time is left. Among predictions only the newest cost model's count.
-4. Finalists, timed again together, beat single trials. Where configurations were exchanged in steps of a model, the
-   step decides: what is slower there than the best, or was not tried there, wins only where nothing else may
-   (step_trials.py).
+4. Finalists, timed again together, beat single trials of the same run or search. Where configurations were exchanged in
+   steps of a model, the step decides: what is slower there than the best, or was not tried there, wins only where
+   nothing else may (step_trials.py).
 5. Builds of one configuration with the same machine code are one: what was measured of one holds for all, and what
    keeps one from winning keeps all. So a comment in a source costs nothing once it is built (`kerngen db rebuild`).
 6. Its time is the median of its medians. Those within the noise of the fastest are equal, and the first of them in
@@ -303,12 +303,22 @@ def _eligible(
 
 
 def _finalists(observations: list[Observation], codes: dict[str, _Code], *, each: bool) -> list[Observation]:
-    """Rows of finals, where there are any. each: those of each code that has some, since more than finals decide."""
+    """Rows of finals, where there are any, and of what these were not compared with: a final outranks the trials of its
+    own code, and of its own run or search. each: of its own code alone, since more than finals decide.
+    """
     finals = [o for o in observations if o.measurement.stage == "final"]
-    if not each:
-        return finals or observations
     retimed = {codes[o.measurement.build_id or ""] for o in finals}
-    return finals + [o for o in observations if codes[o.measurement.build_id or ""] not in retimed]
+    compared = set[tuple[str, Any]]() if each else {of for o in finals for of in _compared_in(o.measurement)}
+    return finals + [
+        o
+        for o in observations
+        if codes[o.measurement.build_id or ""] not in retimed and compared.isdisjoint(_compared_in(o.measurement))
+    ]
+
+
+def _compared_in(m: Measurement) -> set[tuple[str, Any]]:
+    """Its run, and its search: a tune that goes on later draws its finalists from the trials of both."""
+    return {("run", m.run), *([("search", m.tags["search"])] if "search" in m.tags else [])}
 
 
 def _newest_model(observations: list[Observation]) -> list[Observation]:

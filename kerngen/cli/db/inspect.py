@@ -235,6 +235,7 @@ def find(
     """
     from kerngen.arch import Target, find_arch, find_device
     from kerngen.errors import TuningMiss, UsageError
+    from kerngen.runtime.selection import Selector
     from kerngen.templates import find_kernel, kernel_names
     from kerngen.templates.kernel import describe, fields_of, parse_fields
     from kerngen.tuning_db import lookup
@@ -262,7 +263,7 @@ def find(
     target = Target.of(find_device(device_name) if device_name is not None else arch)
     try:
         winner = lookup(stores, kernel, problem, target, strict=True)
-    except TuningMiss:
+    except TuningMiss as e:
         # Perhaps what was named is enough to mean one winner, and only the other fields' defaults miss it.
         named = {n: getattr(problem, n) for n in (p.partition("=")[0].strip() for p in fields.split(",")) if n}
         meant = [
@@ -280,7 +281,10 @@ def find(
                 f"{len(meant)} winners of {subject} on {arch} fit, and none serves {describe(problem)}",
                 hint=f"name more of {', '.join(sorted(differing))} with --problem, or an id: kerngen db ls -v",
             ) from None
-        raise
+        if kernel.why_unsupported(problem, target) is not None:
+            raise
+        runs = Selector(stores, target).choice(kernel, problem)
+        raise TuningMiss(f"{e.message}\n  runs: {runs.source}: {describe(runs.config)}", hint=e.hint) from None
     if winner is None:
         raise UsageError(f"no winner serves {subject}")
     store = next(s for s in stores if winner.source.startswith(f"{s.name}: "))

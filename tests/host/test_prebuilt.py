@@ -35,7 +35,7 @@ FILES = sorted(PREBUILT.rglob("*.txt"))
 BOARDS = shipped_boards()
 PREDICTED_ON = [b.name for b in BOARDS if any(p.name.endswith(PREDICTED) for p in b.files())]
 CARRIED_ON = [b.name for b in BOARDS if any(p.name.endswith(CARRIED) for p in b.files())]
-MOST_BYTES = 250_000  # of a board, without what was measured
+MOST_BYTES = 300_000  # of a board, without what was measured
 
 
 @cache

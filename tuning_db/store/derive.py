@@ -190,9 +190,8 @@ class _Derivation:
                             self.store.where, len(self.chosen) - len(rows), self.name)  # fmt: skip
             if rows:
                 connection.execute(t.winner.insert(), rows)
-        kernel_index.write(connection, self.static_key, arch, self.store.where)
-        winners = self.store.winners(self.name, arch=arch, static_key=self.static_key, closure=self.closure)
-        return [w for w in winners if w.id in ids]
+        index = kernel_index.write(connection, self.static_key, arch, self.store.where)
+        return [] if index is None else [p.winner for p in index.points if p.winner.id in ids]
 
     def _others_gone(self, connection: Connection) -> list[str]:
         """The ids of this board's winners that do not stay: those of this closure, and of others what must not win."""

@@ -94,14 +94,15 @@ def _with_code(connection: Connection, builds: dict[str, Build]) -> list[str]:
     return [id for id, b in builds.items() if b.image_sha in there and b.options == DEFAULT_OPTIONS]
 
 
-def write(connection: Connection, static_key: str, arch: str, where: str) -> None:
-    """Put the line of these compiled-in fields right, within the caller's transaction."""
+def write(connection: Connection, static_key: str, arch: str, where: str) -> KernelIndex | None:
+    """Put the line of these compiled-in fields right, within the caller's transaction; what it says, if anything."""
     id = index_id_of(static_key, arch)
     connection.execute(delete(t.line).where(t.line.c.id == id))
     if (line := index_of(connection, static_key, arch, where)) is not None:
         row = {"id": id, "kernel": filed_kernel(line.kernel), "static_key": static_key, "arch": arch,
                "body": encode(line)}  # fmt: skip
         connection.execute(t.line.insert(), [sealed(t.line, row)])
+    return line
 
 
 def write_all(connection: Connection, where: str) -> None:

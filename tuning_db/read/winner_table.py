@@ -16,7 +16,8 @@ Tuned points lie along the dynamic field (tokens, KV length). A point serves its
 next lower one, but where that lower one, or the default, was judged faster there (store/crossovers.py); nothing is
 served below the lowest or above the highest. Where a runtime field has finer buckets than powers of two
 (Problem.FINER), the problem's own cell is asked first, then those above it up to the power of two; what is carried
-serves its own cell alone.
+serves its own cell alone. Points that are measured and carried of this very device lie on one line: a measured one
+takes the place of a carried one, and serves no size that another carried one is nearer to.
 
 Everything is checked before it is served: the configuration must still be valid, the image must match its digest,
 nothing revoked counts. What fails is skipped with a warning that names it, once, and the next in order is asked.
@@ -41,7 +42,7 @@ from kerngen.tuning_db.read.canonical_fields import finer
 from kerngen.tuning_db.read.freshness import Freshness
 from kerngen.tuning_db.read.ids import bucketed, buckets_above, coordinates, problem_key
 from kerngen.tuning_db.read.kernel_index import KernelIndex, Point
-from kerngen.tuning_db.read.ranks import BEYOND, how, rank_of
+from kerngen.tuning_db.read.ranks import BEYOND, how, is_exact, rank_of
 from kerngen.tuning_db.read.source import Source
 from kerngen.tuning_db.read.values import PROVENANCES, Build, Winner
 
@@ -93,15 +94,13 @@ class _Choice:
 class _Row:
     """What one board has tuned of one cell in one way; `at` is None for a kernel that has no dynamic field.
 
-    choices: at each point, those for the kernel's code of today first.
+    choices: at each point, those for the kernel's code of today first. is_carried: it has points that are carried, and
+    serves its own cell alone.
     """
 
     at: list[int] | None = None
     choices: list[list[_Choice]] = field(default_factory=list)
-
-    @property
-    def is_carried(self) -> bool:
-        return self.choices[0][0].point.winner.provenance == "carried"
+    is_carried: bool = False
 
     def serving(self, dynamic: int | None) -> list[_Choice]:
         """Those of the lowest point at or above `dynamic`, none if that lies outside all points."""
@@ -194,22 +193,32 @@ class WinnerTable:
                 yield _Read(source, line, self.kernel, self._closure)
 
     def _ordered(self) -> Iterator[tuple[tuple[Any, ...], _Row]]:
-        """(cell, row) in the order of the module's docstring."""
+        """(cell, row) in the order of the module's docstring.
+
+        What is carried of this very device fills a row up whose other points it has measured: these serve no size that
+        a carried point lies nearer to.
+        """
         here = self.target.device
         for overriding in (True, False):
             found: list[tuple[int, int, float, str, _Row, tuple[Any, ...]]] = []
             for number, read in enumerate(r for r in self._reads if r.source.override == overriding):
                 rows: dict[tuple[Any, ...], dict[int | None, list[_Choice]]] = {}
                 ranks: dict[tuple[Any, ...], tuple[int, float, str]] = {}
+                carried = {p.winner.device for p in read.line.points if p.winner.provenance == "carried"}
                 for point in read.line.points:
                     w = point.winner
                     if (rank := rank_of(w, here)) == BEYOND and not overriding:
                         continue
-                    key = (coordinates(w.problem.runtime), w.device, w.provenance)
+                    is_own = w.provenance != "predicted" and is_exact(w.device, here)
                     rank += PROVENANCES.index(w.provenance) if rank == BEYOND else 0
-                    ranks[key] = rank, distance(w.device, here), w.device.name
-                    choice = _Choice(read, point, how(w, here))
-                    rows.setdefault(key, {}).setdefault(w.problem.dynamic, []).append(choice)
+                    choice, cell = _Choice(read, point, how(w, here)), coordinates(w.problem.runtime)
+                    keys = [(cell, w.device, w.provenance)]
+                    if is_own and any(is_exact(device, here) for device in carried):
+                        keys = [(cell, here, "carried")] + keys * (w.provenance == "measured")
+                    for key in keys:
+                        known = ranks.get(key, (rank, distance(w.device, here), w.device.name))
+                        ranks[key] = min(known, (rank, distance(w.device, here), w.device.name))
+                        rows.setdefault(key, {}).setdefault(w.problem.dynamic, []).append(choice)
                 for key, points in rows.items():
                     if (row := self._row(points)) is not None:
                         rank, far, name = ranks[key]
@@ -218,12 +227,16 @@ class WinnerTable:
                 yield cell, row
 
     def _row(self, points: dict[int | None, list[_Choice]]) -> _Row | None:
+        """Measured before carried; stable: then the newest."""
         for choices in points.values():
-            choices.sort(key=lambda c: c.point.winner.closure != self._closure)  # stable: then the newest
+            choices.sort(
+                key=lambda c: (c.point.winner.provenance == "carried", c.point.winner.closure != self._closure)
+            )
+        is_carried = any(c.point.winner.provenance == "carried" for choices in points.values() for c in choices)
         if not self.kernel.problem_type.DYNAMIC:
-            return _Row(None, [points[None]]) if None in points else None
+            return _Row(None, [points[None]], is_carried) if None in points else None
         at = sorted(d for d in points if d is not None)
-        return _Row(at, [points[d] for d in at]) if at else None
+        return _Row(at, [points[d] for d in at], is_carried) if at else None
 
     # ---- what is served
 
@@ -239,9 +252,12 @@ class WinnerTable:
         return known
 
     def _judged(self, row: _Row, choice: _Choice, problem: Any, dynamic: int | None) -> Winner | None:
-        """What serves a size between two points: the upper's winner, the lower's, or None for the default."""
+        """What serves a size between two points: the upper's winner, the lower's, or None for the default.
+
+        Where carried points lie between those that were judged, the upper's.
+        """
         w, switch = choice.point.winner, choice.point.switch
-        if dynamic is None or dynamic == w.problem.dynamic or w.closure != self._closure:
+        if dynamic is None or dynamic == w.problem.dynamic or w.closure != self._closure or row.is_carried:
             return choice.answer
         upto = bisect_left(switch, dynamic, key=lambda s: s[0])
         at = w.problem.dynamic if upto == len(switch) else switch[upto][1]

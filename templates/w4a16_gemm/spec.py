@@ -237,7 +237,9 @@ def candidates(problem: Problem, target: Target) -> tuple[Config, ...]:
         found += [*_gemv_candidates(p, target), *(_stream_candidates(p, target) if few else ())]
         found += MMA_TILINGS[: 2 if few else None] if p.num_tokens > 1 else ()
     found = [c for c in found if why_invalid(p, c, target) is None]
-    return tuple(found if found and arch.has_wgmma else [*found, *_any_arch_candidates(p, arch)])[:MOST_CANDIDATES]
+    if not found or not arch.has_wgmma:
+        found += (c for c in _any_arch_candidates(p, arch) if why_invalid(p, c, target) is None)
+    return tuple(found[:MOST_CANDIDATES])
 
 
 def _gemv_candidates(p: Problem, target: Target) -> Iterator[Config]:

@@ -261,6 +261,23 @@ def test_a_default_reads_w_once_for_few_tokens_and_keeps_memory_busy(board: str)
             assert blocks <= min(arch.smem_per_sm // smem, 2048 // math.prod(launch.block)) * sms, (problem, config)
 
 
+@pytest.mark.parametrize("board", ["V100", "A100", "H100", "H200", "B200", "RTX5090"])
+def test_candidates_are_few_valid_and_of_several_kinds(board: str) -> None:
+    """Matrices of models, and the halves and quarters of their rows that ranks of a model have."""
+    target = Target.of(find_device(board))
+    for (n, k), ranks, tokens in itertools.product(MATRICES, (1, 2, 4), (1, 2, 4, 6, 8, 16, 48, 100, 500, 4000)):
+        if n % (32 * ranks):
+            continue
+        problem = Problem(n // ranks, k, 32, target.arch.dtype, tokens)
+        found = spec.candidates(problem, target)
+        assert 1 <= len(found) <= 12, problem
+        assert all(spec.why_invalid(problem, c, target) is None for c in found), problem
+        if target.arch.has_wgmma:
+            assert len(set(found)) >= 3, problem
+            kinds = {c.body for c in found} if tokens <= 8 else {(c.block_m, c.block_n, c.blocks_per_sm) for c in found}
+            assert len(kinds) >= 2, problem
+
+
 def _streams(problem: Problem, target: Target) -> list[Config]:
     """Configurations of the body with bulk copies: one round a unit and several, whole shares and ragged ones."""
     tokens = 1 if problem.num_tokens == 1 else 4

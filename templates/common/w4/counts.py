@@ -22,8 +22,9 @@ WAITS_A_TILE = 0.25, 0.5  # of a warp with stream, for the digits of x; and if i
 LEAST_COLUMNS = 32  # a wgmma of fewer tokens takes as long
 LINE_BYTES = 128  # a load takes a clock of L1 for each line that it touches
 MEETING_WAITS = 2  # partial sums out, and the count of who arrived; then come the others' partial sums
-POSTED_WAITS = 2  # sums posted and received, a tile's parts by all who share it
-WAVE_WAITS = 3.4, 6.8  # of warpgroups, a tile's end; where helpers add up its sums
+# Of warpgroups, and where warps beside them add up sums: waits of a tile's end; of sums posted and received; and for
+# each 1024 sums of a tile, without helpers more by the parts that it has (regressions of 4,100 times of an H200).
+WAVE_WAITS, POSTED_WAITS, SUM_WAITS, WAITS_BY_PARTS = (3.4, 6.8), (10, 3), (0.58, 1.64), (0.85, 0)
 PARTS_AHEAD, WIDE_PARTS_AHEAD = 16, 4  # of 16 bytes, that the last to arrive loads at once (gemm.cuh, FLIGHT)
 
 
@@ -99,9 +100,10 @@ def _staged(p: Product, c: Tiling, arch: Arch, blocks: int) -> Traffic:
     if c.blocks_per_sm and rest:
         parts = min(-(-tile_stages // max(1, stages // blocks)) + 1, tile_stages)
         quads = c.warp_n * (c.block_m // c.warps_m) // 128
-        if c.warpgroups:  # of the last wave alone; sums that helpers add up take no turn of who multiplies
-            posted, a_sum = (3, 1.64) if c.overlaps_reduce else (10, 0.58 * (1 + 0.85 * log(max(1, blocks / rest))))
-            waits += posted + a_sum / 1024 * c.block_m * c.block_n
+        if c.warpgroups:  # of the last wave alone
+            of_parts = 1 + WAITS_BY_PARTS[c.overlaps_reduce] * log(blocks / rest)
+            waits += POSTED_WAITS[c.overlaps_reduce]
+            waits += SUM_WAITS[c.overlaps_reduce] / 1024 * c.block_m * c.block_n * of_parts
             shared = 6 * blocks * c.block_m * c.block_n * 4  # and zero again
         else:
             waits = MEETING_WAITS + -(-parts * quads // (PARTS_AHEAD if quads < 32 else WIDE_PARTS_AHEAD))

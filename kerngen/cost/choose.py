@@ -42,8 +42,8 @@ def fused_is_faster(kernel: Kernel, problem: Any, config: Any, target: Target) -
     """Whether a step with `config` is predicted to take no longer than with the kernels that `kernel` replaces, each by
     its default. True too where one of those does not serve its part.
     """
-    replaced = Counter(kernel.replaces(problem))
     try:
+        replaced = Counter(kernel.replaces(problem))
         apart = sum(n * _default_us(*each, target) for each, n in replaced.items())
     except ProblemError:
         return True

@@ -12,17 +12,18 @@ from kerngen.templates.kernel import Traffic
 WAITS, EXPERT_WAITS = 15, 4  # of a layer, and of its router and experts beside
 PEER_WAITS = 0.27  # for the sums of one more block
 UNEVEN = 0.5  # of what the busiest block has more than others, that the loads of the next product do not hide
-DRAINED = 0.6  # of what is in flight, that a layer's exchanges wait for
-TILE_OPS = 44  # instructions of a lane for a tile of 32 x 32 weights
+DRAINED = 0.6  # of what a third stage in flight holds, that a layer's exchanges wait for
+TILE_OPS = 24  # of 44 instructions of a lane for a tile of 32 x 32 weights, those that loads do not hide
 # Instructions for a byte of keys and values, as if they were all that a block waits for: what the 31B's take on an H200
 # at 32,768 to 131,072 tokens beyond their bytes (data/experiments/decode_layers.toml, long-contexts-31b).
-KEY_OPS = 4.5
+KEY_OPS = 4.4
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
-    """Every block reads every row through L2. dram_bytes: half of what a product's busiest block reads more than others
-    is waited for, as if all SMs read it, and loads in flight are in front of a layer's rows. waits: of a layer, for
-    each product, norm and attention that all blocks meet at, and for the blocks that share an n-tile.
+    """Every block reads every row through L2. dram_bytes: half of what the busiest block of out and down reads more
+    than others is waited for, as if all SMs read it, and the loads of a third stage are in front of a layer's rows.
+    waits: of a layer, for each product, norm and attention that all blocks meet at, and for the blocks that share an
+    n-tile.
     """
     p, c, blocks, num_sms = problem, config, num_blocks(problem, config, target), target.device.num_sms
     tile_bytes = matrix_bytes(STRIP, STRIP, p.group_size)
@@ -33,12 +34,12 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
         if p.num_experts:
             rows += 4 * (p.num_experts + p.top_k * p.expert_inner) + 4 * p.hidden * c.max_peers
         waits += WAITS + (EXPERT_WAITS if p.num_experts else 0)
-        for (n, k), parts in zip(p.matrices(letter), c.parts, strict=False):
+        for (n, k), parts in list(zip(p.matrices(letter), c.parts, strict=False))[1::2]:  # out, and down
             strips, tiles = n // STRIP, k // STRIP
             uneven += num_sms * ceil(strips * parts / blocks) * ceil(tiles / parts) - strips * tiles
             waits += PEER_WAITS * (max_peers(strips, parts, min(blocks, strips * parts)) - 1)
-    in_flight = c.max_inflight_stages * slot_bytes(p, c)
-    dram = least + UNEVEN * uneven * tile_bytes + DRAINED * len(p.layers) * blocks * in_flight
+    in_flight, more = c.max_inflight_stages * slot_bytes(p, c), max(c.max_inflight_stages - 2, 0) * slot_bytes(p, c)
+    dram = least + UNEVEN * uneven * tile_bytes + DRAINED * len(p.layers) * blocks * more
     return Traffic(
         round(dram), 0, l2_bytes=least + blocks * rows, smem_bytes=2 * least,
         cuda_ops=weights * TILE_OPS // 32 + int(KEY_OPS * key_bytes(p)), bytes_in_flight=in_flight, copies=True,

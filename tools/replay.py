@@ -51,7 +51,7 @@ class Recalled:
     trials = TRIALS
     needs_image = takes_time = False
     final_stage = "final"
-    margin = final_s = waited_s = 0.0
+    margin = final_s = finals_s = waited_s = 0.0
     settings: Sequence[Any] = ()
     remarks: Sequence[str] = ()
     selections: Selections | None = None

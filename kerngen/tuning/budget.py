@@ -24,7 +24,7 @@ PORTIONS = 32  # a round: enough that compilers are ahead of the GPU, few enough
 # was found by then is within 5 % of the best of all but one (`tools.replay --least-gain 0.002`).
 LEAST_GAIN = 0.002
 JUDGED = 0.5  # of all weight, what the steps have by which a tuned model is judged; all others share the rest
-MOST_FOR_FINALS = 0.25  # of the whole time
+MOST_FOR_FINALS, MOST_WHERE_SHORT = 0.25, 0.5  # of the whole time; where a quarter is less than finals take
 # To derive a problem's winner and check it, in seconds: 600 problems took 9 s of a core of a slow host.
 CONCLUDED_S = 0.015
 MOST_FOR_CONCLUSION = 0.25  # of the whole time
@@ -37,20 +37,27 @@ class OutOfTime(Exception):
 @dataclass(slots=True)
 class Budget:
     """The time of one run. seconds: None for no limit. clock: in seconds. began: when the run did, by it. final_s: to
-    decide between a problem's finalists, as far as is known. num_problems: whose winners are derived at the end.
+    decide between a problem's finalists, as far as is known; finals_s: between all, at least. num_problems: whose
+    winners are derived at the end.
     """
 
     seconds: float | None
     clock: Callable[[], float]
     began: float
     final_s: float
+    finals_s: float = 0.0
     num_problems: int = 0
 
     def left(self, waited_s: float = 0.0) -> float:
         """Seconds until the conclusion has to begin, of which those spent waiting for others are no part."""
         if self.seconds is None:
             return inf
-        return self.whole_left(waited_s) - min(self.num_problems * CONCLUDED_S, MOST_FOR_CONCLUSION * self.seconds)
+        return self.whole_left(waited_s) - self.conclusion_s
+
+    @property
+    def conclusion_s(self) -> float:
+        """Seconds that deriving and checking the winners takes, as far as is known; kept free at the end."""
+        return min(self.num_problems * CONCLUDED_S, MOST_FOR_CONCLUSION * (self.seconds or inf))
 
     def whole_left(self, waited_s: float = 0.0) -> float:
         """Seconds until the end, the conclusion's among them."""
@@ -58,7 +65,9 @@ class Budget:
 
     def reserve(self, num_finals: int) -> float:
         """Seconds that searching has to leave to so many finals."""
-        return min(num_finals * self.final_s, MOST_FOR_FINALS * (self.seconds or 0.0))
+        whole = self.seconds or 0.0
+        most = max(MOST_FOR_FINALS * whole, min(self.finals_s, MOST_WHERE_SHORT * whole))
+        return min(num_finals * self.final_s, most)
 
 
 class Weights:

@@ -65,12 +65,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Selections:
-    """What a run of a model would choose. before: as the tune began. now: by all rows that are written so far. image:
-    the machine code of a choice, compiled if need be; raises OutOfTime as a Trial's.
+    """What a run of a model would choose. before: as the tune began. now: by all rows that are written so far, which
+    takes about `now_s` seconds. image: the machine code of a choice, compiled if need be; raises OutOfTime as a
+    Trial's.
     """
 
     before: Selector
     now: Callable[[], Selector]
+    now_s: float
     image: Callable[[Choice], bytes]
 
 
@@ -79,17 +81,18 @@ class Objective(Protocol):
 
     name: as --objective and the reports have it; another name is another search. how: the same in words, for a
     report's head. provenance, row: of the rows that it causes, and further fields of each (model, environment).
-    target: what it judges on. trials: configurations a problem, the default included, unless the user says otherwise.
-    batch: asked of each search in a round; a constant, since answers must not depend on the number of workers.
-    sampler: what proposes configurations. "model" goes down the cost model's ranking, and the search is exact: it ends
-    when nothing that is left can win. "residual" learns what the model gets wrong (sampler.py). margin: how much longer
-    the default has to take for another to win, as a part of that one's time. settings: what else
-    decides how its searches go. needs_image: judging launches the kernel; otherwise the figures of a build are enough,
-    and a known one is not compiled. takes_time: judging does, beyond the compile, so that nothing is judged once the
-    time is over. final_stage: of the rows that end a search. final_s: seconds that deciding between a problem's
-    finalists takes, before any was decided. waited_s: what judging has spent so far waiting for others, which is not on
-    the run's time. remarks: on the whole run, for the report. The tuner sets `say`, which is told what is going on, and
-    `left`, which gives the seconds that are left of the run's time, and `selections`.
+    target: what it judges on. trials: configurations a problem, the default included, unless the user says
+    otherwise. batch: asked of each search in a round; a constant, since answers must not depend on the number of
+    workers. sampler: what proposes configurations. "model" goes down the cost model's ranking, and the search is
+    exact: it ends when nothing that is left can win. "residual" learns what the model gets wrong (sampler.py).
+    margin: how much longer the default has to take for another to win, as a part of that one's time. settings: what
+    else decides how its searches go. needs_image: judging launches the kernel; otherwise the figures of a build are
+    enough, and a known one is not compiled. takes_time: judging does, beyond the compile, so that nothing is judged
+    once the time is over. final_stage: of the rows that end a search. final_s: seconds that deciding between a
+    problem's finalists takes, before any was decided; finals_s: that deciding between all takes at least. waited_s:
+    what judging has spent so far waiting for others, which is not on the run's time. remarks: on the whole run, for
+    the report. The tuner sets `say`, which is told what is going on, and `left`, which gives the seconds that are
+    left of the run's time, and `selections`.
     """
 
     name: str
@@ -105,6 +108,7 @@ class Objective(Protocol):
     takes_time: bool
     final_stage: str
     final_s: float
+    finals_s: float
     settings: Sequence[Any]
     remarks: Sequence[str]
     waited_s: float
@@ -142,7 +146,7 @@ class Predicted:
     sampler, margin = "model", PREDICTED_MARGIN
     needs_image = takes_time = False
     final_stage = "trial"
-    final_s = waited_s = 0.0
+    final_s = finals_s = waited_s = 0.0
     settings: Sequence[Any] = ()
     remarks: Sequence[str] = ()
     selections: Selections | None = None
@@ -199,7 +203,7 @@ class Measured:
     trials, batch = 40, 6
     sampler, margin = "residual", 0.0
     needs_image = takes_time = True
-    final_stage, final_s = "final", 0.5
+    final_stage, final_s, finals_s = "final", 0.5, 0.0
     selections: Selections | None = None
 
     def __init__(self, worker: GpuWorker, lock: GpuLock | None = None) -> None:

@@ -103,6 +103,7 @@ class Stepped(Measured):
     name = "step"
     how = "measured, and chosen by the steps of the model"
     final_s = 1.0
+    finals_s = 40.0  # to make the steps' model, look at each step, and derive winners in between
 
     def __init__(
         self,
@@ -172,8 +173,9 @@ class Stepped(Measured):
                     yield trial, replace(search.outcomes[before], decides=False)
 
     def _left_for_steps(self) -> float:
-        """Without what the others have, and what the last looks at the steps take."""
-        return self.left() - self._kept - LOOKS_AT_THE_END * sum(s.look_s for s in self._steps)
+        """Without what the others have, and what the end takes: to derive the winners, and to look at the steps."""
+        now_s = self.selections.now_s if self.selections is not None else 0.0
+        return self.left() - self._kept - now_s - LOOKS_AT_THE_END * sum(s.look_s for s in self._steps)
 
     # -- all finalists together
 
@@ -265,6 +267,7 @@ class Looks:
         self._weight = sum(s.key.weight for s in steps)
         self._images: dict[tuple[Name, Any], bytes] = {}
         self._done = 0
+        self._for_last_looks = 0.0  # seconds
 
     def begin(self, start: Assignment) -> None:
         """Find out what a look takes, and what two at the same differ by: STEP_NOISE of a step at least, since what is
@@ -303,9 +306,10 @@ class Looks:
         seconds = [sum(s.look_s for s in self.steps if p.name in s.points) for p in places]
         weights = [len(p.configs) for p in places]
         mean = sum(w * s for w, s in zip(weights, seconds, strict=True)) / sum(weights)
-        if self._left() == inf or mean <= 0:
+        if self._left() == inf:
             return MOST_EVALUATIONS
-        return int(max(min(MOST_EVALUATIONS, self._left() / 2 / mean), 1))
+        self._for_last_looks = self._left() / 2
+        return MOST_EVALUATIONS if mean <= 0 else int(max(min(MOST_EVALUATIONS, self._for_last_looks / mean), 1))
 
     def shares(self) -> dict[Name, float]:
         """Of the steps' time that each place has, by its time alone."""
@@ -324,6 +328,8 @@ class Looks:
     def judge(self, base: Assignment, other: Assignment) -> float:
         """The weighted geometric mean of the steps' ratios; those that what differs is no part of are not run."""
         changed = {name for name in other if other[name] != base[name]}
+        if self._left() <= self._for_last_looks:  # looks take longer than the first ones did
+            raise Spent
         total = 0.0
         for step in self.steps:
             if changed & step.points.keys():
@@ -351,20 +357,23 @@ class Looks:
 
     def compare(self, step: JudgedStep, base: Choice, other: Choice, pairs: int, within_s: float) -> Ratio:
         """Of the whole model's step, by what each kernel takes alone with what the timer was made with."""
-        self._told(step)
-        seen = step.timer.compare(base, other, pairs=pairs, within_s=within_s)
+        seen = self._look(step, base, other, pairs, within_s)
         changed = {p for p in step.names if base[p][0] != other[p][0]}
         return of_whole_step(seen, [(p, p.us) for p in step.names], changed)
 
-    def _told(self, step: JudgedStep) -> None:
+    def _look(self, step: JudgedStep, base: Choice, other: Choice, pairs: int, within_s: float) -> Ratio:
         self._done += 1
         self._say(f"{step.key.name}: look {self._done}")
+        before = self._left() if step.look_s else inf
+        seen = step.timer.compare(base, other, pairs=pairs, within_s=within_s)
+        if before < inf:
+            took = before - self._left()
+            step.look_s = max(took, step.look_s + (took - step.look_s) / 4)
+        return seen
 
     def _compare(self, step: JudgedStep, base: Assignment, other: Assignment, pairs: int) -> Ratio:
-        self._told(step)
         self._require(0.0)
-        choices = self._choice(step, base), self._choice(step, other)
-        seen = step.timer.compare(*choices, pairs=pairs, within_s=self._left())
+        seen = self._look(step, self._choice(step, base), self._choice(step, other), pairs, self._left())
         changed = {name for name in step.points.keys() & other.keys() if other[name] != base[name]}
         points = [(p, self._us(name, p, base)) for p, name in step.names.items()]
         return of_whole_step(seen, points, {p for name in changed for p in step.points[name]})

@@ -97,7 +97,8 @@ class Tuner:
         self.report = Report(self.target, objective.name, objective.how, uuid4().hex[:12])
         self.ledger = Ledger(store, objective, self.report.run, [self.trials, seed, LEAST_GAIN])
         self._progress = progress
-        self._budget = Budget(time_budget_s, clock, clock() if began is None else began, objective.final_s)
+        since = clock() if began is None else began
+        self._budget = Budget(time_budget_s, clock, since, objective.final_s, objective.finals_s)
         self._tasks: list[Task] = []
         self._weights, self._neighbours = Weights(()), Neighbours(())
         self._left = 0
@@ -126,12 +127,14 @@ class Tuner:
     def _run(self, items: Sequence[Item]) -> Report:
         if self.objective.takes_time:
             self._before = self._selector()
-            self.objective.selections = Selections(self._before, self._selected_now, self._image_of)
         tasks = self._tasks = [t for t in map(self._task, items) if t is not None]
         self._budget.num_problems = len(tasks)
         self._weights = Weights([t.item for t in tasks])
         self._neighbours = Neighbours([t.entry.key for t in tasks])
         self._gains.begin(tasks, self._weights)
+        if self._before is not None:
+            how_long = self._budget.conclusion_s
+            self.objective.selections = Selections(self._before, self._selected_now, how_long, self._image_of)
         try:
             self._suggest_stored()
             self._search()

@@ -7,7 +7,7 @@ import pytest
 from kerngen.arch import Target, find_arch
 from kerngen.runtime.neighbours import Shape
 from kerngen.templates import find_kernel
-from kerngen.tuning.budget import JUDGED, MOST_FOR_FINALS, Budget, Weights, portions
+from kerngen.tuning.budget import CONCLUDED_S, JUDGED, MOST_FOR_FINALS, MOST_WHERE_SHORT, Budget, Weights, portions
 from kerngen.tuning.neighbours import Neighbours
 from kerngen.tuning.plan import lower_bound_us
 from kerngen.tuning_db.read.ids import ProblemKey, problem_key
@@ -71,6 +71,12 @@ def test_the_reserve_is_what_finals_need_and_no_more_than_a_quarter() -> None:
     assert budget.left(waited_s=20) == 115, "waiting for others is not on it"
     assert budget.reserve(10) == 5
     assert budget.reserve(10_000) == 100 * MOST_FOR_FINALS
+    short = Budget(60.0, lambda: now[0], 0.0, final_s=1.0, finals_s=40.0)
+    assert [short.reserve(n) for n in (5, 1000)] == [5, 60 * MOST_WHERE_SHORT]
+    assert Budget(1000.0, lambda: now[0], 0.0, final_s=1.0, finals_s=40.0).reserve(1000) == 250
+    whole = Budget(100.0, lambda: now[0], began=5.0, final_s=0.5, num_problems=600)
+    assert whole.whole_left() == 95
+    assert whole.left() == pytest.approx(95 - 600 * CONCLUDED_S), "what the conclusion takes is kept free"
     assert Budget(None, lambda: now[0], 0.0, 0.5).left() == float("inf")
     assert Budget(None, lambda: now[0], 0.0, 0.5).reserve(100) == 0
 

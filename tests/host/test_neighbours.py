@@ -12,6 +12,7 @@ import pytest
 from test_tune import V100, FakeGpu
 
 from kerngen.arch import Target
+from kerngen.bundles.build import _collect
 from kerngen.bundles.preflight import DEFAULT as BY_DEFAULT
 from kerngen.bundles.preflight import PREDICTED, kind_of
 from kerngen.compiler.cache import CachedCompiler, CompileCache
@@ -23,6 +24,7 @@ from kerngen.tuning.objective import Measured, Predicted
 from kerngen.tuning.space import candidates
 from kerngen.tuning.tuner import Tuner
 from kerngen.tuning_db import Store
+from kerngen.tuning_db.dist.export import shipment
 from kerngen.tuning_db.store.winners import PREDICTED_MARGIN
 from kerngen.workload.workload import Item
 
@@ -64,6 +66,10 @@ def test_the_winner_of_a_near_shape_runs_where_the_model_agrees(scale: Kernel, s
     assert choice.neighbour is not None
     assert choice.neighbour.id == own.winner.id
     assert kind_of(choice, TARGET) == PREDICTED
+    with shipment() as made:
+        _collect(made, [store], [choice])
+        bundled = Selector([made.store], TARGET).choice(kernel, problem)
+        assert (bundled.config, bundled.source) == (choice.config, choice.source), "a bundle brings it along"
     beyond = selector.choice(kernel, scale.problem_type(1024 << int(FAR + 1), 64))
     assert (beyond.source, kind_of(beyond, TARGET)) == (DEFAULT, BY_DEFAULT)
     assert Selector([], TARGET).choice(kernel, problem).source == DEFAULT

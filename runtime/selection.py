@@ -97,6 +97,10 @@ class KernelSelector:
             known = self._tuned[id(winner)] = winner, choice
         return known[1]
 
+    def tuned_lengths(self, problem: Any) -> Sequence[int]:
+        """Where something is tuned along the dynamic field, for the other runtime fields that `problem` has."""
+        return () if self._table is None else self._table.lengths(problem)
+
     def _default(self, problem: Any) -> Choice:
         """The default of the next power of two on the dynamic axis, or the problem's own where that cannot run it.
 
@@ -212,6 +216,10 @@ class Selector:
                 self._known.clear()
             found = self._known[asked] = self._selector(kernel, problem).choice(problem)
         return found
+
+    def tuned_lengths(self, kernel: Kernel, problem: Any) -> Sequence[int]:
+        """See KernelSelector.tuned_lengths."""
+        return self._selector(kernel, problem).tuned_lengths(problem)
 
     def fuses(self, kernel: Kernel, problem: Any) -> bool:
         """Whether a step asks `kernel` for `problem`; if not, it asks the kernels that this one replaces."""

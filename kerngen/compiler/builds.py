@@ -58,16 +58,31 @@ class Built:
 
 
 def choices(load: Workload, selector: Selector, unsupported: Counter[str]) -> Iterator[tuple[Any, Choice]]:
-    """(problem, what runs it) of a workload, and of the lengths between its own; see `lengths_between`.
+    """(problem, what runs it) of a workload, of the lengths between its own (see `lengths_between`), and of those
+    between at which something is tuned.
 
     unsupported: is given what no configuration of a kernel can run, in words, with how often.
     """
+    lines: dict[tuple[Any, ...], dict[int, Any]] = {}
     for name, problem in lengths_between(load):
         kernel = find_kernel(name)
         if (why := kernel.why_unsupported(problem, selector.target)) is not None:
             unsupported[f"{name} on {selector.target.arch}: {why}"] += 1
             continue
         yield problem, selector.choice(kernel, problem)
+        if problem.DYNAMIC:
+            lines.setdefault(_line(kernel, problem), {})[getattr(problem, problem.DYNAMIC)] = problem
+    for (name, *_), points in lines.items():
+        kernel, (first, *_) = find_kernel(name), points.values()
+        for length in selector.tuned_lengths(kernel, first):
+            if length not in points and min(points) < length < max(points):
+                problem = replace(first, **{first.DYNAMIC: length})
+                yield problem, selector.choice(kernel, problem)
+
+
+def _line(kernel: Kernel, problem: Any) -> tuple[Any, ...]:
+    """What problems share that differ in their length alone; the kernel's name first."""
+    return (kernel.name, *static_fields(problem).values(), *coordinates(bucketed(kernel, problem)))
 
 
 def lengths_between(load: Workload) -> Iterator[tuple[str, Any]]:
@@ -90,8 +105,7 @@ def _lengths_between(load: Workload) -> Iterator[tuple[str, Any]]:
         problem = item.problem
         yield item.kernel, problem
         if problem.DYNAMIC:
-            kernel = find_kernel(item.kernel)
-            line = (item.kernel, *static_fields(problem).values(), *coordinates(bucketed(kernel, problem)))
+            line = _line(find_kernel(item.kernel), problem)
             lines.setdefault(line, {})[getattr(problem, problem.DYNAMIC)] = problem
     for (kernel_name, *_), points in lines.items():
         lengths = {1 << e for e in range(min(points).bit_length(), max(points).bit_length())}

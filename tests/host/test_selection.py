@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +15,19 @@ from sheets import measured_store
 
 from kerngen.arch import Target, find_arch, find_device
 from kerngen.compiler import render as rendering
+from kerngen.compiler.builds import choices
 from kerngen.runtime import selection as selection_module
 from kerngen.runtime.selection import DEFAULT, Selector
 from kerngen.templates import find_kernel
-from kerngen.tuning_db import Source, lookup, open_source
+from kerngen.tuning_db import Source, Store, lookup, open_source
+from kerngen.tuning_db.dist.fields_text import as_json
+from kerngen.tuning_db.dist.results_folder import build
+from kerngen.tuning_db.dist.results_parser import parse
+from kerngen.tuning_db.read.canonical_fields import filed_device
 from kerngen.tuning_db.read.freshness import Freshness
 from kerngen.tuning_db.read.ids import bucketed, buckets_above
 from kerngen.tuning_db.read.reader import Reader
+from kerngen.workload.workload import Item, Workload
 
 H200 = Target.of(find_device("H200"))
 GEMM = find_kernel("w4a16_gemm")
@@ -177,3 +185,21 @@ def test_where_the_buckets_default_cannot_run_a_length_its_own_default_serves(mo
     choices = [selector.choice(GEMM, replace(DOWN, num_tokens=t)) for t in (32768, 20000, 20001)]
     assert [c.config for c in choices] == [wide, narrow, narrow]
     assert choices[1] is choices[2]
+
+
+def test_what_is_tuned_between_the_lengths_of_a_workload_is_built_too(tmp_path: Path) -> None:
+    """A bundle has all points of a winner's line, and a run of 70 tokens asks for that of 80."""
+    gate = find_kernel("gelu_gate")
+    board = f"gelu_gate sm90 H200\nboard {as_json(filed_device(H200.device))}\n"
+    text = (
+        f'kerngen-results 2 {board}carried c1 "steps"\n\nproblem width=64\n a threads=256 @000000000000\n'
+        " b threads=64 @111111111111\n c @222222222222\n | num_tokens 32=b 48=a 64=b 80=c 128=a 256=b\n"
+    )
+    problems = [gate.problem_type(width=64, num_tokens=n) for n in (64, 128)]
+    with Store.open(tmp_path / "carried.db") as store:
+        assert build([parse(text)], store, None).faults == []
+        selector = Selector([store], H200)
+        load = Workload("a model", "sm90", tuple(Item("gelu_gate", p, ()) for p in problems))
+        found = {p.num_tokens: choice.config.threads for p, choice in choices(load, selector, Counter())}
+        assert found == {64: 64, 80: 128, 128: 256}
+        assert selector.choice(gate, replace(problems[0], num_tokens=70)).config.threads == 128

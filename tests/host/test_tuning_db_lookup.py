@@ -246,6 +246,26 @@ def test_a_finer_bucket_is_asked_before_those_above_it(stores: list[Store], batc
     assert (found.config["block_n"] if found else None) == served_by
 
 
+def test_between_two_measured_points_the_nearest_carried_one_serves(stores: list[Store], kernel: Kernel) -> None:
+    """Of one database: what was chosen for 96 tokens is nearer to 90 than what was measured at 512. What another
+    database measured, a user's own, comes first all the same.
+    """
+    _, user, prebuilt = stores
+    for at, how in ((64, "measured"), (96, "carried"), (128, "carried"), (512, "measured"), (640, "carried")):
+        record(prebuilt, kernel, at + (how == "carried"), 10.0, problem=Problem(num_tokens=at), provenance=how)
+    record(prebuilt, kernel, 3, 10.0, problem=Problem(num_tokens=100), device=TWIN, provenance="carried")
+
+    def served(num_tokens: int) -> int | None:
+        found = ask(stores, kernel, Problem(num_tokens=num_tokens))
+        return None if found is None else int(found.config["block_n"])
+
+    sizes = (63, 64, 65, 96, 97, 128, 129, 512, 513, 641)
+    assert [served(n) for n in sizes] == [None, 64, 97, 97, 129, 129, 512, 512, 641, None]
+    for at in (32, 256):
+        record(user, kernel, at + 2, 10.0, problem=Problem(num_tokens=at))
+    assert [served(n) for n in sizes] == [258, 258, 258, 258, 258, 258, 258, 512, 641, None]
+
+
 def test_what_is_carried_serves_its_own_bucket_alone(stores: list[Store]) -> None:
     """It was chosen for that batch; of 7 sequences a default knows better than what was chosen for 8."""
     kernel = make_kernel()

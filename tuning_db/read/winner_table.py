@@ -159,6 +159,10 @@ class WinnerTable:
                 older = older or choice.answer
         return older
 
+    def lengths(self, problem: Any) -> list[int]:
+        """Where it has points along the dynamic field that may serve problems with these other runtime fields."""
+        return sorted({at for row in self._rows(problem) for at in row.at or ()})
+
     def passed_over(self, problem: Any) -> Winner | None:
         """The winner that does not serve `problem` because the default was judged to be faster; None if none is."""
         dynamic = getattr(problem, problem.DYNAMIC) if problem.DYNAMIC else None

@@ -20,6 +20,7 @@ from kerngen.tuning_db.read.ids import digest
 from kerngen.workload.steps import Ratio
 
 if TYPE_CHECKING:
+    from kerngen.runtime.selection import Selector
     from kerngen.tuning.objective import Outcome, Selections
     from kerngen.tuning.step_objective import Choice, JudgedStep, Looks, Name
     from kerngen.tuning.task import Trial
@@ -48,7 +49,7 @@ class End:
         """What takes back whatever makes a step slower, until none is, or nothing is left to take back."""
         while True:
             now = self._selections.now()
-            afters = [self._looks.running(step, now) for step in self._looks.steps]
+            afters = [self._running(step, now) for step in self._looks.steps]
             self.ratios = [self._judged(*pair) for pair in zip(self._looks.steps, afters, strict=True)]
             slow: dict[Name, None] = {}
             for step, after, ratio in zip(self._looks.steps, afters, self.ratios, strict=True):
@@ -75,7 +76,16 @@ class End:
             found.append(f"slower in a step, and what ran before does not run any more: {_named(self._kept)}")
         return found
 
-    def _judged(self, step: JudgedStep, after: Choice) -> Ratio:
+    def _running(self, step: JudgedStep, now: Selector) -> Choice | None:
+        """None where that is not to be had: its machine code was not made in time."""
+        try:
+            return self._looks.running(step, now)
+        except (KerngenError, OutOfTime):
+            return None
+
+    def _judged(self, step: JudgedStep, after: Choice | None) -> Ratio:
+        if after is None:
+            return Ratio(inf, 0.0, step.base_us)
         if all(after[p][0] == config for p, (config, _) in step.before.items()):
             return Ratio(1.0, 0.0, step.base_us)
         try:
@@ -83,16 +93,17 @@ class End:
         except (KerngenError, OutOfTime):
             return Ratio(inf, 0.0, step.base_us)
 
-    def _culprits(self, step: JudgedStep, after: Choice, ratio: Ratio) -> list[Name]:
+    def _culprits(self, step: JudgedStep, after: Choice | None, ratio: Ratio) -> list[Name]:
         """Of what was exchanged in the step and not yet taken back: what makes it faster by going back alone. All of
         it where nothing does, where some went back already, or where there is no time to look.
         """
         changed: dict[Name, Choice] = {}
         for point, (config, image) in step.before.items():
             name = step.names[point]
-            if name is not None and after[point][0] != config and name not in self._taken and name not in self._kept:
+            is_same = after is not None and after[point][0] == config
+            if name is not None and not is_same and name not in self._taken and name not in self._kept:
                 changed[name] = {**changed.get(name, {}), point: (config, image)}
-        if ratio.median == inf or self._taken or self._left() < (len(changed) + 2) * step.look_s:
+        if after is None or ratio.median == inf or self._taken or self._left() < (len(changed) + 2) * step.look_s:
             return list(changed)
         found = []
         for name, back in changed.items():

@@ -329,6 +329,7 @@ class Looks:
         """The weighted geometric mean of the steps' ratios; those that what differs is no part of are not run."""
         changed = {name for name in other if other[name] != base[name]}
         if self._left() <= self._for_last_looks:  # looks take longer than the first ones did
+            self._for_last_looks = 0.0  # what was chosen by now is judged once more
             raise Spent
         total = 0.0
         for step in self.steps:

@@ -8,7 +8,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from kerngen.tuning.descent import Descent, Place, descend
+from kerngen.tuning.descent import Descent, Place, Spent, descend
 
 NOISE = 0.004  # that the descent is told; the clock's is SIGMA
 SIGMA = 0.001
@@ -152,3 +152,19 @@ def test_an_answer_that_is_no_faster_after_all_is_the_start() -> None:
 
     found = descend(step.places(), [], judge, (step.default,), noise=lambda _: NOISE, max_evaluations=2000)
     assert (found.chosen, found.ratio, found.moves) == (step.default, 1.0, ())
+
+
+@pytest.mark.parametrize("most", [1, 3, 40, 120])
+def test_where_the_judge_has_no_more_time_nothing_stands_that_was_not_judged_at_the_end(most: int) -> None:
+    step, looks = Step(1), 0
+
+    def judge(base: Chosen, other: Chosen) -> float:
+        nonlocal looks
+        looks += 1
+        if looks > most:
+            raise Spent
+        return step.judge(base, other)
+
+    found = descend(step.places(), step.pairs, judge, (step.default,), noise=lambda _: NOISE, max_evaluations=2000)
+    assert not found.complete
+    assert (found.chosen, found.ratio) == (step.default, 1.0)

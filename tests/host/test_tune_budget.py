@@ -130,6 +130,30 @@ def test_slow_steps(scale: Kernel, tmp_path: Path, model_s: float, look_s: float
         assert not taken
 
 
+def test_what_the_steps_chose_before_looks_got_slower_stands(scale: Kernel, tmp_path: Path) -> None:
+    now, looks = [0.0], [0]
+
+    class Slower(FakeTimer):
+        def compare(self, base: Choice, other: Choice, *, pairs: int, within_s: float = inf) -> Ratio:
+            looks[0] += 1
+            takes = 0.1 if looks[0] < 6 else 1.0
+            now[0] += min(takes, within_s)
+            if takes > within_s:
+                raise OutOfTime
+            return super().compare(base, other, pairs=pairs, within_s=within_s)
+
+    items = _items(scale, (4096, 8192, 16384, 64))
+    gpu: Any = FakeGpu()
+    timer = Slower(scale)
+    objective = Stepped(gpu, [TimedStep(_key(), timer)], Workload("toy", "sm70", tuple(items)).serving)
+    _tune(tmp_path, objective, items, PlayedCompiler(0.0), lambda: now[0])
+    assert now[0] <= BUDGET_S
+    assert objective.descent is not None
+    assert not objective.descent.complete, "else this shows nothing"
+    assert objective.descent.ratio < 0.9
+    assert objective.remarks[1].startswith("steps at the end: 0.")
+
+
 def test_each_minute_it_says_what_it_has_gained(scale: Kernel, tmp_path: Path) -> None:
     gpu: Any = TimedGpu(9.0, 0.1)
     said: list[str] = []

@@ -251,14 +251,15 @@ def _model_table(rows: list[dict[str, Any]], *, has_drafts: bool) -> Table:
 @draft_weights_option
 @click.option("--db", "db_urls", multiple=True, help="Tuning database; several are compared with the first.")
 @click.option("--untuned", is_flag=True, help="Compare all with the default configurations.")
+@click.option("--all-steps", is_flag=True, help="Some 45 steps: 1 to 128 sequences, 2 to 8 tokens, prefills.")
 @click.option("--pairs", type=click.IntRange(4), default=20, show_default=True, help="Runs of each, in turn.")
 @click.option("--device", default=None, help="cuda or cuda:N. Default: the first GPU.")
 @click.option("--seed", default=0, show_default=True)
 @page_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def step(
-    name: str, draft: str | None, draft_weights: str, db_urls: tuple[str, ...], untuned: bool, pairs: int,
-    device: str | None, seed: int, page: Path | None, against: Path | None, as_json: bool,
+    name: str, draft: str | None, draft_weights: str, db_urls: tuple[str, ...], untuned: bool, all_steps: bool,
+    pairs: int, device: str | None, seed: int, page: Path | None, against: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compare tuning databases by what the steps of a model take with their winners, run in turn on generated weights.
 
@@ -271,6 +272,7 @@ def step(
     from kerngen.timing.measure import ceilings
     from kerngen.timing.step_compare import means, side_by_side
     from kerngen.tuning_db import sources_for
+    from kerngen.workload.steps import ALL_STEPS, STEPS
     from kerngen.workload.workload import find_model
 
     model = find_model(name, draft, draft_weights)
@@ -283,7 +285,7 @@ def step(
     if not as_json:
         click.echo(_limits_line(limit))
     rows = []
-    for row in side_by_side(model, contenders, pairs=pairs, seed=seed):
+    for row in side_by_side(model, contenders, pairs=pairs, seed=seed, steps=ALL_STEPS if all_steps else STEPS):
         rows.append(row)
         if not as_json:
             say(f"{row.step.name}: {row.base_us / 1e3:.3f} ms with {next(iter(contenders))}")

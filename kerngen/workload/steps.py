@@ -373,6 +373,17 @@ STEPS: tuple[tuple[Step, float], ...] = (
     (Step.draft(1, 512), 0.25),
     (Step.prefill(2048, 2048), 0.5),
 )
+# What else a choice must not make slower: many sizes of batch, every number of drafts, long and short prompts.
+ALL_STEPS: tuple[tuple[Step, float], ...] = (
+    *((Step.decode(batch, context), 1.0) for batch in (1, 2, 4, 8, 16, 32, 64, 80, 128) for context in (512, 8192)),
+    *((Step.decode(batch, 32768), 1.0) for batch in (1, 2, 4)),
+    (Step.decode(1, 131072), 1.0),
+    *((Step.verify(1, tokens, context), 1.0) for tokens in (4, 5) for context in (512, 8192)),
+    *((Step.verify(1, tokens, 2048), 1.0) for tokens in (2, 3, 6, 7, 8)),
+    *((Step.verify(batch, 4, 2048), 1.0) for batch in (8, 32)),
+    *((Step.draft(batch, 512), 1.0) for batch in (1, 8, 32)),
+    *((Step.prefill(tokens, tokens), 1.0) for tokens in (64, 128, 256, 512, 1024, 2048, 4096, 8192)),
+)
 
 
 @dataclass(frozen=True, slots=True)

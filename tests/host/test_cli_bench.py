@@ -19,7 +19,7 @@ from kerngen.runtime import backend, launcher
 from kerngen.timing.measure import Ceilings
 from kerngen.timing.step_compare import Compared
 from kerngen.tuning_db import Store
-from kerngen.workload.steps import Ratio, Step
+from kerngen.workload.steps import ALL_STEPS, STEPS, Ratio, Step
 
 TINY = str(ROOT / "examples" / "tiny" / "gemma-4-tiny-w4a16")
 ROW = {
@@ -187,8 +187,11 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
     """What was compared: how many databases each contender has, by its name. A step of 5 ms, then one of 1 ms."""
     seen: list[dict[str, int]] = []
 
-    def side_by_side(model: Any, contenders: dict[str, list[Any]], *, pairs: int, seed: int) -> Iterator[Compared]:
+    def side_by_side(
+        model: Any, contenders: dict[str, list[Any]], *, pairs: int, seed: int, steps: Any
+    ) -> Iterator[Compared]:
         seen.append({name: len(sources) for name, sources in contenders.items()})
+        assert steps == STEPS
         others = list(contenders)[1:]
         for s, weight, us, gain in ((Step.decode(1, 512), 1.0, 5000.0, 0.9), (Step.draft(1, 512), 0.25, 1000.0, 1.0)):
             ratios = {name: Ratio(gain, 0.001, us) for name in others}
@@ -198,6 +201,18 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
     monkeypatch.setattr("kerngen.timing.measure.ceilings", lambda: limit)
     monkeypatch.setattr("kerngen.timing.step_compare.side_by_side", side_by_side)
     return seen
+
+
+def test_all_steps_are_compared_where_they_are_asked_for(
+    kerngen: Kerngen, current: list[int], compared: list[dict[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        "kerngen.timing.step_compare.side_by_side", lambda *_, steps, **__: iter(asked.append(steps) or ())
+    )
+    kerngen.ok("bench", "step", "gemma-4-31b", "--all-steps")
+    assert asked == [ALL_STEPS]
+    assert {step.name for step, _ in ALL_STEPS} >= {"decode, batch 128, context 512", "prefill 64 tokens of 64"}
 
 
 def test_databases_are_compared_with_the_first_and_one_with_the_defaults(

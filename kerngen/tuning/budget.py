@@ -20,8 +20,8 @@ T = TypeVar("T")
 _At = tuple[Kind, int]  # a step: what it is, and its context
 
 PORTIONS = 32  # a round: enough that compilers are ahead of the GPU, few enough that the next round knows more
-# A search is over where less is hoped for. On the recordings of an H200 that is after 22 trials in the mean, and what
-# was found by then is within 5 % of the best of all but one (`tools.replay --least-gain 0.002`).
+# A search is over where less is hoped for. On the recordings of an H200 that is after 21 trials in the mean, and what
+# was found by then is within 5 % of the best of all but two (`tools.replay --least-gain 0.002`).
 LEAST_GAIN = 0.002
 JUDGED = 0.5  # of all weight, what the steps have by which a tuned model is judged; all others share the rest
 MOST_FOR_FINALS, MOST_WHERE_SHORT = 0.25, 0.5  # of the whole time; where a quarter is less than finals take

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -39,7 +40,8 @@ async def completions(request: Request, body: Completion) -> Response:
     _require_known(body)
     asked_for, count, codec = _prompts(body), body.n or 1, service.codec
     service.require_places(len(asked_for) * count)
-    prompts = [await unless_gone(request, service.encode(p)) if isinstance(p, str) else p for p in asked_for]
+    encode = partial(service.encode, with_bos=body.add_special_tokens, control_tokens=body.control_tokens)
+    prompts = [await unless_gone(request, encode(p)) if isinstance(p, str) else p for p in asked_for]
     generators: list[AsyncGenerator[Part, None]] = []
     echoes: list[str] = []
     for i, prompt in enumerate(prompts):

@@ -82,9 +82,13 @@ class Generation(_Body):
 
 
 class Completion(Generation):
-    """POST /v1/completions. prompt: a text, tokens, or several of either."""
+    """POST /v1/completions. prompt: a text, tokens, or several of either. add_special_tokens, control_tokens: of a
+    text, whether <bos> is put in front, and whether what looks like a control token is one.
+    """
 
     prompt: str | list[str] | list[int] | list[list[int]]
+    add_special_tokens: bool = True
+    control_tokens: bool | None = None
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
@@ -137,6 +141,7 @@ class Tokenize(_Body):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
+    control_tokens: bool | None = None  # of a prompt
     return_token_strs: bool = False
     tools: Tools | None = None
     add_generation_prompt: bool | None = None

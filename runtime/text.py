@@ -20,6 +20,7 @@ _LONG = 4096
 # Ends a turn of the chat format (id 106); config.json's eos_token_id may leave it out.
 END_OF_TURN = "<turn|>"
 CHANNEL, END_OF_CHANNEL = "<|channel>", "<channel|>"  # around what the model thinks (ids 100 and 101)
+THOUGHT = "thought\n"  # a thought's channel, its first line, which is no part of it
 CALL, END_OF_CALL, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'  # a call, and its strings (ids 48, 49 and 52)
 TOOL_ANSWER = "<|tool_response>"  # behind its calls the model waits for answers, which begin so (id 50)
 

@@ -42,6 +42,7 @@ async def chat_completions(request: Request, body: ChatCompletion) -> Response:
         raise ApiError(400, "top_logprobs is there only beside logprobs: true", param="top_logprobs")
     codec, count = service.codec, body.n or 1
     tools = _tools(service, body)
+    names = [tool["function"]["name"] for tool in tools]
     messages = template_messages(body.messages, codec.template_reads)
     variables = await variables_of(service, body, tools)
     if body.reasoning_effort is not None:
@@ -57,7 +58,7 @@ async def chat_completions(request: Request, body: ChatCompletion) -> Response:
         guiding,
     )
     generators = [
-        choice(service, asked, i, ChatReader(codec, stops_of(body), prompt, calls=bool(tools)),
+        choice(service, asked, i, ChatReader(codec, stops_of(body), prompt, tools=names),
                sampling_of(service, body, i)) for i in range(count)
     ]  # fmt: skip
     heading = Heading.of("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion",

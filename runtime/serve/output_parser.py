@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from uuid import uuid4
 
-from kerngen.runtime.text import CALL, END_OF_CALL, QUOTE, TextCodec
+from kerngen.runtime.text import QUOTE, THOUGHT, TextCodec
 
-THOUGHT = "thought\n"  # a thought's channel, its first line, which is no part of it
 MAX_HEAD_CHARS = 256  # of call:NAME
-_HEAD = re.compile(r"\s*call:\s*([^\s{}\[\],\"]+)\s*")
+_HEAD = re.compile(r"\s*:?\s*call:\s*([^\s{}\[\],\"]+)\s*")
+_PART_OF_HEAD = re.compile(r"\s*:?\s*(c|ca|cal|call|call:\s*[^\s{}\[\],\"]*\s*)?")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_WORDS = {"None": "null", "True": "true", "False": "false"}  # as Python writes them
 _SPACE = " \t\n\r"
 
 
@@ -52,13 +53,21 @@ class Output:
     """Takes the tokens of one answer, and gives what they say in pieces. No tokens make it fail.
 
     prompt: what the answer follows, where a template may have opened a thought. calls: False where the request has no
-    tools, so that the tokens of calls mean nothing. However the tokens are cut up, the pieces join to the same.
+    tools, so that the tokens of calls mean nothing. tools: names of functions. However the tokens are cut up, the
+    pieces join to the same.
 
     A control token is told by its id: text that looks like one is text. Those that mean nothing where they stand are
-    left out. A call that is none (no call:NAME{) is content, its control tokens written out. A call in which something
-    cannot be read, or which ends early, keeps what it has, then the rest as it was written: its arguments are JSON
-    exactly if the call could be read and is complete. What could be read: a comma may follow the last member; keys and
-    strings may have plain quotation marks, as in JSON; None is null; other words are strings.
+    left out, so content never has one. An answer that begins with a thought's first line is a thought, though the token
+    before it is missing. Where only its last token is there, an empty line follows what came before it.
+
+    A call that is none (no call:NAME{) is content; the beginning of one, at which the answer ends, is nothing. Right
+    behind a thought, call:NAME{ of one of `tools` is a call without its token, too.
+
+    A call in which something cannot be read, or which ends early, keeps what it has, then the rest as it was written,
+    and has_unread_call says so: its arguments are JSON exactly if the call could be read and is complete. What could be
+    read: commas too many between members and behind the last; a key with nothing is an empty string; keys and strings
+    may have plain quotation marks, as in JSON, or single ones; None, True and False; 108. and .5; other words are
+    strings. Brackets that are missing where the call's last token stands are added, and those too many left out.
     """
 
     def __init__(
@@ -67,15 +76,19 @@ class Output:
         prompt: Sequence[int] = (),
         *,
         calls: bool = True,
+        tools: Collection[str] = (),
         new_id: Callable[[], str] = lambda: f"call_{uuid4().hex[:24]}",
     ) -> None:
         self._codec, self._new_id = codec, new_id
         self._open, self._close = codec.channel_ids or (-1, -1)
         self._call, self._end, self._quote = (codec.call_ids if calls else None) or (-1, -1, -1)
+        self._bare_calls = [f"call:{name}{{" for name in tools] if calls and codec.call_ids is not None else []
         self._deltas: list[Delta] = []
         self._stream = codec.stream()
-        self._part: _Content | _Thought | _Call = _Content(self)
+        self._part: _Content | _Thought | _Call = _Content(self, [THOUGHT] if codec.channel_ids is not None else [])
+        self._last_said, self._is_border_due = "", False  # of the content: its last character
         self.num_calls = 0
+        self.has_unread_call = False
         if (begin := codec.open_thought(prompt)) is not None:
             self._part = _Thought(self)
             self._part.text(codec.decode(prompt[begin:]))
@@ -96,23 +109,30 @@ class Output:
         """What was held back: it may have been a number that goes on, half a character, or half a call."""
         self._part.text(self._stream.finish())
         self._stream = self._codec.stream()
-        self._go_on_with(_Content(self))
+        self._part.end()
+        self.go_on_with(_Content(self))
         return self._news()
 
     def _take(self, token: int) -> None:
         if token == self._quote:
             self._part.quote()
         elif token == self._open:
-            self._go_on_with(_Thought(self))
+            self.go_on_with(_Thought(self))
         elif token == self._call:
-            self._go_on_with(_Call(self))
+            self.go_on_with(_Call(self))
         elif token == (self._end if isinstance(self._part, _Call) else self._close):
             self._part.close()
-            self._go_on_with(_Content(self))
+            self.go_on_with(_Content(self, self._bare_calls if token == self._close else ()))
 
-    def _go_on_with(self, part: _Content | _Thought | _Call) -> None:
+    def go_on_with(self, part: _Content | _Thought | _Call, text: str = "") -> None:
+        """`part`, which begins with `text`, follows what was read."""
         self._part.leave()
         self._part = part
+        part.text(text)
+
+    def go_on_behind_call(self, text: str) -> None:
+        """With `text`, behind a call that had no token before it: so may the next one."""
+        self.go_on_with(_Content(self, self._bare_calls), text)
 
     def begin_call(self, name: str) -> int:
         """The number of the call that begins here."""
@@ -121,7 +141,16 @@ class Output:
         return self.num_calls - 1
 
     def say(self, text: str) -> None:
+        if not text:
+            return
+        if self._is_border_due and self._last_said != "\n" and text[0] != "\n":
+            text = "\n\n" + text
+        self._last_said, self._is_border_due = text[-1], False
         self.add(ContentDelta(text))
+
+    def end_unopened_thought(self) -> None:
+        """What was said was a thought, if anything was: what follows is apart from it."""
+        self._is_border_due = bool(self._last_said)
 
     def add(self, delta: Delta) -> None:
         last = self._deltas[-1] if self._deltas else None
@@ -143,20 +172,44 @@ class Output:
 
 
 class _Content:
-    def __init__(self, output: Output) -> None:
-        self._output = output
+    """beginnings: texts with which, at its start, a thought (THOUGHT) or a call begins whose token is missing."""
+
+    def __init__(self, output: Output, beginnings: Collection[str] = ()) -> None:
+        self._output, self._beginnings = output, beginnings
+        self._held = ""  # what may be such a beginning
 
     def text(self, text: str) -> None:
-        self._output.say(text)
+        if not self._beginnings:
+            return self._output.say(text)
+        held = self._held = self._held + text
+        found = held if THOUGHT in self._beginnings else held.lstrip()
+        if beginning := next((b for b in self._beginnings if found.startswith(b)), None):
+            self._beginnings, self._held = (), ""
+            if beginning == THOUGHT:
+                return self._output.go_on_with(_Thought(self._output), found)
+            name = beginning.removeprefix("call:").removesuffix("{")
+            return self._output.go_on_with(_BareCall(self._output, name), found.removeprefix(beginning))
+        if not any(b.startswith(found) for b in self._beginnings):
+            self.leave()
+        return None
 
     def quote(self) -> None:
-        pass
+        self.leave()
 
     def close(self) -> None:
-        pass
+        """An end of a thought that did not begin."""
+        if THOUGHT in self._beginnings and self._held == THOUGHT.rstrip():
+            self._held = ""
+        self.leave()
+        self._output.end_unopened_thought()
 
     def leave(self) -> None:
-        pass
+        """What is held was no beginning."""
+        self._output.say(self._held)
+        self._beginnings, self._held = (), ""
+
+    def end(self) -> None:
+        """The answer ends here."""
 
 
 class _Thought(_Content):
@@ -168,6 +221,12 @@ class _Thought(_Content):
             self._name = text if THOUGHT.startswith(text) and text != THOUGHT else None
             text = "" if self._name is not None else text.removeprefix(THOUGHT)
         self._output.add(ReasoningDelta(text))
+
+    def quote(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def leave(self) -> None:
         if self._name and self._name != THOUGHT.rstrip():
@@ -206,29 +265,48 @@ class _Call(_Content):
     def quote(self) -> None:
         if self._head is not None:
             self._is_none()
-        if self._arguments is None:
-            self._output.say(QUOTE)
-        else:
+        if self._arguments is not None:
             self._add(self._arguments.quote())
 
     def close(self) -> None:
-        if self._head is not None:
-            self._is_none()
-        if self._arguments is None:
-            self._output.say(END_OF_CALL)
+        if self._arguments is not None:
+            self._add(self._arguments.close())
 
     def leave(self) -> None:
         if self._head is not None:
             self._is_none()
         if self._arguments is not None:
             self._add(self._arguments.finish())
+            self._output.has_unread_call |= not self._arguments.is_complete
+
+    def end(self) -> None:
+        if self._head is not None and _PART_OF_HEAD.fullmatch(self._head):
+            self._head = None
 
     def _is_none(self) -> None:
-        self._output.say(CALL + (self._head or ""))
+        self._output.say(self._head or "")
         self._head = None
 
     def _add(self, text: str) -> None:
         self._output.add(ToolCallDelta(self._index, None, None, text))
+
+
+class _BareCall(_Call):
+    """The arguments of function `name`, whose call has no token before it, and may have none behind it."""
+
+    def __init__(self, output: Output, name: str) -> None:
+        super().__init__(output)
+        self._head, self._arguments = None, _Arguments()
+        self._index = output.begin_call(name)
+        self._add("{")
+
+    def text(self, text: str) -> None:
+        assert self._arguments is not None
+        for at, c in enumerate(text, 1):
+            self._add(self._arguments.push(c))
+            if self._arguments.is_complete:
+                return self._output.go_on_behind_call(text[at:])
+        return None
 
 
 class _Arguments:
@@ -267,6 +345,20 @@ class _Arguments:
             return '"'
         return self._break(QUOTE)
 
+    @property
+    def is_complete(self) -> bool:
+        return self._take == self._done
+
+    def close(self) -> str:
+        """What the brackets say that are missing where the call's last token stands."""
+        said = ""
+        if self._take == self._single and not self._is_key:  # an apostrophe, not a quotation mark
+            held, self._bare, self._take = self._bare, "", self._word
+            said = self.push(held)
+        while self._take in (self._start, self._after) or (self._take == self._word and not self._is_key):
+            said += self._take(self._closer)
+        return said
+
     def finish(self) -> str:
         """What is held where the call ends; nothing where it is complete."""
         bare, self._bare = self._bare, ""
@@ -278,6 +370,13 @@ class _Arguments:
             return ""
         if c in "}]" and c == self._closer and self._is_key == (c == "}"):
             return self._end(c)
+        if c == "," and self._is_key:
+            return ""
+        if c in ",}" and self._closer == "}" and not self._is_key:  # a key with nothing
+            return self._lead() + '""' + self._after(c)
+        if c == "'":
+            self._take, self._bare = self._single, c
+            return self._lead()
         if c == '"':
             self._take, self._bare = self._plain, c
             return self._lead()
@@ -296,11 +395,7 @@ class _Arguments:
         if self._is_key and c == ":":
             return self._end_bare(_quoted(self._bare.strip())) + self._colon(c)
         if not self._is_key and c in ",]}":
-            word = self._bare.strip()
-            if word == "None":  # as older templates write null
-                word = "null"
-            is_json = word in ("true", "false", "null") or _NUMBER.fullmatch(word)
-            return self._end_bare(word if is_json else _quoted(word)) + self._after(c)
+            return self._end_bare(_value(self._bare.strip())) + self._after(c)
         if c in "{}[],":
             return self._break(c)
         self._bare += c
@@ -319,6 +414,16 @@ class _Arguments:
             except ValueError:
                 return self._break("")
             return self._end_bare(text)
+        return ""
+
+    def _single(self, c: str) -> str:
+        """A key or a value in single quotation marks, as in Python. One ends it that stands before what may follow."""
+        if c == ":" if self._is_key else c in (",", self._closer):
+            inner = self._bare[1:].rstrip()
+            before = inner.removesuffix("'")
+            if inner != before and (len(before) - len(before.rstrip("\\"))) % 2 == 0:
+                return self._end_bare(_of_single_quoted(before)) + self._take(c)
+        self._bare += c
         return ""
 
     def _end_bare(self, text: str) -> str:
@@ -356,7 +461,7 @@ class _Arguments:
         return c
 
     def _done(self, c: str) -> str:
-        return "" if c in _SPACE else self._break(c)
+        return "" if c in _SPACE or c in "}]" else self._break(c)
 
     def _lead(self) -> str:
         comma, self._comma = "," if self._comma else "", False
@@ -368,6 +473,29 @@ class _Arguments:
 
     def _raw(self, c: str) -> str:
         return c
+
+
+def _value(word: str) -> str:
+    """The JSON of a value that has no quotation marks: a word that is none of JSON's is a string."""
+    word = _WORDS.get(word, word)
+    if re.fullmatch(r"-?([0-9]+\.|\.[0-9]+)", word):
+        whole, _, fraction = word.partition(".")
+        number = f"{whole}{'' if whole.strip('-') else '0'}.{fraction or '0'}"
+    else:
+        number = word
+    if _NUMBER.fullmatch(number):
+        return number
+    return word if word in ("true", "false", "null") else _quoted(word)
+
+
+def _of_single_quoted(text: str) -> str:
+    """The JSON of a string in single quotation marks: \\' is one of them, and else it is escaped as JSON is."""
+    marks = {"\\'": "'", '"': '\\"'}
+    inner = re.sub(r'\\.|"', lambda found: marks.get(found[0], found[0]), text, flags=re.DOTALL)
+    try:
+        return json.dumps(json.loads(f'"{inner}"', strict=False))
+    except ValueError:
+        return _quoted(text)
 
 
 def _escaped(text: str) -> str:

@@ -1,0 +1,70 @@
+"""Tools and thoughts over HTTP, whole and streamed. The engine is played."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from played_engine import TINY, PlayedEngine, played_service
+from starlette.testclient import TestClient
+
+from kerngen.runtime.serve.app import make_app
+from kerngen.runtime.text import TextCodec
+
+CHAT = "/v1/chat/completions"
+CODEC = TextCodec(TINY, 2)
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL]}
+END = "<turn|>"
+
+
+def answered(said: str, asked: dict[str, Any], *, stream: bool) -> tuple[dict[str, Any], PlayedEngine]:
+    """The message that a client has where the model says `said`, with finish_reason and stop_reason."""
+    service, engine = played_service(lambda prompt: [[i] for i in CODEC.encode(said)[1:]])
+    with TestClient(make_app(service)) as client:
+        answer = client.post(CHAT, json=asked | {"stream": stream})
+    assert answer.status_code == 200, answer.text
+    if not stream:
+        (choice,) = answer.json()["choices"]
+        found = {key: value for key, value in choice["message"].items() if value}
+        found["tool_calls"] = [call["function"] for call in choice["message"].get("tool_calls", [])]
+    else:
+        found = {"role": "assistant", "tool_calls": []}
+        for line in answer.text.split("\n\n")[:-2]:
+            (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+            for name in ("content", "reasoning_content"):
+                if text := choice["delta"].get(name):
+                    found[name] = found.get(name, "") + text
+            for call in choice["delta"].get("tool_calls", []):
+                if "name" in call["function"]:
+                    found["tool_calls"].append({"name": call["function"]["name"], "arguments": ""})
+                found["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+    ended = {name: choice[name] for name in ("finish_reason", "stop_reason")}
+    return {name: value for name, value in (found | ended).items() if value and name != "role"}, engine
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 4, 6])
+def test_a_call_that_is_cut_off_is_no_content(stream: bool, count: int) -> None:
+    """tool_choice asks for a call, and max_tokens is less than its first tokens."""
+    asked = ASKED | {"tool_choice": "required", "max_tokens": count}
+    got, _ = answered("<|tool_call>call:look{a:1}<tool_call|>" + END, asked, stream=stream)
+    assert got == {"finish_reason": "length"}, got
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_slips_in_calls_and_thoughts_are_mended_or_told(stream: bool) -> None:
+    def got(said: str) -> dict[str, Any]:
+        return answered(said + END, ASKED, stream=stream)[0]
+
+    call = {"tool_calls": [{"name": "look", "arguments": '{"a":"x, y","b":"","c":true,"d":108.0}'}]}
+    slips = "{a:'x, y',b:,c:True,d:108.}"
+    assert got(f"<|tool_call>:call:look{slips}<tool_call|>") == call | {"finish_reason": "tool_calls"}
+    behind = {"reasoning_content": "hm"} | call | {"finish_reason": "tool_calls"}
+    assert got(f"<|channel>thought\nhm<channel|>call:look{slips}") == behind
+    assert got(f"thought\nhm<channel|>call:look{slips}<tool_call|>") == behind
+    apart = {"reasoning_content": "I look.", "content": "Done.", "finish_reason": "stop"}
+    assert got("thought\nI look.<channel|>Done.") == apart
+    unread = {"tool_calls": [{"name": "look", "arguments": '{"a":1]}'}], "finish_reason": "stop"}
+    assert got("<|tool_call>call:look{a:1]}<tool_call|>") == unread | {"stop_reason": "malformed_tool_call"}

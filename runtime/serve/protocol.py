@@ -35,8 +35,11 @@ class JsonSchema(_Body):
 
 
 class ResponseFormat(_Body):
+    """schema: where others than OpenAI have it (llama.cpp, Together), also beside json_object."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
 Choices = Annotated[list[str], Field(max_length=4096)]

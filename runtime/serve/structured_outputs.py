@@ -56,11 +56,12 @@ def _of_fields(
 
 
 def _of_format(wanted: ResponseFormat) -> str:
-    if wanted.type == "json_object":
-        return json_grammar()
-    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
-        raise ApiError(400, "response_format.json_schema.schema is missing", param="response_format")
-    return json_grammar(wanted.json_schema.schema_)
+    schema = wanted.schema_
+    if wanted.type == "json_schema":
+        schema = schema if wanted.json_schema is None else wanted.json_schema.schema_
+        if schema is None:
+            raise ApiError(400, "response_format.json_schema.schema is missing", param="response_format")
+    return json_grammar(schema)
 
 
 def _schema(given: dict[str, Any] | str, field: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -124,7 +125,14 @@ def _tools(service: Service, body: ChatCompletion) -> list[dict[str, Any]]:
 def _guiding(
     service: Service, body: ChatCompletion, tools: list[dict[str, Any]], prompt: list[int], may_think: bool
 ) -> Guiding | None:
-    return guiding_of(service, body, _calls(service, body, tools), prompt, may_think=may_think)
+    calls = _calls(service, body, tools)
+    or_calls = partial(_or_calls, service, body, tools) if tools and calls is None else None
+    return guiding_of(service, body, calls, prompt, may_think=may_think, or_calls=or_calls)
+
+
+def _or_calls(service: Service, body: ChatCompletion, tools: list[dict[str, Any]], content: str) -> str:
+    """`content`, a grammar, or calls of `tools`, which the model may make in its place."""
+    return _call_grammar(service, tools, is_parallel=body.parallel_tool_calls is not False, in_place_of=content)
 
 
 def _calls(service: Service, body: ChatCompletion, tools: list[dict[str, Any]]) -> str | None:
@@ -133,10 +141,13 @@ def _calls(service: Service, body: ChatCompletion, tools: list[dict[str, Any]]) 
     if choice != "required" and not isinstance(choice, NamedTool):
         return None
     name = choice.function.name if isinstance(choice, NamedTool) else None
-    is_parallel = name is None and body.parallel_tool_calls is not False
+    return _call_grammar(service, tools, name=name, is_parallel=name is None and body.parallel_tool_calls is not False)
+
+
+def _call_grammar(service: Service, tools: list[dict[str, Any]], **options: Any) -> str:
     try:
         if service.codec.call_ids is None:
             raise UsageError("this model has no tokens for tool calls")
-        return call_grammar(tools, service.codec.call_ids, name=name, is_parallel=is_parallel)
+        return call_grammar(tools, service.codec.call_ids, **options)
     except UsageError as e:
         raise ApiError(400, e.message, param="tools") from e

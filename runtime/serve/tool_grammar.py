@@ -18,11 +18,13 @@ def call_grammar(
     name: str | None = None,
     is_required: bool = True,
     is_parallel: bool = True,
+    in_place_of: str | None = None,
 ) -> str:
     """Of calls of `tools` (OpenAI's, as template_tools takes them) in Gemma-4's syntax; of `name` alone if it is given.
 
     tokens: TextCodec.call_ids. is_parallel: more than one may be made. is_required: nothing but calls is said; else
     text may stand before them, and there may be none. Arguments are what a function's `parameters` allow.
+    in_place_of: another grammar, which binds the content; calls may be made instead, with any arguments.
     Raises UsageError for a name that is not among the tools, and for schemas with what is not known here.
     """
     chosen = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
@@ -35,11 +37,16 @@ def call_grammar(
         if not re.fullmatch(r"[A-Za-z0-9_.:/-]{1,128}", function["name"]):
             raise UsageError(f"{function['name']!r} is no name of a function: letters, digits, _ and - are")
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
-        arguments = _Arguments(parameters, f"tool {function['name']}: parameters", f"t{at}_", quote)
-        calls.append(f"<[{first}]> {literal('call:' + function['name'])} {arguments.whole} <[{last}]>")
-        rules += arguments.rules
+        whole = "object"
+        if in_place_of is None:
+            arguments = _Arguments(parameters, f"tool {function['name']}: parameters", f"t{at}_", quote)
+            whole, rules = arguments.whole, rules + arguments.rules
+        calls.append(f"<[{first}]> {literal('call:' + function['name'])} {whole} <[{last}]>")
     rules += ["call: " + "\n  | ".join(calls), *_shared(quote)]
-    rules.append("body: calls" if is_required else "body: SAID calls?\nSAID: /(?s:.*)/")
+    if in_place_of is not None:
+        rules.append(f"body: said | calls\nsaid:{in_place_of.removeprefix('body:')}")
+    else:
+        rules.append("body: calls" if is_required else "body: SAID calls?\nSAID: /(?s:.*)/")
     return "\n".join(rules) + "\n"
 
 

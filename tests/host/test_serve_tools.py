@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from played_engine import TINY, PlayedEngine, played_service
 from starlette.testclient import TestClient
 
 from kerngen.runtime.serve.app import make_app
+from kerngen.runtime.serve.grammars import Guide, Guides
 from kerngen.runtime.text import TextCodec
 
 CHAT = "/v1/chat/completions"
@@ -17,6 +19,12 @@ CODEC = TextCodec(TINY, 2)
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL]}
 END = "<turn|>"
+VOCAB_SIZE = 1024
+
+
+@pytest.fixture(scope="module")
+def guides() -> Guides:
+    return Guides(CODEC, VOCAB_SIZE, (1, 106, 50))
 
 
 def answered(said: str, asked: dict[str, Any], *, stream: bool) -> tuple[dict[str, Any], PlayedEngine]:
@@ -68,3 +76,42 @@ def test_slips_in_calls_and_thoughts_are_mended_or_told(stream: bool) -> None:
     assert got("thought\nI look.<channel|>Done.") == apart
     unread = {"tool_calls": [{"name": "look", "arguments": '{"a":1]}'}], "finish_reason": "stop"}
     assert got("<|tool_call>call:look{a:1]}<tool_call|>") == unread | {"stop_reason": "malformed_tool_call"}
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+
+
+def follows(guide: Guide, text: str) -> bool:
+    """Whether `text`, whose control tokens are tokens, may be the answer."""
+    bits = np.zeros(-(-VOCAB_SIZE // 32), dtype=np.int32)
+    for token in [*CODEC.encode(text)[1:], *CODEC.end_of_turn_ids]:
+        guide.fill(bits)
+        if not bits[token // 32] >> (token % 32) & 1:
+            return False
+        guide.accept(token)
+    return True
+
+
+@pytest.mark.parametrize("asked", [
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+    {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+    {"response_format": {"type": "json_object", "schema": SCHEMA}},
+    {"structured_outputs": {"json": SCHEMA}},
+])  # fmt: skip
+def test_a_format_binds_content_and_leaves_calls_possible(guides: Guides, asked: dict[str, Any]) -> None:
+    call = '<|tool_call>call:look{a:<|"|>x<|"|>,b:[1,{c:true}]}<tool_call|>'
+    for stream in (False, True):
+        got, engine = answered(call + END, ASKED | asked, stream=stream)
+        assert (got["finish_reason"], json.loads(got["tool_calls"][0]["arguments"])["a"]) == ("tool_calls", "x")
+        guiding = engine.guided[-1]
+        assert guiding is not None
+        for text in (call, call * 2, '{"n": 1}'):
+            assert follows(guides.guide(guiding.grammar), text), text
+        for text in ('{"n": "x"}', "{}", "so", call.replace("look", "other"), '{"n": 1}' + call):
+            assert not follows(guides.guide(guiding.grammar), text), text
+    _, engine = answered(call + END, ASKED | asked | {"parallel_tool_calls": False}, stream=False)
+    assert not follows(guides.guide(engine.guided[-1].grammar), call * 2)
+    for without in ({"tool_choice": "none"}, {"tools": None}):
+        _, engine = answered("so" + END, ASKED | asked | without, stream=False)
+        assert not follows(guides.guide(engine.guided[-1].grammar), call), "there is nothing to call"
+        assert follows(guides.guide(engine.guided[-1].grammar), '{"n": 1}')

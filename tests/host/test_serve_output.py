@@ -327,9 +327,10 @@ def test_openai_turns_reach_the_template() -> None:
         f"<|tool_call>call:f{{a:true,b:{{c:null,d:[1,{Q}z{Q}]}}}}<tool_call|>"
         f"<|tool_response>response:f{{value:{Q}sunny{Q}}}<tool_response|><turn|>"
     )
-    got = template_messages([asks("x", "", "g"), {"role": "assistant", "content": "so", "reasoning_content": "hm"}])
+    said = {"role": "assistant", "content": "so", "reasoning_content": "hm"}
+    got = template_messages([asks("x", "", "g"), {"role": "user", "content": "?"}, said])
     assert got[0]["tool_calls"][0]["function"] == {"name": "g", "arguments": {}}
-    assert got[1] == {"role": "assistant", "content": "so", "reasoning_content": "hm"}
+    assert got[2] == said
 
 
 def test_an_older_template_finds_answers_with_the_calls() -> None:
@@ -343,19 +344,47 @@ def test_an_older_template_finds_answers_with_the_calls() -> None:
     ([{"role": "user", "content": 3}], r"messages\[0\].content is neither"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "is of type 'image_url'"),
     ([{"role": "user", "tool_calls": [{}]}], "which the assistant makes"),
-    ([asks("x", "{")], r"messages\[0\].tool_calls\[0\].function.arguments is no JSON"),
-    ([asks("x", '{"a": NaN}')], "NaN is no JSON"),
-    ([asks("x", "[" * 100_000)], "is no JSON"),
-    ([asks("x", "[1]")], "no JSON object"),
+    ([asks("x", "[1]")], r"messages\[0\].tool_calls\[0\].function.arguments is no JSON object: {} are"),
+    ([asks("x", [1])], "no JSON object"),
     ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], "no call of a function"),
     ([{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}], "has no id"),
     ([{"role": "tool", "tool_call_id": "x", "content": ""}], "answers call 'x', which"),
-    ([asks("x", "{}"), {"role": "user"}, {"role": "tool", "tool_call_id": "x"}], "answers call 'x'"),
+    ([asks("x", "{}"), {"role": "user"}, {"role": "tool", "tool_call_id": "x"}], "answers call 'x'.*right behind"),
+    ([asks("x", "{}"), {"role": "tool", "tool_call_id": "x"}, asks("y", "{}"), {"role": "tool", "tool_call_id": "x"}],
+     "answers call 'x'"),
     ([{"role": "assistant", "function_call": {}}], "no longer"),
 ])  # fmt: skip
 def test_turns_that_cannot_be_told_are_refused(messages: list[dict[str, Any]], wrong: str) -> None:
     with pytest.raises(UsageError, match=wrong):
         template_messages(messages)
+
+
+@pytest.mark.parametrize("text", ["{", '{"a": "b', '{"a":1]}', '{"a": NaN}', "[" * 100_000])
+def test_a_call_that_is_no_json_is_told_as_text(text: str) -> None:
+    """So that a chat goes on whose call was cut off, or could not be read."""
+    turns = [asks("x", text), {"role": "tool", "tool_call_id": "x", "content": "?"}]
+    got = template_messages(turns)
+    assert got[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"invalid_arguments": text}}
+    assert f"call:f{{invalid_arguments:{Q}{text}{Q}}}" in render_chat(TEMPLATE, {"messages": got})
+
+
+def test_calls_in_several_messages_are_one_turn() -> None:
+    def answer(call: str) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": call, "content": call.upper()}
+
+    said = {"role": "assistant", "content": "I look.", "reasoning_content": "hm"}
+    turns = [said, asks("x", "{}"), asks("y", "{}", "g") | {"content": "And on."}, answer("x"), answer("y")]
+    got = template_messages([*turns, {"role": "assistant", "content": "so"}])
+    assert [m["role"] for m in got] == ["assistant", "tool", "tool", "assistant"]
+    assert (got[0]["content"], got[0]["reasoning_content"]) == ("I look.\n\nAnd on.", "hm")
+    assert [call["id"] for call in got[0]["tool_calls"]] == ["x", "y"]
+    assert [m["name"] for m in got[1:3]] == ["f", "g"]
+    older = template_messages([*turns, {"role": "assistant", "content": "so"}], lambda v: v != "tool_call_id")
+    assert [m["content"] for m in older] == ["I look.\n\nAnd on.", "so"]
+    assert [r["response"] for r in older[0]["tool_responses"]] == ["X", "Y"]
+    apart = [{"role": "assistant", "content": text} for text in ("a", "b")]
+    assert template_messages(apart) == apart, "no calls, no change"
+    assert len(template_messages([asks("x", "{}"), answer("x"), asks("y", "{}"), answer("y")])) == 4
 
 
 def test_calls_need_a_template_that_reads_them() -> None:

@@ -20,6 +20,10 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL]}
 END = "<turn|>"
 VOCAB_SIZE = 1024
+TEMPLATE = """{% for m in messages %}<|turn>{{ m.role }}
+{{ m.content }}{{ (m.tool_calls or []) | tojson }}{{ m.tool_call_id }}<turn|>
+{% endfor %}<|turn>model
+"""
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +34,7 @@ def guides() -> Guides:
 def answered(said: str, asked: dict[str, Any], *, stream: bool) -> tuple[dict[str, Any], PlayedEngine]:
     """The message that a client has where the model says `said`, with finish_reason and stop_reason."""
     service, engine = played_service(lambda prompt: [[i] for i in CODEC.encode(said)[1:]])
+    service.codec._template.source = TEMPLATE
     with TestClient(make_app(service)) as client:
         answer = client.post(CHAT, json=asked | {"stream": stream})
     assert answer.status_code == 200, answer.text
@@ -115,3 +120,18 @@ def test_a_format_binds_content_and_leaves_calls_possible(guides: Guides, asked:
         _, engine = answered("so" + END, ASKED | asked | without, stream=False)
         assert not follows(guides.guide(engine.guided[-1].grammar), call), "there is nothing to call"
         assert follows(guides.guide(engine.guided[-1].grammar), '{"n": 1}')
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_goes_on_after_a_call_that_was_cut_off(stream: bool) -> None:
+    """What the server said comes back with the next message, as clients send it; so do calls in several messages."""
+    said = '<|tool_call>call:look{a:<|"|>b c'
+    got, _ = answered(said + " d e f", ASKED | {"max_tokens": len(CODEC.encode(said)) - 1}, stream=stream)
+    (call,) = got["tool_calls"]
+    assert (got["finish_reason"], call["arguments"]) == ("length", '{"a":"b c')
+    turns = [{"role": "assistant", "content": None, "tool_calls": [{"id": i, "type": "function", "function": call}]}
+             for i in ("x", "y")]  # fmt: skip
+    results = [{"role": "tool", "tool_call_id": i, "content": "no JSON"} for i in ("x", "y")]
+    for more in (turns[:1], [turns[0], results[0]], [*turns, *results]):
+        asked = ASKED | {"messages": [*ASKED["messages"], *more, {"role": "user", "content": "Again."}]}
+        assert answered("so" + END, asked, stream=stream)[0] == {"content": "so", "finish_reason": "stop"}

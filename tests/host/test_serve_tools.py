@@ -135,3 +135,23 @@ def test_a_chat_goes_on_after_a_call_that_was_cut_off(stream: bool) -> None:
     for more in (turns[:1], [turns[0], results[0]], [*turns, *results]):
         asked = ASKED | {"messages": [*ASKED["messages"], *more, {"role": "user", "content": "Again."}]}
         assert answered("so" + END, asked, stream=stream)[0] == {"content": "so", "finish_reason": "stop"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
+def test_what_of_a_schema_is_not_enforced_is_told(stream: bool, choice: Any) -> None:
+    tags = {"type": "array", "items": {"type": "string", "format": "slug"}, "uniqueItems": True, "x-order": 1}
+    parameters = {"type": "object", "properties": {"tags": tags, "n\r\nSet-Cookie: \u00e9": {"not": {"const": 1}}}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
+    service, engine = played_service()
+    with TestClient(make_app(service)) as client:
+        asked = ASKED | {"tools": [tool], "tool_choice": choice, "stream": stream}
+        told = client.post(CHAT, json=asked).headers["Kerngen-Not-Enforced"]
+        assert sorted(told.split("; ")) == [
+            "tool look: parameters.n\\r\\nSet-Cookie: \\u00e9: not",
+            'tool look: parameters.tags.items: format \\"slug\\"',
+            "tool look: parameters.tags: uniqueItems",
+        ]
+        assert engine.guided[-1] is not None
+        parameters["properties"] = {"tags": {"type": "array"}}
+        assert "Kerngen-Not-Enforced" not in client.post(CHAT, json=asked).headers

@@ -56,7 +56,7 @@ async def completions(request: Request, body: Completion) -> Response:
     heading = Heading.of("cmpl", "text_completion", body.model or service.names[0])
     trace.asked(body, heading, body.max_tokens or DEFAULT_TOKENS)
     usage = Usage(sum(map(len, prompts)))
-    logprobs = [TextLogprobs(codec, first=prompts[i // count][0] if body.echo else None) for i in range(len(echoes))]
+    logprobs = [TextLogprobs(codec, prompts[i // count] if body.echo else ()) for i in range(len(echoes))]
 
     def told(part: Part, text: str, of_tokens: dict[str, Any] | None) -> dict[str, Any]:
         return {"index": part.index, "text": text, "logprobs": of_tokens, "finish_reason": part.finish_reason,

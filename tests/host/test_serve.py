@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 from contextlib import aclosing
@@ -161,7 +162,37 @@ def test_prompts_are_weighed_too(client: TestClient, played: tuple[Service, Play
         assert found["tokens"][: len(prompt)] == [codec.token_text(i) for i in prompt]
         assert found["token_logprobs"] == [None, *[-2.0] * (len(prompt) - 1), -0.5]
         assert found["top_logprobs"][:2] == [None, {found["tokens"][1]: -2.0}]
-        assert found["text_offset"] == [sum(map(len, found["tokens"][:i])) for i in range(len(prompt) + 1)]
+        begins = [0, *(sum(map(len, found["tokens"][1:i])) for i in range(1, len(prompt) + 1))]
+        assert found["text_offset"] == begins, "<bos> is no part of the text"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+def test_an_offset_is_a_place_in_the_text(stream: bool, echo: bool) -> None:
+    """Also where a character has several tokens, and behind control tokens."""
+    codec = played_service()[0].codec
+    prompt = codec.encode("<bos>H\u00e9, <|turn>\u65e5\u672c!<turn|>\n")
+    said = codec.encode("\u20ac 5 \U0001f600.<turn|>")[1:]
+    service, _ = played_service(lambda _: [[i] for i in said])
+    asked = {"prompt": prompt, "echo": echo, "logprobs": 0, "stream": stream, "max_tokens": len(said)}
+    with TestClient(make_app(service)) as client:
+        answer = client.post(TEXT, json=asked)
+    choices = [e["choices"][0] for e in _events(answer.text)] if stream else answer.json()["choices"]
+    text = "".join(c["text"] for c in choices)
+    parts = [c["logprobs"] for c in choices if c["logprobs"]]
+    tokens, offsets = ([x for part in parts for x in part[key]] for key in ("tokens", "text_offset"))
+    ids = [*(prompt if echo else []), *said]
+    assert text == codec.decode(prompt if echo else []) + codec.decode(said)
+    assert tokens == [codec.token_text(i) for i in ids]
+    assert offsets == sorted(offsets)
+    assert (offsets[0], offsets[-1]) == (0, len(text))
+    places = [*offsets, len(text)]
+    assert "".join(text[a:b] for a, b in itertools.pairwise(places)) == text
+    for token, begin, end in zip(tokens, offsets, places[1:], strict=True):
+        is_whole = "\ufffd" not in token and codec.decode(codec.encode(token)) == token
+        assert not is_whole or text[begin:end] == token, (token, begin)
+    if echo:
+        assert offsets[len(prompt)] == len(codec.decode(prompt))
 
 
 def test_what_an_answer_must_be(client: TestClient, played: tuple[Service, PlayedEngine]) -> None:

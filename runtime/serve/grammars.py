@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 # llguidance calls itself for each rule of a chain: 8 MB are too few for 2,000, and it would crash.
 STACK_BYTES = 256 * 1024 * 1024
 NUM_KEPT = 64  # compiled grammars: a chat with tools asks for the same one again and again
-# Where JSON may have white space, and how much: without a bound a model may go on with it for ever.
-_WHITESPACE = r"[ \n\r\t]{1,32}"
+# Between the parts of JSON: with more a weak model fills each gap up to the bound. Outlines has the same.
+_WHITESPACE = r" "
 _LIMITS = {"verbose_errors": False}  # else its messages quote the grammar
 # In its messages: the place of an error, in a grammar that nobody wrote, and what it shows of that grammar.
 _PLACE, _SHOWN = re.compile(r"^at \d+\(\d+\): "), re.compile(r"\n *\d+ \| |\n<")

@@ -39,8 +39,8 @@ _REFUSED: dict[type[BaseModel], dict[str, str]] = {
     StructuredOutputs: {
         "grammar": _GUIDES,
         "structural_tag": f"{_GUIDES}, and tool_choice calls",
-        "whitespace_pattern": "white space is bounded as it is",
-        "disable_any_whitespace": "white space is bounded as it is",
+        "whitespace_pattern": "between the parts of JSON there is one space at most",
+        "disable_any_whitespace": "between the parts of JSON there is one space at most",
         "disable_additional_properties": "say additionalProperties: false in the schema",
     },
 }  # fmt: skip

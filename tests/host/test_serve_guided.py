@@ -171,6 +171,20 @@ def test_json_satisfies_its_schema(guides: Guides, name: str) -> None:
         assert is_valid(SCHEMAS[name], json.loads(text)), text
 
 
+def test_json_has_one_space_at_most_in_a_gap(guides: Guides) -> None:
+    """Else a weak model fills each of them up to the bound."""
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}
+    grammar = json_grammar(schema | {"additionalProperties": False})
+    for text in ('{"a": [1, 2]}', '{"a":[1,2]}'):
+        guide = guides.guide(grammar)
+        for token in TINY.encode(text, plain=True)[1:]:
+            assert token in allowed(guide), text
+            guide.accept(token)
+    for seed in range(10):
+        text = TINY.decode(said(guides, TINY, guides.guide(grammar), seed))
+        assert re.search(r"\s\s|[\n\r\t]", text) is None, text
+
+
 def test_any_json_object_without_a_schema(guides: Guides) -> None:
     for seed in range(6):
         assert isinstance(json.loads(TINY.decode(said(guides, TINY, guides.guide(json_grammar()), seed))), dict)

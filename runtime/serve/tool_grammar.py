@@ -1,4 +1,4 @@
-"""The grammar of Gemma-4's tool calls: from a function's JSON schema to the format that output_parser.py reads."""
+"""The grammar of Gemma-4's tool calls: from a function's JSON schema to the format that call_arguments.py reads."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _shared(quote: int) -> list[str]:
     ]
 
 
-_BARE = r"""[^\s:,{}\[\]"<>|]+"""  # of a key: what output_parser.py reads as one
+_BARE = r"""[^\s:,{}\[\]"<>|]+"""  # of a key: what call_arguments.py reads as one
 _ANNOTATIONS = {
     "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$schema", "$id",
     "$comment", "$defs", "definitions", "$anchor", "$vocabulary", "strict", "contentEncoding", "contentMediaType",

@@ -15,7 +15,7 @@ from kerngen.runtime.completion import Answer, Completion
 from kerngen.runtime.engine import Engine, Handle, Request
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.session import CACHE_SHARE, Session
-from kerngen.runtime.text import TextCodec, TextStream
+from kerngen.runtime.text import THOUGHT, TextCodec, TextStream
 
 DEFAULT_CONTEXT = 32_768  # tokens of a chat, or a server's sequence, unless more is asked for: a cache is made at once
 
@@ -35,7 +35,8 @@ class Piece:
 class Parts:
     """Splits an answer into what is thought and what is said, as its tokens come.
 
-    A thought stands between the tokens of a channel, whose name is its first line; stop strings end what is said.
+    A thought stands between the tokens of a channel, whose name is its first line; stop strings end what is said. An
+    answer that begins with that line is a thought, though the token before it is missing.
     prompt: what the answer follows, where a template may have opened the channel.
     """
 
@@ -47,11 +48,20 @@ class Parts:
         self._pieces: deque[Piece] = deque()
         self._thought: TextStream | None = None
         self._name: str | None = None  # of the channel, None once it is complete
+        self._held: list[int] = []  # with which the answer begins, while they may be a thought's first line
+        self._first, self._first_text = codec.stream(), ""
+        self._may_begin = codec.channel_ids is not None
         if codec.open_thought(prompt) is not None:
-            self._thought = codec.stream()
+            self._thought, self._may_begin = codec.stream(), False
 
     def ends_with(self, token: int) -> bool:
         """Takes the next token; whether a stop string is complete with it."""
+        if self._may_begin and token not in (self._open, self._close):
+            return self._begin(token)
+        if self._may_begin:
+            if token == self._open or self._first_text != THOUGHT.rstrip():
+                self._say_held()
+            self._may_begin = False
         if token == self._open:
             self._end_thought()
             self._thought, self._name = self._codec.stream(), ""
@@ -60,11 +70,31 @@ class Parts:
         elif self._thought is not None:
             self._think(self._thought.push([token]))
         else:
-            self._said.append(token)
-            is_end = self._answer.ends_with(token)
-            self._add(self._answer.news())
-            return is_end
+            return self._say(token)
         return False
+
+    def _begin(self, token: int) -> bool:
+        """Takes one of the answer's first tokens; whether a stop string is complete with it."""
+        self._held.append(token)
+        self._first_text += self._first.push([token])
+        if self._first_text.startswith(THOUGHT):
+            self._may_begin, self._thought = False, self._first
+            self._add(self._first_text.removeprefix(THOUGHT), is_thought=True)
+        elif not THOUGHT.startswith(self._first_text):
+            return self._say_held()
+        return False
+
+    def _say_held(self) -> bool:
+        """The first tokens are no thought's; whether a stop string is complete with them."""
+        self._may_begin = False
+        ends = [self._say(token) for token in self._held]
+        return any(ends)
+
+    def _say(self, token: int) -> bool:
+        self._said.append(token)
+        is_end = self._answer.ends_with(token)
+        self._add(self._answer.news())
+        return is_end
 
     def news(self) -> Piece:
         """The oldest piece that was not shown, or an empty one."""
@@ -72,6 +102,8 @@ class Parts:
 
     def finish(self, handle: Handle) -> Completion:
         """What is said in all; the rest of it is among the pieces. tokens, stats: the thoughts' included."""
+        if self._may_begin:
+            self._say_held()
         self._end_thought()
         made = handle.generation
         rest, said = self._answer.finish(replace(made, tokens=self._said))

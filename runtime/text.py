@@ -20,6 +20,7 @@ _LONG = 4096
 # Ends a turn of the chat format (id 106); config.json's eos_token_id may leave it out.
 END_OF_TURN = "<turn|>"
 CHANNEL, END_OF_CHANNEL = "<|channel>", "<channel|>"  # around what the model thinks (ids 100 and 101)
+THOUGHT = "thought\n"  # a thought's channel, its first line, which is no part of it
 CALL, END_OF_CALL, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'  # a call, and its strings (ids 48, 49 and 52)
 TOOL_ANSWER = "<|tool_response>"  # behind its calls the model waits for answers, which begin so (id 50)
 
@@ -102,17 +103,15 @@ class TextCodec:
         """Characters of it: a text has at least its length divided by that in tokens, unknown characters aside."""
         return max(map(len, self._tokenizer.get_vocab()), default=1)
 
-    def encode(self, text: str, *, plain: bool = False) -> list[int]:
+    def encode(self, text: str, *, plain: bool = False, with_bos: bool = True) -> list[int]:
         """Token ids of `text`, special tokens recognised, with <bos> in front unless it is there already.
 
-        plain: what looks like a control token is text; <bos> stands in front all the same.
+        plain: what looks like a control token is text. with_bos: False adds no <bos>.
         Raises UsageError for text that is not Unicode (a lone surrogate), CheckpointError where the tokenizer fails.
         """
         require_unicode(text)
-        if plain:
-            return [self.bos_id, *self._encode_marked(self._control.mark(text))]
-        ids = self._encode(text)
-        return ids if ids[:1] == [self.bos_id] else [self.bos_id, *ids]
+        ids = self._encode_marked(self._control.mark(text)) if plain else self._encode(text)
+        return ids if not with_bos or ids[:1] == [self.bos_id] else [self.bos_id, *ids]
 
     def encode_chat(
         self,

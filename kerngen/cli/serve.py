@@ -41,6 +41,8 @@ KEYS_VARIABLE = "KERNGEN_API_KEYS"  # several, with commas between them
               help="Random weights in the shapes of MODEL, a released model or a folder: for load tests.")  # fmt: skip
 @click.option("--reproducible", is_flag=True,
               help="Same tokens in every company, in 16 bits too: small batches pay for it.")  # fmt: skip
+@click.option("--control-tokens", is_flag=True,
+              help="<bos>, <|turn> and the like are tokens in raw prompts, unless a request says no.")  # fmt: skip
 @click.option("--otlp-traces-endpoint", "traces", default=None, metavar="URL",
               help="Where OpenTelemetry's spans go. Default: as $OTEL_EXPORTER_OTLP_ENDPOINT says.")  # fmt: skip
 @load_options
@@ -57,6 +59,7 @@ def serve(
     drain_s: float,
     generated: bool,
     reproducible: bool,
+    control_tokens: bool,
     traces: str | None,
     **where: Any,
 ) -> None:
@@ -87,7 +90,7 @@ def serve(
                          hint="--num-draft-tokens 3, or --no-draft")  # fmt: skip
     limits = Limits(queue=max_queue, body_bytes=max_body_mb * 2**20)
     settings = Settings(arguments, host, port, names, tuple(given), context, max_batch, limits, drain_s, traces,
-                        reproducible=reproducible)  # fmt: skip
+                        reproducible=reproducible, control_tokens=control_tokens)  # fmt: skip
     with _weights(settings, model, generated) as settings, Reporter("starting") as bar:
 
         def told(done: int, total: int, kernel: str) -> None:

@@ -107,7 +107,8 @@ async def tokenize(request: Request, body: protocol.Tokenize) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "either prompt or messages is tokenized")
     if body.prompt is not None:
-        ids = await unless_gone(request, service.encode(body.prompt, with_bos=body.add_special_tokens))
+        encoded = service.encode(body.prompt, with_bos=body.add_special_tokens, control_tokens=body.control_tokens)
+        ids = await unless_gone(request, encoded)
     else:
         messages = template_messages(body.messages or [], service.codec.template_reads)
         variables = await chat_completions.variables_of(service, body, chat_completions.told_tools(service, body.tools))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -26,8 +28,10 @@ from kerngen.runtime.serve.responses import Heading, Message, Usage, chat_logpro
 from kerngen.runtime.serve.service import Service, service_of, size_of
 from kerngen.runtime.serve.streaming import send_events, send_whole, unless_gone
 from kerngen.runtime.serve.structured_outputs import guiding_of
-from kerngen.runtime.serve.tool_grammar import call_grammar
+from kerngen.runtime.serve.tool_grammar import CallGrammar, call_grammar
 from kerngen.runtime.serve.unsupported_fields import require_honoured
+
+NOT_ENFORCED, MAX_HEADER_CHARS = "Kerngen-Not-Enforced", 1024  # what of the tools' schemas an answer may break
 
 router = APIRouter()
 
@@ -42,13 +46,14 @@ async def chat_completions(request: Request, body: ChatCompletion) -> Response:
         raise ApiError(400, "top_logprobs is there only beside logprobs: true", param="top_logprobs")
     codec, count = service.codec, body.n or 1
     tools = _tools(service, body)
+    names = [tool["function"]["name"] for tool in tools]
     messages = template_messages(body.messages, codec.template_reads)
     variables = await variables_of(service, body, tools)
     if body.reasoning_effort is not None:
         variables.setdefault(THINKING, body.reasoning_effort != "none")
     prompt = await unless_gone(request, service.encode_chat(messages, variables))
     may_think = bool(variables.get(THINKING))
-    guiding = await service.off_loop(_guiding, service, body, tools, prompt, may_think, size=size_of(tools))
+    guiding, headers = await service.off_loop(_guiding, service, body, tools, prompt, may_think, size=size_of(tools))
     asked = Asked(
         prompt,
         service.room(prompt, body.max_completion_tokens or body.max_tokens, "messages"),
@@ -57,7 +62,7 @@ async def chat_completions(request: Request, body: ChatCompletion) -> Response:
         guiding,
     )
     generators = [
-        choice(service, asked, i, ChatReader(codec, stops_of(body), prompt, calls=bool(tools)),
+        choice(service, asked, i, ChatReader(codec, stops_of(body), prompt, tools=names),
                sampling_of(service, body, i)) for i in range(count)
     ]  # fmt: skip
     heading = Heading.of("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion",
@@ -81,7 +86,9 @@ async def chat_completions(request: Request, body: ChatCompletion) -> Response:
                  "stop_reason": part.stop_reason if i == last else None} for i, delta in enumerate(deltas)
             ]  # fmt: skip
 
-        return await send_events(request, service, body.stream_options, heading, usage, trace, generators, chunks)
+        answer = await send_events(request, service, body.stream_options, heading, usage, trace, generators, chunks)
+        answer.headers.update(headers)
+        return answer
     made = [Message() for _ in range(count)]
 
     def add(part: Part) -> None:
@@ -91,7 +98,9 @@ async def chat_completions(request: Request, body: ChatCompletion) -> Response:
         choices = [m.body(i, codec, with_reasoning=body.include_reasoning) for i, m in enumerate(made)]
         return heading.body(choices, usage)
 
-    return await send_whole(request, service, usage, trace, generators, add, whole)
+    answer = await send_whole(request, service, usage, trace, generators, add, whole)
+    answer.headers.update(headers)
+    return answer
 
 
 async def variables_of(
@@ -122,20 +131,36 @@ def _tools(service: Service, body: ChatCompletion) -> list[dict[str, Any]]:
 
 def _guiding(
     service: Service, body: ChatCompletion, tools: list[dict[str, Any]], prompt: list[int], may_think: bool
-) -> Guiding | None:
-    return guiding_of(service, body, _calls(service, body, tools), prompt, may_think=may_think)
+) -> tuple[Guiding | None, dict[str, str]]:
+    """By which grammar the answer goes, and headers that say what of the tools' schemas it does not enforce."""
+    calls = _calls(service, body, tools)
+    or_calls = partial(_or_calls, service, body, tools) if tools and calls is None else None
+    grammar = None if calls is None else calls.text
+    guiding = guiding_of(service, body, grammar, prompt, may_think=may_think, or_calls=or_calls)
+    if calls is None or not calls.not_enforced:
+        return guiding, {}
+    told = json.dumps("; ".join(calls.not_enforced)[:MAX_HEADER_CHARS])[1:-1]  # in ASCII, on one line
+    return guiding, {NOT_ENFORCED: told[:MAX_HEADER_CHARS]}
 
 
-def _calls(service: Service, body: ChatCompletion, tools: list[dict[str, Any]]) -> str | None:
+def _or_calls(service: Service, body: ChatCompletion, tools: list[dict[str, Any]], content: str) -> str:
+    """`content`, a grammar, or calls of `tools`, which the model may make in its place."""
+    return _call_grammar(service, tools, is_parallel=body.parallel_tool_calls is not False, in_place_of=content).text
+
+
+def _calls(service: Service, body: ChatCompletion, tools: list[dict[str, Any]]) -> CallGrammar | None:
     """The grammar of the calls that tool_choice asks for, None where it asks for none."""
     choice = body.tool_choice
     if choice != "required" and not isinstance(choice, NamedTool):
         return None
     name = choice.function.name if isinstance(choice, NamedTool) else None
-    is_parallel = name is None and body.parallel_tool_calls is not False
+    return _call_grammar(service, tools, name=name, is_parallel=name is None and body.parallel_tool_calls is not False)
+
+
+def _call_grammar(service: Service, tools: list[dict[str, Any]], **options: Any) -> CallGrammar:
     try:
         if service.codec.call_ids is None:
             raise UsageError("this model has no tokens for tool calls")
-        return call_grammar(tools, service.codec.call_ids, name=name, is_parallel=is_parallel)
+        return call_grammar(tools, service.codec.call_ids, **options)
     except UsageError as e:
         raise ApiError(400, e.message, param="tools") from e

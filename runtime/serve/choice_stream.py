@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -19,6 +19,7 @@ from kerngen.runtime.serve.protocol import MAX_STOP_CHARS, Generation
 from kerngen.runtime.serve.service import Service
 from kerngen.runtime.text import TextCodec
 
+MALFORMED_CALL = "malformed_tool_call"  # the stop_reason of an answer in which a call cannot be read
 _T = TypeVar("_T")
 _MORE = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
 _SUGGESTED = ("temperature", "top_k", "top_p")  # where generation_config.json says more than OpenAI's defaults
@@ -27,7 +28,7 @@ _SUGGESTED = ("temperature", "top_k", "top_p")  # where generation_config.json s
 @dataclass(frozen=True, slots=True)
 class Part:
     """Of choice `index`: what came with these tokens. finish_reason and stats come with the last part, and stop_reason,
-    the stop string that ended it; prompt_logprobs with the first.
+    the stop string that ended it, or MALFORMED_CALL; prompt_logprobs with the first.
     """
 
     index: int
@@ -41,16 +42,22 @@ class Part:
 
 
 class Reader(Protocol):
-    """Makes deltas of tokens. ended_by: the stop string that is complete, after which there is nothing."""
+    """Makes deltas of tokens. ended_by: the stop string that is complete, after which there is nothing.
+    has_unread_call: a call's arguments are no JSON.
+    """
 
     def push(self, token: int) -> list[Delta]: ...
     def finish(self) -> list[Delta]: ...
     @property
     def ended_by(self) -> str | None: ...
+    @property
+    def has_unread_call(self) -> bool: ...
 
 
 class TextReader:
     """All of it is content, special tokens left out."""
+
+    has_unread_call = False
 
     def __init__(self, codec: TextCodec, stop: Sequence[str]) -> None:
         self._stream, self._text = codec.stream(), UpToStop(stop)
@@ -69,12 +76,16 @@ class TextReader:
 
 
 class ChatReader:
-    """Thoughts, content and calls; stop strings end the content. prompt: what the answer follows. calls: whether the
-    request has tools.
+    """Thoughts, content and calls; stop strings end the content. prompt: what the answer follows. tools: the names of
+    those that the request has.
     """
 
-    def __init__(self, codec: TextCodec, stop: Sequence[str], prompt: Sequence[int], *, calls: bool) -> None:
-        self._output, self._text = Output(codec, prompt, calls=calls), UpToStop(stop)
+    def __init__(self, codec: TextCodec, stop: Sequence[str], prompt: Sequence[int], *, tools: Collection[str]) -> None:
+        self._output, self._text = Output(codec, prompt, calls=bool(tools), tools=tools), UpToStop(stop)
+
+    @property
+    def has_unread_call(self) -> bool:
+        return self._output.has_unread_call
 
     @property
     def ended_by(self) -> str | None:
@@ -167,6 +178,8 @@ async def choice(
             reason, stop = made.reason or None, reader.ended_by if made.reason else None
             if stop is not None:
                 reason = "stop"
+            elif reason == "stop" and reader.has_unread_call:
+                stop = MALFORMED_CALL
             elif reason == "stop" and has_calls:
                 reason = "tool_calls"
             yield Part(index, made.tokens[:count], made.logprobs[:count], deltas, reason, made.stats,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -39,7 +40,8 @@ async def completions(request: Request, body: Completion) -> Response:
     _require_known(body)
     asked_for, count, codec = _prompts(body), body.n or 1, service.codec
     service.require_places(len(asked_for) * count)
-    prompts = [await unless_gone(request, service.encode(p)) if isinstance(p, str) else p for p in asked_for]
+    encode = partial(service.encode, with_bos=body.add_special_tokens, control_tokens=body.control_tokens)
+    prompts = [await unless_gone(request, encode(p)) if isinstance(p, str) else p for p in asked_for]
     generators: list[AsyncGenerator[Part, None]] = []
     echoes: list[str] = []
     for i, prompt in enumerate(prompts):
@@ -54,7 +56,7 @@ async def completions(request: Request, body: Completion) -> Response:
     heading = Heading.of("cmpl", "text_completion", body.model or service.names[0])
     trace.asked(body, heading, body.max_tokens or DEFAULT_TOKENS)
     usage = Usage(sum(map(len, prompts)))
-    logprobs = [TextLogprobs(codec, first=prompts[i // count][0] if body.echo else None) for i in range(len(echoes))]
+    logprobs = [TextLogprobs(codec, prompts[i // count] if body.echo else ()) for i in range(len(echoes))]
 
     def told(part: Part, text: str, of_tokens: dict[str, Any] | None) -> dict[str, Any]:
         return {"index": part.index, "text": text, "logprobs": of_tokens, "finish_reason": part.finish_reason,

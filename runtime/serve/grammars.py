@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from kerngen.errors import CheckpointError, UsageError
-from kerngen.runtime.serve.lark import dumped, is_texts, literal, llguidance_library, regex
+from kerngen.runtime.serve.lark import MAX_GRAMMAR_CHARS, dumped, is_texts, literal, llguidance_library, regex
 from kerngen.runtime.serve.schema import require_small
 from kerngen.runtime.serve.tool_grammar import call_grammar
 from kerngen.runtime.text import TextCodec
@@ -27,12 +27,11 @@ from kerngen.runtime.text import TextCodec
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_GRAMMAR_CHARS = 256 * 1024
 # llguidance calls itself for each rule of a chain: 8 MB are too few for 2,000, and it would crash.
 STACK_BYTES = 256 * 1024 * 1024
 NUM_KEPT = 64  # compiled grammars: a chat with tools asks for the same one again and again
-# Where JSON may have white space, and how much: without a bound a model may go on with it for ever.
-_WHITESPACE = r"[ \n\r\t]{1,32}"
+# Between the parts of JSON: with more a weak model fills each gap up to the bound. Outlines has the same.
+_WHITESPACE = r" "
 _LIMITS = {"verbose_errors": False}  # else its messages quote the grammar
 # In its messages: the place of an error, in a grammar that nobody wrote, and what it shows of that grammar.
 _PLACE, _SHOWN = re.compile(r"^at \d+\(\d+\): "), re.compile(r"\n *\d+ \| |\n<")
@@ -102,10 +101,10 @@ class Guides:
         return Guide(self._compiled(grammar).deep_copy(), self.vocab_size)
 
     def calls(self, tools: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """call_grammar with this checkpoint's tokens. Raises UsageError where it has none for calls."""
+        """call_grammar's text with this checkpoint's tokens. Raises UsageError where it has none for calls."""
         if self._codec.call_ids is None:
             raise UsageError(f"the tokenizer of {self._codec.folder} has no tokens for tool calls")
-        return call_grammar(tools, self._codec.call_ids, **options)
+        return call_grammar(tools, self._codec.call_ids, **options).text
 
     def _compile(self, grammar: str) -> LLMatcher:
         if len(grammar) > MAX_GRAMMAR_CHARS:

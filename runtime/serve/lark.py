@@ -7,6 +7,7 @@ from typing import Any
 
 from kerngen.errors import UsageError
 
+MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_PATTERN_CHARS = 4096  # of a regular expression: compiling takes time with its square, 0.13 s for twice as many
 
 
@@ -38,6 +39,11 @@ def regex(pattern: str, *, from_end_to_end: bool = False) -> str:
         inner = branch.removeprefix("^")
         branches.append(f"{start}({inner[:-1] if is_end else inner}){'' if is_end else anything}")
     return str(llguidance_library().regex_to_lark("|".join(branches), "dw"))
+
+
+def is_regex(text: str) -> bool:
+    """Whether llguidance can follow `text`, as `regex` gives it: it cannot look around."""
+    return not llguidance_library().LLMatcher.validate_grammar(f"start: /{text}/\n")
 
 
 def _alternatives(pattern: str) -> list[str]:

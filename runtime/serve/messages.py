@@ -13,7 +13,9 @@ from typing import Any
 from kerngen.errors import UsageError
 from kerngen.runtime.serve.schema import written_out
 
-_KEPT = ("name", "reasoning_content", "reasoning", "thinking")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_KEPT = ("name", *_REASONING)
+INVALID_ARGUMENTS = "invalid_arguments"  # under which name the model sees what it wrote in place of arguments
 _TEXT_IN = {"text": "text", "input_text": "text", "refusal": "refusal"}  # where a part has its text, by its type
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
@@ -25,43 +27,59 @@ def template_messages(
 
     It reads role, content as text, reasoning_content, tool_calls with the arguments as an object (OpenAI's are JSON
     text), and behind them messages of role tool, each with the tool_call_id that it answers. Templates before 2026-05
-    read answers in tool_responses of the message with the calls. reads: whether the template asks for a variable
-    (TextCodec.template_reads). Raises UsageError for what cannot be told to the model: it says which message is wrong.
+    read answers in tool_responses of the message with the calls. Messages of the assistant that follow each other are
+    one turn, if any of them calls. Arguments that are no JSON, as those of a call that max_tokens cut off, are told as
+    text, INVALID_ARGUMENTS. reads: whether the template asks for a variable (TextCodec.template_reads).
+    Raises UsageError for what cannot be told to the model: it says which message is wrong, and what would be right.
     """
     told: list[dict[str, Any]] = []
     asked: dict[str, str] = {}  # the calls that tool messages here may answer, with their names
     caller: dict[str, Any] = {}
+    before = ""  # the role of the message before
     for at, message in enumerate(messages):
         where = f"messages[{at}]"
         named = message.get("role") if isinstance(message, Mapping) else None
         if not isinstance(named, str) or named not in _ROLES:
             raise UsageError(f"{where} has no role of {', '.join(_ROLES)}")
         role = _ROLES[named]
+        before, role_before = role, before
         turn: dict[str, Any] = {"role": role, "content": _content(message.get("content"), where)}
         turn |= {key: message[key] for key in _KEPT if message.get(key) is not None}
         if role == "tool":
             call = message.get("tool_call_id")
             if not isinstance(call, str) or call not in asked:
-                raise UsageError(f"{where} answers call {call!r}, which the assistant's turn before it does not make")
+                raise UsageError(f"{where} answers call {call!r}, which the assistant's turn before it does not make: "
+                                 "answers stand right behind the messages that call")  # fmt: skip
             turn |= {"tool_call_id": call, "name": asked[call]}
             if not reads("tool_call_id") and reads("tool_responses"):
                 answer = {"name": asked[call], "response": turn["content"]}
                 caller.setdefault("tool_responses", []).append(answer)
                 continue
-        else:
-            asked = {}
         if calls := message.get("tool_calls"):
             if role != "assistant" or not isinstance(calls, list | tuple):
                 raise UsageError(f"{where}.tool_calls: a list of calls, which the assistant makes")
             if not reads("tool_calls"):
                 raise UsageError(f"{where} has tool calls; the chat template of this model knows none")
             turn["tool_calls"] = [_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)]
-            asked = {call["id"]: call["function"]["name"] for call in turn["tool_calls"]}
-            caller = turn
         elif message.get("function_call") is not None:
             raise UsageError(f"{where}.function_call is no longer OpenAI's form", hint="tool_calls")
-        told.append(turn)
+        if role == role_before == "assistant" and (told[-1].get("tool_calls") or turn.get("tool_calls")):
+            told[-1] = turn = _joined(told[-1], turn)
+        else:
+            told.append(turn)
+        if role != "tool":
+            asked = {call["id"]: call["function"]["name"] for call in turn.get("tool_calls", [])}
+            caller = turn
     return told
+
+
+def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Two messages of the assistant as one turn."""
+    turn = {**first, **second, "tool_calls": [*first.get("tool_calls", []), *second.get("tool_calls", [])]}
+    for key in ("content", *_REASONING):
+        if texts := [message[key] for message in (first, second) if message.get(key)]:
+            turn[key] = "\n\n".join(map(str, texts))
+    return turn
 
 
 def _content(content: Any, where: str) -> str:
@@ -92,10 +110,10 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments, parse_constant=_refuse, strict=False) if arguments.strip() else {}
-        except (ValueError, RecursionError) as e:
-            raise UsageError(f"{where}.function.arguments is no JSON: {e}") from None
+        except (ValueError, RecursionError):
+            arguments = {INVALID_ARGUMENTS: arguments}
     if not isinstance(arguments, Mapping | None):
-        raise UsageError(f"{where}.function.arguments is no JSON object")
+        raise UsageError(f"{where}.function.arguments is no JSON object: {{}} are those of a call without any")
     return {
         "id": call["id"],
         "type": "function",

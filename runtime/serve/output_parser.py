@@ -10,19 +10,17 @@ and https://ai.google.dev/gemma/docs/capabilities/text/function-calling-gemma4.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from uuid import uuid4
 
-from kerngen.runtime.text import CALL, END_OF_CALL, QUOTE, TextCodec
+from kerngen.runtime.serve.call_arguments import Arguments
+from kerngen.runtime.text import THOUGHT, TextCodec
 
-THOUGHT = "thought\n"  # a thought's channel, its first line, which is no part of it
 MAX_HEAD_CHARS = 256  # of call:NAME
-_HEAD = re.compile(r"\s*call:\s*([^\s{}\[\],\"]+)\s*")
-_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
-_SPACE = " \t\n\r"
+_HEAD = re.compile(r"\s*:?\s*call:\s*([^\s{}\[\],\"]+)\s*")
+_PART_OF_HEAD = re.compile(r"\s*:?\s*(c|ca|cal|call|call:\s*[^\s{}\[\],\"]*\s*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +50,21 @@ class Output:
     """Takes the tokens of one answer, and gives what they say in pieces. No tokens make it fail.
 
     prompt: what the answer follows, where a template may have opened a thought. calls: False where the request has no
-    tools, so that the tokens of calls mean nothing. However the tokens are cut up, the pieces join to the same.
+    tools, so that the tokens of calls mean nothing. tools: names of functions. However the tokens are cut up, the
+    pieces join to the same.
 
     A control token is told by its id: text that looks like one is text. Those that mean nothing where they stand are
-    left out. A call that is none (no call:NAME{) is content, its control tokens written out. A call in which something
-    cannot be read, or which ends early, keeps what it has, then the rest as it was written: its arguments are JSON
-    exactly if the call could be read and is complete. What could be read: a comma may follow the last member; keys and
-    strings may have plain quotation marks, as in JSON; None is null; other words are strings.
+    left out, so content never has one. An answer that begins with a thought's first line is a thought, though the token
+    before it is missing. Where only its last token is there, an empty line follows what came before it.
+
+    A call that is none (no call:NAME{) is content; the beginning of one, at which the answer ends, is nothing. Right
+    behind a thought, call:NAME{ of one of `tools` is a call without its token, too.
+
+    A call in which something cannot be read, or which ends early, keeps what it has, then the rest as it was written,
+    and has_unread_call says so: its arguments are JSON exactly if the call could be read and is complete. What could be
+    read: commas too many between members and behind the last; a key with nothing is an empty string; keys and strings
+    may have plain quotation marks, as in JSON, or single ones; None, True and False; 108. and .5; other words are
+    strings. Brackets that are missing where the call's last token stands are added, and those too many left out.
     """
 
     def __init__(
@@ -67,15 +73,19 @@ class Output:
         prompt: Sequence[int] = (),
         *,
         calls: bool = True,
+        tools: Collection[str] = (),
         new_id: Callable[[], str] = lambda: f"call_{uuid4().hex[:24]}",
     ) -> None:
         self._codec, self._new_id = codec, new_id
         self._open, self._close = codec.channel_ids or (-1, -1)
         self._call, self._end, self._quote = (codec.call_ids if calls else None) or (-1, -1, -1)
+        self._bare_calls = [f"call:{name}{{" for name in tools] if calls and codec.call_ids is not None else []
         self._deltas: list[Delta] = []
         self._stream = codec.stream()
-        self._part: _Content | _Thought | _Call = _Content(self)
+        self._part: _Content | _Thought | _Call = _Content(self, [THOUGHT] if codec.channel_ids is not None else [])
+        self._last_said, self._is_border_due = "", False  # of the content: its last character
         self.num_calls = 0
+        self.has_unread_call = False
         if (begin := codec.open_thought(prompt)) is not None:
             self._part = _Thought(self)
             self._part.text(codec.decode(prompt[begin:]))
@@ -96,23 +106,30 @@ class Output:
         """What was held back: it may have been a number that goes on, half a character, or half a call."""
         self._part.text(self._stream.finish())
         self._stream = self._codec.stream()
-        self._go_on_with(_Content(self))
+        self._part.end()
+        self.go_on_with(_Content(self))
         return self._news()
 
     def _take(self, token: int) -> None:
         if token == self._quote:
             self._part.quote()
         elif token == self._open:
-            self._go_on_with(_Thought(self))
+            self.go_on_with(_Thought(self))
         elif token == self._call:
-            self._go_on_with(_Call(self))
+            self.go_on_with(_Call(self))
         elif token == (self._end if isinstance(self._part, _Call) else self._close):
             self._part.close()
-            self._go_on_with(_Content(self))
+            self.go_on_with(_Content(self, self._bare_calls if token == self._close else ()))
 
-    def _go_on_with(self, part: _Content | _Thought | _Call) -> None:
+    def go_on_with(self, part: _Content | _Thought | _Call, text: str = "") -> None:
+        """`part`, which begins with `text`, follows what was read."""
         self._part.leave()
         self._part = part
+        part.text(text)
+
+    def go_on_behind_call(self, text: str) -> None:
+        """With `text`, behind a call that had no token before it: so may the next one."""
+        self.go_on_with(_Content(self, self._bare_calls), text)
 
     def begin_call(self, name: str) -> int:
         """The number of the call that begins here."""
@@ -121,7 +138,16 @@ class Output:
         return self.num_calls - 1
 
     def say(self, text: str) -> None:
+        if not text:
+            return
+        if self._is_border_due and self._last_said != "\n" and text[0] != "\n":
+            text = "\n\n" + text
+        self._last_said, self._is_border_due = text[-1], False
         self.add(ContentDelta(text))
+
+    def end_unopened_thought(self) -> None:
+        """What was said was a thought, if anything was: what follows is apart from it."""
+        self._is_border_due = bool(self._last_said)
 
     def add(self, delta: Delta) -> None:
         last = self._deltas[-1] if self._deltas else None
@@ -143,20 +169,44 @@ class Output:
 
 
 class _Content:
-    def __init__(self, output: Output) -> None:
-        self._output = output
+    """beginnings: texts with which, at its start, a thought (THOUGHT) or a call begins whose token is missing."""
+
+    def __init__(self, output: Output, beginnings: Collection[str] = ()) -> None:
+        self._output, self._beginnings = output, beginnings
+        self._held = ""  # what may be such a beginning
 
     def text(self, text: str) -> None:
-        self._output.say(text)
+        if not self._beginnings:
+            return self._output.say(text)
+        held = self._held = self._held + text
+        found = held if THOUGHT in self._beginnings else held.lstrip()
+        if beginning := next((b for b in self._beginnings if found.startswith(b)), None):
+            self._beginnings, self._held = (), ""
+            if beginning == THOUGHT:
+                return self._output.go_on_with(_Thought(self._output), found)
+            name = beginning.removeprefix("call:").removesuffix("{")
+            return self._output.go_on_with(_BareCall(self._output, name), found.removeprefix(beginning))
+        if not any(b.startswith(found) for b in self._beginnings):
+            self.leave()
+        return None
 
     def quote(self) -> None:
-        pass
+        self.leave()
 
     def close(self) -> None:
-        pass
+        """An end of a thought that did not begin."""
+        if THOUGHT in self._beginnings and self._held == THOUGHT.rstrip():
+            self._held = ""
+        self.leave()
+        self._output.end_unopened_thought()
 
     def leave(self) -> None:
-        pass
+        """What is held was no beginning."""
+        self._output.say(self._held)
+        self._beginnings, self._held = (), ""
+
+    def end(self) -> None:
+        """The answer ends here."""
 
 
 class _Thought(_Content):
@@ -169,6 +219,12 @@ class _Thought(_Content):
             text = "" if self._name is not None else text.removeprefix(THOUGHT)
         self._output.add(ReasoningDelta(text))
 
+    def quote(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
     def leave(self) -> None:
         if self._name and self._name != THOUGHT.rstrip():
             self._output.add(ReasoningDelta(self._name))
@@ -180,7 +236,7 @@ class _Call(_Content):
     def __init__(self, output: Output) -> None:
         super().__init__(output)
         self._head: str | None = ""  # None once it is complete
-        self._arguments: _Arguments | None = None
+        self._arguments: Arguments | None = None
         self._index = 0
 
     def text(self, text: str) -> None:
@@ -195,7 +251,7 @@ class _Call(_Content):
                 self._is_none()
                 text = brace + text
             else:
-                self._head, self._arguments = None, _Arguments()
+                self._head, self._arguments = None, Arguments()
                 self._index = self._output.begin_call(match[1])
                 self._add(brace)
         if self._arguments is None:
@@ -206,173 +262,45 @@ class _Call(_Content):
     def quote(self) -> None:
         if self._head is not None:
             self._is_none()
-        if self._arguments is None:
-            self._output.say(QUOTE)
-        else:
+        if self._arguments is not None:
             self._add(self._arguments.quote())
 
     def close(self) -> None:
-        if self._head is not None:
-            self._is_none()
-        if self._arguments is None:
-            self._output.say(END_OF_CALL)
+        if self._arguments is not None:
+            self._add(self._arguments.close())
 
     def leave(self) -> None:
         if self._head is not None:
             self._is_none()
         if self._arguments is not None:
             self._add(self._arguments.finish())
+            self._output.has_unread_call |= not self._arguments.is_complete
+
+    def end(self) -> None:
+        if self._head is not None and _PART_OF_HEAD.fullmatch(self._head):
+            self._head = None
 
     def _is_none(self) -> None:
-        self._output.say(CALL + (self._head or ""))
+        self._output.say(self._head or "")
         self._head = None
 
     def _add(self, text: str) -> None:
         self._output.add(ToolCallDelta(self._index, None, None, text))
 
 
-class _Arguments:
-    """Gemma-4's arguments, behind their first brace, to JSON text in pieces; each piece is final.
+class _BareCall(_Call):
+    """The arguments of function `name`, whose call has no token before it, and may have none behind it."""
 
-    Where the syntax is broken the rest is given as it is. No JSON can go on with it there, so the whole is none.
-    """
+    def __init__(self, output: Output, name: str) -> None:
+        super().__init__(output)
+        self._head, self._arguments = None, Arguments()
+        self._index = output.begin_call(name)
+        self._add("{")
 
-    def __init__(self) -> None:
-        self._nested = ["{"]
-        self._take = self._start  # what reads the next character
-        self._is_key = True  # of what is read: a key, or a value
-        self._comma = False  # before what begins next
-        self._bare = ""  # a key or a value without the tokens around it, held until it ends
-        self._escaped = False  # the next character, in plain quotation marks
-
-    def push(self, text: str) -> str:
-        pieces = []
-        for at, c in enumerate(text):
-            if self._take == self._string:  # up to a token: all of it
-                pieces.append(_escaped(text[at:]))
-                break
-            if self._take == self._raw:
-                pieces.append(text[at:])
-                break
-            pieces.append(self._take(c))
-        return "".join(pieces)
-
-    def quote(self) -> str:
-        """The token around strings."""
-        if self._take == self._start:
-            self._take = self._string
-            return self._lead() + '"'
-        if self._take == self._string:
-            self._take = self._colon if self._is_key else self._after
-            return '"'
-        return self._break(QUOTE)
-
-    def finish(self) -> str:
-        """What is held where the call ends; nothing where it is complete."""
-        bare, self._bare = self._bare, ""
-        return bare
-
-    def _start(self, c: str) -> str:
-        """Where a key or a value may begin, or, in its stead, what holds it may end."""
-        if c in _SPACE:
-            return ""
-        if c in "}]" and c == self._closer and self._is_key == (c == "}"):
-            return self._end(c)
-        if c == '"':
-            self._take, self._bare = self._plain, c
-            return self._lead()
-        if c in "{[" and not self._is_key:
-            lead = self._lead()
-            self._nested.append(c)
-            self._is_key = c == "{"
-            return lead + c
-        if c in "{}[],":
-            return self._break(c)
-        self._take = self._word
-        return self._lead() + self._word(c)
-
-    def _word(self, c: str) -> str:
-        """A key up to its colon, or a value up to what ends it."""
-        if self._is_key and c == ":":
-            return self._end_bare(_quoted(self._bare.strip())) + self._colon(c)
-        if not self._is_key and c in ",]}":
-            word = self._bare.strip()
-            if word == "None":  # as older templates write null
-                word = "null"
-            is_json = word in ("true", "false", "null") or _NUMBER.fullmatch(word)
-            return self._end_bare(word if is_json else _quoted(word)) + self._after(c)
-        if c in "{}[],":
-            return self._break(c)
-        self._bare += c
-        return ""
-
-    def _plain(self, c: str) -> str:
-        """A key or a value in plain quotation marks, as in JSON."""
-        self._bare += c
-        if self._escaped:
-            self._escaped = False
-        elif c == "\\":
-            self._escaped = True
-        elif c == '"':
-            try:
-                text = json.dumps(json.loads(self._bare, strict=False))
-            except ValueError:
-                return self._break("")
-            return self._end_bare(text)
-        return ""
-
-    def _end_bare(self, text: str) -> str:
-        self._bare = ""
-        self._take = self._colon if self._is_key else self._after
-        return text
-
-    def _string(self, c: str) -> str:
-        return _escaped(c)
-
-    def _colon(self, c: str) -> str:
-        if c in _SPACE:
-            return ""
-        if c != ":":
-            return self._break(c)
-        self._take, self._is_key = self._start, False
-        return c
-
-    def _after(self, c: str) -> str:
-        if c in _SPACE:
-            return ""
-        if c == ",":
-            self._take, self._comma, self._is_key = self._start, True, self._closer == "}"
-            return ""
-        return self._end(c) if c == self._closer else self._break(c)
-
-    @property
-    def _closer(self) -> str:
-        return {"{": "}", "[": "]"}[self._nested[-1]] if self._nested else ""
-
-    def _end(self, c: str) -> str:
-        self._nested.pop()
-        self._comma = False
-        self._take = self._after if self._nested else self._done
-        return c
-
-    def _done(self, c: str) -> str:
-        return "" if c in _SPACE else self._break(c)
-
-    def _lead(self) -> str:
-        comma, self._comma = "," if self._comma else "", False
-        return comma
-
-    def _break(self, c: str) -> str:
-        self._take = self._raw
-        return self._lead() + self.finish() + c
-
-    def _raw(self, c: str) -> str:
-        return c
-
-
-def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    def text(self, text: str) -> None:
+        assert self._arguments is not None
+        for at, c in enumerate(text, 1):
+            self._add(self._arguments.push(c))
+            if self._arguments.is_complete:
+                return self._output.go_on_behind_call(text[at:])
+        return None

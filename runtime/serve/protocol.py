@@ -35,8 +35,11 @@ class JsonSchema(_Body):
 
 
 class ResponseFormat(_Body):
+    """schema: where others than OpenAI have it (llama.cpp, Together), also beside json_object."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
 Choices = Annotated[list[str], Field(max_length=4096)]
@@ -82,9 +85,13 @@ class Generation(_Body):
 
 
 class Completion(Generation):
-    """POST /v1/completions. prompt: a text, tokens, or several of either."""
+    """POST /v1/completions. prompt: a text, tokens, or several of either. add_special_tokens, control_tokens: of a
+    text, whether <bos> is put in front, and whether what looks like a control token is one.
+    """
 
     prompt: str | list[str] | list[int] | list[list[int]]
+    add_special_tokens: bool = True
+    control_tokens: bool | None = None
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
@@ -137,6 +144,7 @@ class Tokenize(_Body):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
+    control_tokens: bool | None = None  # of a prompt
     return_token_strs: bool = False
     tools: Tools | None = None
     add_generation_prompt: bool | None = None

@@ -11,7 +11,7 @@ from typing import Any
 from kerngen.runtime.engine import TokenLogprobs
 from kerngen.runtime.serve.choice_stream import Part
 from kerngen.runtime.serve.output_parser import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
-from kerngen.runtime.text import TextCodec
+from kerngen.runtime.text import TextCodec, TextStream
 
 
 @dataclass(slots=True)
@@ -133,13 +133,19 @@ def chat_logprobs(found: Sequence[TokenLogprobs], codec: TextCodec) -> dict[str,
 
 @dataclass(slots=True)
 class TextLogprobs:
-    """As a completion's choices have them. offset: of the next token in the text. first: of a prompt that is told too,
-    which nothing comes before.
+    """As a completion's choices have them. echoed: the prompt, where it is told too; nothing comes before its first
+    token. An offset is where a token's text begins: control tokens have none in it, and of those that make up one
+    character the last one has it.
     """
 
     codec: TextCodec
-    offset: int = 0
-    first: int | None = None
+    echoed: Sequence[int] = ()
+    _offset: int = field(default=0, init=False)
+    _count: int = field(default=0, init=False)
+    _stream: TextStream = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._stream = self.codec.stream()
 
     def body(self, found: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         """Of the tokens that came now; None where none were asked for."""
@@ -148,13 +154,20 @@ class TextLogprobs:
         tokens: list[int] = [x.token for x in found]
         values: list[float | None] = [x.logprob for x in found]
         top: list[dict[str, float] | None] = [{self.codec.token_text(i): v for i, v in x.top} for x in found]
-        if self.first is not None:
-            tokens, values, top, self.first = [self.first, *tokens], [None, *values], [None, *top], None
-        texts, offsets = [self.codec.token_text(i) for i in tokens], []
-        for text in texts:
-            offsets.append(self.offset)
-            self.offset += len(text)
+        if self.echoed and self._count == 0:
+            tokens, values, top = [self.echoed[0], *tokens], [None, *values], [None, *top]
+        offsets = [self._next_offset(token) for token in tokens]
+        texts = [self.codec.token_text(i) for i in tokens]
         return {"tokens": texts, "token_logprobs": values, "text_offset": offsets, "top_logprobs": top}
+
+    def _next_offset(self, token: int) -> int:
+        if self.echoed and self._count == len(self.echoed):  # the answer is decoded by itself
+            self._offset += len(self._stream.finish())
+            self._stream = self.codec.stream()
+        self._count += 1
+        offset = self._offset
+        self._offset += len(self._stream.push([token]))
+        return offset
 
 
 def text_of(deltas: Sequence[Delta]) -> str:

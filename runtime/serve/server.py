@@ -39,8 +39,8 @@ UNREAD_S = 60.0  # how long a client may leave unread what it asked for
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """load, opens, reproducible: see `Options`. drain_s: how long answers may take once the server is told to stop.
-    traces: where spans go (tracing.py).
+    """load, opens, reproducible: see `Options`. control_tokens: see `Service`. drain_s: how long answers may take once
+    the server is told to stop. traces: where spans go (tracing.py).
     """
 
     load: Mapping[str, Any]
@@ -55,6 +55,7 @@ class Settings:
     traces: str | None = None
     opens: Callable[..., Session] | None = None
     reproducible: bool = False
+    control_tokens: bool = False
 
 
 def run(
@@ -141,6 +142,7 @@ async def _open(settings: Settings, on_load: OnLoad | None, say: Callable[[str],
         suggested=suggested,
         stop_ids=stop_ids_of(folder, config, codec),
         limits=settings.limits,
+        control_tokens=settings.control_tokens,
         created=int(time.time()),
     )
 

@@ -48,6 +48,7 @@ class Limits:
 class Service:
     """names: what clients may call the model, the first is what it calls itself. suggested: sampling parameters of
     generation_config.json. stop_ids: tokens that end an answer. created: when the server began, in seconds.
+    control_tokens: what looks like a control token in a raw prompt is one, unless its request says otherwise.
     """
 
     client: EngineClient
@@ -60,6 +61,7 @@ class Service:
     created: int
     limits: Limits = field(default_factory=Limits)
     tracing: Tracing | None = None
+    control_tokens: bool = False
     is_draining: bool = False
     metrics: Metrics = field(init=False)
     _num_inside: int = field(default=0, init=False)
@@ -121,11 +123,14 @@ class Service:
         threads = self._quick if size <= QUICK_CHARS else self._slow
         return await asyncio.get_running_loop().run_in_executor(threads, partial(function, *arguments))
 
-    async def encode(self, text: str, *, with_bos: bool = True) -> list[int]:
-        """Control tokens in it are text. Raises ApiError for a text that no sequence can hold."""
+    async def encode(self, text: str, *, with_bos: bool = True, control_tokens: bool | None = None) -> list[int]:
+        """A raw prompt's tokens. control_tokens: what looks like one is one; None: as the server was told.
+
+        Raises ApiError for a text that no sequence can hold.
+        """
         self.require_length(len(text), "prompt")
-        ids = await self.off_loop(partial(self.codec.encode, text, plain=True), size=len(text))
-        return ids if with_bos else ids[1:]
+        plain = not (self.control_tokens if control_tokens is None else control_tokens)
+        return await self.off_loop(partial(self.codec.encode, text, plain=plain, with_bos=with_bos), size=len(text))
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
         """Through the chat template; control tokens in what is said are text. Raises as `encode`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kerngen.runtime.serve.engine_process import Guiding
@@ -15,10 +15,17 @@ from kerngen.runtime.serve.unsupported_fields import require_honoured
 
 
 def guiding_of(
-    service: Service, body: Generation, calls: str | None, prompt: Sequence[int], *, may_think: bool = False
+    service: Service,
+    body: Generation,
+    calls: str | None,
+    prompt: Sequence[int],
+    *,
+    may_think: bool = False,
+    or_calls: Callable[[str], str] | None = None,
 ) -> Guiding | None:
     """By which grammar the answer goes: `calls`, which tool_choice asks for, or what the fields say. may_think: a
-    thought may come first, as it does where the prompt ends in one. Large schemas take their time.
+    thought may come first, as it does where the prompt ends in one. or_calls: makes a grammar of the content into one
+    of it or of calls, where the model may make them. Large schemas take their time.
     """
     asked = [*([] if calls is None else [calls]), *_grammars(body, is_text=calls is None)]
     if not asked:
@@ -26,10 +33,11 @@ def guiding_of(
     if len(asked) > 1:
         raise ApiError(400, "an answer follows one grammar: response_format, tool_choice, or one of structured_outputs "
                             "and guided_*")  # fmt: skip
+    grammar = asked[0] if or_calls is None else or_calls(asked[0])
     if service.codec.channel_ids is None:
-        return Guiding(asked[0])
+        return Guiding(grammar)
     is_thinking = service.codec.open_thought(prompt) is not None
-    return Guiding(asked[0], may_think=may_think and not is_thinking, is_thinking=is_thinking)
+    return Guiding(grammar, may_think=may_think and not is_thinking, is_thinking=is_thinking)
 
 
 def _grammars(body: Generation, *, is_text: bool) -> Iterator[str]:
@@ -56,11 +64,12 @@ def _of_fields(
 
 
 def _of_format(wanted: ResponseFormat) -> str:
-    if wanted.type == "json_object":
-        return json_grammar()
-    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
-        raise ApiError(400, "response_format.json_schema.schema is missing", param="response_format")
-    return json_grammar(wanted.json_schema.schema_)
+    schema = wanted.schema_
+    if wanted.type == "json_schema":
+        schema = schema if wanted.json_schema is None else wanted.json_schema.schema_
+        if schema is None:
+            raise ApiError(400, "response_format.json_schema.schema is missing", param="response_format")
+    return json_grammar(schema)
 
 
 def _schema(given: dict[str, Any] | str, field: str) -> Any:

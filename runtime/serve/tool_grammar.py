@@ -1,14 +1,33 @@
-"""The grammar of Gemma-4's tool calls: from a function's JSON schema to the format that output_parser.py reads."""
+"""The grammar of Gemma-4's tool calls: from a function's JSON schema to the format that call_arguments.py reads."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kerngen.errors import UsageError
-from kerngen.runtime.serve.lark import dumped, is_texts, literal, llguidance_library, regex
-from kerngen.runtime.serve.schema import referred, require_small
+from kerngen.runtime.serve.lark import (
+    MAX_GRAMMAR_CHARS,
+    dumped,
+    is_regex,
+    is_texts,
+    literal,
+    llguidance_library,
+    regex,
+)
+from kerngen.runtime.serve.schema import MAX_MEMBERS, MAX_NESTED, referred, require_small
+
+
+@dataclass(frozen=True, slots=True)
+class CallGrammar:
+    """text: the rule `body` and what it needs. not_enforced: what the schemas ask for beyond it, each once, as
+    "tool f: parameters.tags: uniqueItems".
+    """
+
+    text: str
+    not_enforced: tuple[str, ...]
 
 
 def call_grammar(
@@ -18,29 +37,39 @@ def call_grammar(
     name: str | None = None,
     is_required: bool = True,
     is_parallel: bool = True,
-) -> str:
+    in_place_of: str | None = None,
+) -> CallGrammar:
     """Of calls of `tools` (OpenAI's, as template_tools takes them) in Gemma-4's syntax; of `name` alone if it is given.
 
     tokens: TextCodec.call_ids. is_parallel: more than one may be made. is_required: nothing but calls is said; else
-    text may stand before them, and there may be none. Arguments are what a function's `parameters` allow.
-    Raises UsageError for a name that is not among the tools, and for schemas with what is not known here.
+    text may stand before them, and there may be none. Arguments are what a function's `parameters` allow, as
+    far as that can be enforced.
+    in_place_of: another grammar, which binds the content; calls may be made instead, with any arguments.
+    Raises UsageError for a name that is not among the tools, and for what is no schema or allows nothing.
     """
     chosen = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
     if not chosen:
         raise UsageError("there are no tools to call" if name is None else f"there is no tool named {name}")
     first, last, quote = tokens
     rules = ["calls: call+" if is_parallel else "calls: call"]
-    calls = []
+    calls: list[str] = []
+    not_enforced: list[str] = []
     for at, function in enumerate(chosen):
         if not re.fullmatch(r"[A-Za-z0-9_.:/-]{1,128}", function["name"]):
             raise UsageError(f"{function['name']!r} is no name of a function: letters, digits, _ and - are")
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
-        arguments = _Arguments(parameters, f"tool {function['name']}: parameters", f"t{at}_", quote)
-        calls.append(f"<[{first}]> {literal('call:' + function['name'])} {arguments.whole} <[{last}]>")
-        rules += arguments.rules
+        whole = "object"
+        if in_place_of is None:
+            arguments = _Arguments(parameters, f"tool {function['name']}: parameters", f"t{at}_", quote)
+            whole, rules = arguments.whole, rules + arguments.rules
+            not_enforced += arguments.not_enforced
+        calls.append(f"<[{first}]> {literal('call:' + function['name'])} {whole} <[{last}]>")
     rules += ["call: " + "\n  | ".join(calls), *_shared(quote)]
-    rules.append("body: calls" if is_required else "body: SAID calls?\nSAID: /(?s:.*)/")
-    return "\n".join(rules) + "\n"
+    if in_place_of is not None:
+        rules.append(f"body: said | calls\nsaid:{in_place_of.removeprefix('body:')}")
+    else:
+        rules.append("body: calls" if is_required else "body: SAID calls?\nSAID: /(?s:.*)/")
+    return CallGrammar("\n".join(rules) + "\n", tuple(dict.fromkeys(not_enforced)))
 
 
 def _shared(quote: int) -> list[str]:
@@ -58,10 +87,11 @@ def _shared(quote: int) -> list[str]:
     ]
 
 
-_BARE = r"""[^\s:,{}\[\]"<>|]+"""  # of a key: what output_parser.py reads as one
+_BARE = r"""[^\s:,{}\[\]"<>|]+"""  # of a key: what call_arguments.py reads as one
 _ANNOTATIONS = {
     "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$schema", "$id",
-    "$comment", "$defs", "definitions", "strict",
+    "$comment", "$defs", "definitions", "$anchor", "$vocabulary", "strict", "contentEncoding", "contentMediaType",
+    "discriminator", "externalDocs", "xml",
 }  # fmt: skip
 _OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 _OF_TYPE = {
@@ -73,8 +103,11 @@ _OF_TYPE = {
     "boolean": set(),
     "null": set(),
 }  # fmt: skip
-_CHOICES = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"}
-_KNOWN = _CHOICES | {"type", "nullable"} | set().union(*_OF_TYPE.values())
+_OF_SCHEMAS = {"$ref", "anyOf", "oneOf", "allOf"}
+_KNOWN = _OF_SCHEMAS | {"type", "nullable", "enum", "const"} | set().union(*_OF_TYPE.values())
+# Of two such bounds the higher and the lower one hold.
+_HIGHER = {"minimum", "exclusiveMinimum", "minLength", "minItems"}
+_LOWER = {"maximum", "exclusiveMaximum", "maxLength", "maxItems"}
 _DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
@@ -91,8 +124,13 @@ _FORMATS = {
 }
 
 
+class _Unsatisfiable(UsageError):
+    """No value can be what a schema asks for."""
+
+
 class _Arguments:
-    """The grammar of one function's arguments: `whole` is what follows its name, `rules` is what that needs.
+    """The grammar of one function's arguments: `whole` is what follows its name, `rules` is what that needs,
+    `not_enforced` what the schema asks for beyond it.
 
     where: for errors. prefix: of the rules' names. Members come in the order in which the template writes them, sorted.
     """
@@ -100,54 +138,90 @@ class _Arguments:
     def __init__(self, schema: Mapping[str, Any], where: str, prefix: str, quote: int) -> None:
         self._root, self._prefix, self._quote = schema, prefix, f"<[{quote}]>"
         self.rules: list[str] = []
+        self.not_enforced: list[str] = []
+        self._num_parts = self._num_chars = self._depth = 0
         self._refs: dict[str, str] = {}  # the rules of what is referred to
         self._pending: list[tuple[str, Any, str]] = []  # those that are yet to be made
         require_small(schema)
         schema, where = self._followed(schema, where)
         kinds = schema.get("type", "object")
-        if kinds != "object" or not set(schema) <= _OF_TYPE["object"] | _ANNOTATIONS | {"type"}:
-            raise UsageError(f"{where}: the arguments of a function are an object, with no more than properties, "
-                             "required and additionalProperties")  # fmt: skip
-        self.whole = self._object(schema, where)
+        if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+            raise UsageError(f"{where}: the arguments of a function are an object")
+        whole = {key: value for key, value in schema.items() if key != "nullable"} | {"type": "object"}
+        self.whole = self._value(whole, where)
         while self._pending:
             name, target, where = self._pending.pop()
-            self.rules.append(f"{name}: {self._value(target, where)}")
+            self._add(f"{name}: {self._value(target, where)}")
 
     def _rule(self, body: str) -> str:
         name = f"{self._prefix}{len(self.rules)}"
-        self.rules.append(f"{name}: {body}")
+        self._add(f"{name}: {body}")
         return name
 
     def _terminal(self, regex: str) -> str:
         name = f"{self._prefix.upper()}{len(self.rules)}"
-        self.rules.append(f"{name}: {regex}")
+        self._add(f"{name}: {regex}")
         return name
 
+    def _add(self, rule: str) -> None:
+        self._num_chars += len(rule)
+        if self._num_chars > MAX_GRAMMAR_CHARS:
+            raise UsageError(f"the grammar of a call has more than {MAX_GRAMMAR_CHARS:,} characters")
+        self.rules.append(rule)
+
+    def _count(self, num_parts: int, where: str) -> None:
+        """What is joined, or referred to, counts each time: small schemas can ask for very many."""
+        self._num_parts += num_parts
+        if self._num_parts > MAX_MEMBERS or self._depth > MAX_NESTED:
+            raise UsageError(f"{where}: with what it refers to the schema has more than {MAX_MEMBERS:,} parts, or is "
+                             f"nested deeper than {MAX_NESTED}")  # fmt: skip
+
+    def _leave_out(self, where: str, keywords: Iterable[str]) -> None:
+        self.not_enforced += [f"{where}: {keyword}" for keyword in keywords]
+
     def _value(self, schema: Any, where: str) -> str:
+        """The rule of what `schema` allows, as far as it can be enforced."""
         if schema is True:
             return "any"
         if not isinstance(schema, Mapping):
-            raise UsageError(f"{where} is no schema that a value can satisfy: {dumped(schema)[:100]}")
-        asked = set(schema) - _ANNOTATIONS
-        if unknown := sorted(map(str, asked - _KNOWN)):
-            raise UsageError(f"{where}: {', '.join(unknown)} cannot be enforced in the arguments of a call",
-                             hint=f"what can be: {', '.join(sorted(_KNOWN))}")  # fmt: skip
-        if not asked:
+            raise _Unsatisfiable(f"{where} is no schema that a value can satisfy: {dumped(schema)[:100]}")
+        self._depth += 1
+        self._count(1 + len(schema), where)
+        unknown = {k: v for k, v in schema.items() if k not in _KNOWN | _ANNOTATIONS and not str(k).startswith("x-")}
+        self._leave_out(
+            where, sorted(str(k) for k, v in unknown.items() if v is not None and v is not False and v != 0)
+        )
+        rule = self._known_value({key: value for key, value in schema.items() if key in _KNOWN}, where)
+        self._depth -= 1
+        return rule
+
+    def _known_value(self, schema: dict[str, Any], where: str) -> str:
+        """As `_value`, of known keywords alone."""
+        if not schema:
             return "any"
-        if "$ref" in asked:
+        if schema.get("nullable") is True and _OF_SCHEMAS & set(schema):
+            return self._rule(f'{self._value(_without(schema, "nullable"), where)} | "null"')
+        if list(schema) == ["$ref"]:
             return self._ref(schema, where)
-        if used := asked & {"anyOf", "oneOf", "allOf"}:
-            return self._one_of(schema, used.pop(), where)
+        if "$ref" in schema or "allOf" in schema:
+            parts = _schemas(schema, "allOf", where) if "allOf" in schema else []
+            rest = _without(schema, "allOf")
+            if not rest and len(parts) == 1:
+                return self._value(parts[0], f"{where}.allOf[0]")
+            return self._value(self._joined([rest, *parts], where), where)
+        for keyword in ("anyOf", "oneOf"):
+            if keyword in schema:
+                return self._one_of(schema, keyword, where)
         kinds = self._types(schema, where)
-        if "enum" in asked or "const" in asked:
-            allowed = [schema["const"]] if "const" in asked else schema["enum"]
+        if "enum" in schema or "const" in schema:
+            allowed = [schema["const"]] if "const" in schema else schema["enum"]
             if not isinstance(allowed, list) or not allowed:
                 raise UsageError(f"{where}.enum is no list of at least one value")
-            if beside := sorted(asked - {"enum", "const", "type", "nullable"}):
-                raise UsageError(f"{where}: {', '.join(beside)} beside enum cannot be enforced in a call's arguments")
-            typed = [v for v in allowed if not kinds or any(_is_a(v, kind) for kind in kinds)]
+            typed = [v for v in allowed if "type" not in schema or any(_is_a(v, kind) for kind in kinds)]
             if not typed:
-                raise UsageError(f"{where}: no value of enum is of type {schema['type']}")
+                raise _Unsatisfiable(f"{where}: no value of enum is of type {schema['type']}")
+            beside = sorted(set(schema) - {"enum", "const", "type", "nullable"})
+            self._leave_out(where, [f"{keyword} beside enum" for keyword in beside])
             return self._rule(" | ".join(self._constant(value, where) for value in typed))
         if not kinds:
             return "any"
@@ -158,12 +232,62 @@ class _Arguments:
         kinds = schema.get("type")
         if kinds is None:
             kinds = [k for k in ("object", "array", "string", "number") if set(schema) & _OF_TYPE[k]]
-            if len(kinds) > 1:
-                raise UsageError(f"{where}: keywords of {' and of '.join(kinds)}, and no type")
         kinds = [kinds] if isinstance(kinds, str) else kinds
         if not isinstance(kinds, list) or not all(isinstance(kind, str) and kind in _OF_TYPE for kind in kinds):
             raise UsageError(f"{where}.type is none of {', '.join(_OF_TYPE)}: {dumped(kinds)[:100]}")
         return [*kinds, "null"] if schema.get("nullable") is True and kinds and "null" not in kinds else kinds
+
+    def _joined(self, schemas: Sequence[Any], where: str) -> dict[str, Any]:
+        """One schema that asks for what all of `schemas` do, as far as their keywords can be joined."""
+        found: dict[str, Any] = {}
+        left = list(schemas)
+        while left:
+            part = left.pop(0)
+            if part is True:
+                continue
+            if not isinstance(part, Mapping):
+                raise _Unsatisfiable(f"{where} is no schema that a value can satisfy: {dumped(part)[:100]}")
+            self._count(1 + len(part), where)
+            if "$ref" in part:
+                left[:0] = [_without(part, "$ref"), self._followed({"$ref": part["$ref"]}, where)[0]]
+                continue
+            for key, value in part.items():
+                found[key] = self._both(key, found[key], value, where) if key in found else value
+        return found
+
+    def _both(self, keyword: str, one: Any, other: Any, where: str) -> Any:
+        """What `keyword` must be for both of its values to hold; the first where that cannot be said."""
+        if one is other or keyword in _ANNOTATIONS:
+            return one
+        numbers = _is_a(one, "number") and _is_a(other, "number")
+        if numbers and keyword in _HIGHER | _LOWER:
+            return max(one, other) if keyword in _HIGHER else min(one, other)
+        if isinstance(one, str | bool | int | float | None) and one == other:
+            return one
+        if keyword == "type":
+            kinds, others = ([kind] if isinstance(kind, str) else kind for kind in (one, other))
+            if not isinstance(kinds, list) or not isinstance(others, list):
+                raise UsageError(f"{where}.type is none of {', '.join(_OF_TYPE)}")
+            both = [k for k in kinds if k in others or (k == "integer" and "number" in others)]
+            both += ["integer"] if "integer" in others and "number" in kinds and "integer" not in both else []
+            if not both:
+                raise _Unsatisfiable(f"{where}: no value is of type {dumped(one)[:50]} and {dumped(other)[:50]}")
+            return both
+        if keyword == "properties" and isinstance(one, Mapping) and isinstance(other, Mapping):
+            self._count(len(one) + len(other), where)
+            return {**one, **{n: {"allOf": [one[n], value]} if n in one else value for n, value in other.items()}}
+        if keyword in ("required", "allOf", "enum") and isinstance(one, list) and isinstance(other, list):
+            self._count(len(one) + len(other), where)
+            if keyword != "enum":
+                return [*one, *other]
+            allowed = {dumped(value) for value in other}
+            if not (both := [value for value in one if dumped(value) in allowed]):
+                raise _Unsatisfiable(f"{where}: enum allows nothing")
+            return both
+        if keyword == "additionalProperties" and (isinstance(one, bool) or isinstance(other, bool)):
+            return other if one is True else one if other is True else False
+        self._leave_out(where, [f"a second {keyword}"])
+        return one
 
     def _typed(self, kind: str, schema: Mapping[str, Any], where: str) -> str:
         if kind == "null":
@@ -178,6 +302,9 @@ class _Arguments:
             return self._object(schema, where)
         if not (bounds := {key: schema[key] for key in sorted(_OF_NUMBERS & set(schema))}):
             return "INTEGER" if kind == "integer" else "NUMBER"
+        for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+            if isinstance(bounds.get(exclusive), bool) and bounds.pop(exclusive) and bound in bounds:
+                bounds[exclusive] = bounds.pop(bound)  # as JSON Schema 4 has it, and OpenAPI 3.0
         if not all(_is_a(bound, "number") for bound in bounds.values()):
             raise UsageError(f"{where}: {dumped(bounds)}: bounds are numbers")
         return f"%json {dumped({'type': kind, **bounds, 'x-guidance': {'whitespace_flexible': False}})}"
@@ -188,12 +315,15 @@ class _Arguments:
             least, most = _bounds(schema, "minLength", "maxLength", where)
             regexes.append(f"(?s:.{{{least},{'' if most is None else most}}})")
         if "pattern" in schema:
-            regexes.append(regex(schema["pattern"]))
+            if is_regex(pattern := regex(schema["pattern"])):
+                regexes.append(pattern)
+            else:
+                self._leave_out(where, ["pattern"])
         if "format" in schema:
-            if not isinstance(schema["format"], str) or schema["format"] not in _FORMATS:
-                raise UsageError(f"{where}: format {schema['format']!r} cannot be enforced in a call's arguments",
-                                 hint=f"what can be: {', '.join(_FORMATS)}")  # fmt: skip
-            regexes.append(regex(_FORMATS[schema["format"]], from_end_to_end=True))
+            if isinstance(schema["format"], str) and schema["format"] in _FORMATS:
+                regexes.append(regex(_FORMATS[schema["format"]], from_end_to_end=True))
+            else:
+                self._leave_out(where, [f"format {dumped(schema['format'])[:50]}"])
         if not regexes:
             return "text"
         return f"{self._quote} {self._terminal(' & '.join(f'/{regex}/' for regex in regexes))} {self._quote}"
@@ -254,8 +384,6 @@ class _Arguments:
         return f"{self._quote} {literal(name)} {self._quote} {literal(':')}"
 
     def _ref(self, schema: Mapping[str, Any], where: str) -> str:
-        if beside := sorted(set(schema) - _ANNOTATIONS - {"$ref"}):
-            raise UsageError(f"{where}: {', '.join(beside)} beside $ref cannot be enforced in a call's arguments")
         ref = schema["$ref"]
         target, path = self._followed(schema, where)
         if ref not in self._refs:
@@ -276,16 +404,18 @@ class _Arguments:
         return schema, where
 
     def _one_of(self, schema: Mapping[str, Any], keyword: str, where: str) -> str:
-        """anyOf, oneOf (taken as it), or an allOf of one."""
-        parts = schema[keyword]
-        beside = sorted(set(schema) - _ANNOTATIONS - {keyword, "nullable"})
-        if not isinstance(parts, list) or not parts:
-            raise UsageError(f"{where}.{keyword} is no list of at least one schema")
-        if beside or (keyword == "allOf" and len(parts) > 1):
-            named = f"{', '.join(beside)} beside {keyword}" if beside else "allOf of several schemas"
-            raise UsageError(f"{where}: {named} cannot be enforced in the arguments of a call")
-        rules = [self._value(part, f"{where}.{keyword}[{n}]") for n, part in enumerate(parts)]
-        return self._rule(" | ".join([*rules, *(['"null"'] if schema.get("nullable") is True else [])]))
+        """anyOf, or oneOf, which is taken as it; what stands beside it holds in each of its schemas."""
+        rest = _without(schema, keyword)
+        rules = []
+        for n, part in enumerate(_schemas(schema, keyword, where)):
+            at, depth = f"{where}.{keyword}[{n}]", self._depth
+            try:
+                rules.append(self._value(self._joined([rest, part], at) if rest else part, at))
+            except _Unsatisfiable as e:
+                self._depth, why = depth, e
+        if not rules:
+            raise why
+        return self._rule(" | ".join(rules))
 
     def _constant(self, value: Any, where: str) -> str:
         if isinstance(value, str):
@@ -297,6 +427,17 @@ class _Arguments:
             members = [f"{self._key(k)} {self._constant(value[k], where)}" for k in sorted(value, key=str.lower)]
             return '"{" ' + ' "," '.join(members) + ' "}"'
         return literal(dumped(value))
+
+
+def _without(schema: Mapping[str, Any], keyword: str) -> dict[str, Any]:
+    return {key: value for key, value in schema.items() if key != keyword}
+
+
+def _schemas(schema: Mapping[str, Any], keyword: str, where: str) -> list[Any]:
+    parts = schema[keyword]
+    if not isinstance(parts, list) or not parts:
+        raise UsageError(f"{where}.{keyword} is no list of at least one schema")
+    return parts
 
 
 def _is_a(value: Any, kind: str) -> bool:

@@ -21,16 +21,17 @@ _ANSWERS = {
     "truncate_prompt_tokens": "shorten the prompt; /tokenize counts it",
     "use_beam_search": "tokens are sampled; a temperature of 0 takes the likeliest",
 }
+_RAW = "/v1/completions with control_tokens: true"
 _TURNS = {
-    "chat_template": "the checkpoint's own is used; /v1/completions takes a text of any other",
-    "continue_final_message": "a chat's answer is a turn of its own; /v1/completions goes on with a text",
+    "chat_template": f"the checkpoint's own is used; {_RAW} takes a text of any other",
+    "continue_final_message": f"a chat's answer is a turn of its own; {_RAW} goes on with a text",
 }
 _REFUSED: dict[type[BaseModel], dict[str, str]] = {
     Completion: _ANSWERS,
     ChatCompletion: _ANSWERS | _TURNS | {
         "functions": "tools take their place",
         "function_call": "tool_choice takes its place",
-        "add_generation_prompt": "a chat's answer is a turn of its own; /v1/completions goes on with a text",
+        "add_generation_prompt": f"a chat's answer is a turn of its own; {_RAW} goes on with a text",
         "echo": "/v1/completions repeats its prompt",
         "best_of": "no answers are made but the n that are sent",
     },
@@ -38,8 +39,8 @@ _REFUSED: dict[type[BaseModel], dict[str, str]] = {
     StructuredOutputs: {
         "grammar": _GUIDES,
         "structural_tag": f"{_GUIDES}, and tool_choice calls",
-        "whitespace_pattern": "white space is bounded as it is",
-        "disable_any_whitespace": "white space is bounded as it is",
+        "whitespace_pattern": "between the parts of JSON there is one space at most",
+        "disable_any_whitespace": "between the parts of JSON there is one space at most",
         "disable_additional_properties": "say additionalProperties: false in the schema",
     },
 }  # fmt: skip

@@ -298,6 +298,12 @@ def test_thoughts_are_told_from_what_is_said(session: Session) -> None:
     assert pieces(session, "<|channel>thought\n<channel|>hi") == [Piece("hi")]
     assert pieces(session, "<|channel>thought\nabc", stop=("b",)) == [thought("abc")]
     assert pieces(session, "<|channel>thought\nb<channel|>abc", stop=("b",)) == [thought("b"), Piece("a")]
+    assert pieces(session, "thought\nhm<channel|>hello") == [
+        thought("hm"),
+        Piece("hello"),
+    ]  # its first token is missing
+    assert pieces(session, "thought<channel|>hello") == [Piece("hello")]
+    assert pieces(session, "thoughabc", stop=("b",)) == [Piece("thougha")]
     assert pieces(session, "abc<channel|>d", prompt="x<|channel>") == [thought("abc"), Piece("d")]
     assert pieces(session, "abc", prompt="x<|channel><channel|>") == [Piece("abc")]
 

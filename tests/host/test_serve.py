@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 from contextlib import aclosing
@@ -161,7 +162,37 @@ def test_prompts_are_weighed_too(client: TestClient, played: tuple[Service, Play
         assert found["tokens"][: len(prompt)] == [codec.token_text(i) for i in prompt]
         assert found["token_logprobs"] == [None, *[-2.0] * (len(prompt) - 1), -0.5]
         assert found["top_logprobs"][:2] == [None, {found["tokens"][1]: -2.0}]
-        assert found["text_offset"] == [sum(map(len, found["tokens"][:i])) for i in range(len(prompt) + 1)]
+        begins = [0, *(sum(map(len, found["tokens"][1:i])) for i in range(1, len(prompt) + 1))]
+        assert found["text_offset"] == begins, "<bos> is no part of the text"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+def test_an_offset_is_a_place_in_the_text(stream: bool, echo: bool) -> None:
+    """Also where a character has several tokens, and behind control tokens."""
+    codec = played_service()[0].codec
+    prompt = codec.encode("<bos>H\u00e9, <|turn>\u65e5\u672c!<turn|>\n")
+    said = codec.encode("\u20ac 5 \U0001f600.<turn|>")[1:]
+    service, _ = played_service(lambda _: [[i] for i in said])
+    asked = {"prompt": prompt, "echo": echo, "logprobs": 0, "stream": stream, "max_tokens": len(said)}
+    with TestClient(make_app(service)) as client:
+        answer = client.post(TEXT, json=asked)
+    choices = [e["choices"][0] for e in _events(answer.text)] if stream else answer.json()["choices"]
+    text = "".join(c["text"] for c in choices)
+    parts = [c["logprobs"] for c in choices if c["logprobs"]]
+    tokens, offsets = ([x for part in parts for x in part[key]] for key in ("tokens", "text_offset"))
+    ids = [*(prompt if echo else []), *said]
+    assert text == codec.decode(prompt if echo else []) + codec.decode(said)
+    assert tokens == [codec.token_text(i) for i in ids]
+    assert offsets == sorted(offsets)
+    assert (offsets[0], offsets[-1]) == (0, len(text))
+    places = [*offsets, len(text)]
+    assert "".join(text[a:b] for a, b in itertools.pairwise(places)) == text
+    for token, begin, end in zip(tokens, offsets, places[1:], strict=True):
+        is_whole = "\ufffd" not in token and codec.decode(codec.encode(token)) == token
+        assert not is_whole or text[begin:end] == token, (token, begin)
+    if echo:
+        assert offsets[len(prompt)] == len(codec.decode(prompt))
 
 
 def test_what_an_answer_must_be(client: TestClient, played: tuple[Service, PlayedEngine]) -> None:
@@ -213,8 +244,9 @@ def test_what_is_off_is_let_pass(client: TestClient) -> None:
     ({"bad_words": ["a"]}, "logit_bias"), ({"allowed_token_ids": [5]}, "guided_choice"),
     ({"prompt_logprobs": 1}, "echo"), ({"truncate_prompt_tokens": -1}, "/tokenize"),
     ({"use_beam_search": True}, "temperature of 0"), ({"functions": [{"name": "f"}]}, "tools"),
-    ({"function_call": {"name": "f"}}, "tool_choice"), ({"continue_final_message": True}, "/v1/completions"),
-    ({"add_generation_prompt": False}, "/v1/completions"), ({"chat_template": "{{ messages }}"}, "/v1/completions"),
+    ({"function_call": {"name": "f"}}, "tool_choice"), ({"continue_final_message": True}, "control_tokens: true"),
+    ({"add_generation_prompt": False}, "/v1/completions"),
+    ({"chat_template": "{{ messages }}"}, "control_tokens: true"),
     ({"echo": True}, "/v1/completions"), ({"best_of": 2, "n": 2}, "the n that are sent"),
     ({"top_logprobs": 2}, "logprobs: true"),
 ])  # fmt: skip
@@ -329,6 +361,36 @@ def test_text_and_tokens(client: TestClient, played: tuple[Service, PlayedEngine
     assert asked[: len(open_ended)] == open_ended
     assert played[0].codec.decode(asked[len(open_ended) :]) == "model\n"
     assert client.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "Hello there"}
+
+
+def test_a_raw_prompt_may_have_control_tokens(client: TestClient, played: tuple[Service, PlayedEngine]) -> None:
+    """2, 105, ..., 106, 107, 105: a turn of a chat as a client renders it. <bos> stands there once."""
+    service, engine = played
+    turns = "<|turn>user\nHi<turn|>\n<|turn>model\n"
+    as_chat = service.codec.encode(turns)
+    assert [as_chat[i] for i in (0, 1)] == [2, 105]
+    assert [i for i in as_chat if i in (105, 106, 107)] == [105, 107, 106, 107, 105, 107]
+    as_text = service.codec.encode(turns, plain=True)
+    assert not {105, 106} & set(as_text)
+    asked: tuple[tuple[str, dict[str, Any], list[int]], ...] = (
+        (turns, {}, as_text),
+        (turns, {"control_tokens": True}, as_chat),
+        ("<bos>" + turns, {"control_tokens": True}, as_chat),
+        (turns, {"control_tokens": True, "add_special_tokens": False}, as_chat[1:]),
+        ("<bos>" + turns, {"control_tokens": True, "add_special_tokens": False}, as_chat),
+        (turns, {"add_special_tokens": False}, as_text[1:]),
+    )
+    for is_default in (False, True):
+        service.control_tokens = is_default
+        for prompt, options, ids in asked:
+            want = as_chat if is_default and not options else as_chat[1:] if is_default and len(options) == 1 and (
+                "add_special_tokens" in options) else ids  # fmt: skip
+            body = {"prompt": prompt, **options}
+            assert client.post("/tokenize", json=body).json()["tokens"] == want, (is_default, body)
+            assert client.post(TEXT, json=body).status_code == 200
+            assert client.post(TEXT, json=body | {"prompt": [prompt], "stream": True}).status_code == 200
+            assert [engine.asked[-1][0], engine.asked[-2][0]] == [want, want]
+        assert client.post("/tokenize", json={"prompt": turns, "control_tokens": False}).json()["tokens"] == as_text
 
 
 def test_tools_are_tokens_too(

@@ -59,7 +59,7 @@ def joined(deltas: Sequence[Delta]) -> tuple[str, str, list[tuple[str | None, st
 
 def read(ids: Sequence[int], codec: TextCodec = TINY, *, size: int = 0, **options: Any) -> list[Delta]:
     count = iter(range(10**6))
-    output = Output(codec, new_id=lambda: f"call_{next(count)}", **options)
+    output = Output(codec, new_id=lambda: f"call_{next(count)}", **({"tools": ("f",)} | options))
     chunks = [ids[at : at + size] for at in range(0, len(ids), size)] if size else [ids]
     return [delta for chunk in chunks for delta in output.push(chunk)] + output.finish()
 
@@ -103,34 +103,78 @@ def test_a_call_comes_in_pieces() -> None:
     ('{"city": "Gr\\u00e4z, \\"x\\"",n: 1,}', {"city": 'Gräz, "x"', "n": 1}),
     ("{a:None,day:2024-01-02,time:10:30,word: all of it,v:01}",
      {"a": None, "day": "2024-01-02", "time": "10:30", "word": "all of it", "v": "01"}),
+    ("{a:'x, y'}", {"a": "x, y"}),
+    ("{'a':'it's \\'so\\', or \"so\"' , b:['', 'x]'],c:'tis}", {"a": "it's 'so', or \"so\"", "b": ["", "x]"],
+      "c": "'tis"}),
+    ("{a:,b:1}", {"a": "", "b": 1}), ("{a:}", {"a": ""}), ("{a:{b: },c:}", {"a": {"b": ""}, "c": ""}),
+    ("{a:True,b:False,c:[True,None]}", {"a": True, "b": False, "c": [True, None]}),
+    ("{a:108.,b:-.5,c:.,d:1.2.3,e:00.5,f:+5}",
+     {"a": 108.0, "b": -0.5, "c": ".", "d": "1.2.3", "e": "00.5", "f": "+5"}),
+    ("{a:1,,b:2,}", {"a": 1, "b": 2}), ("{,a:1}", {"a": 1}),
+    ("{a:1}}", {"a": 1}), ("{", {}), ("{a:12", {"a": 12}), ("{a:[1,{b:", {"a": [1, {"b": ""}]}),
+    ("{a:'tis so", {"a": "'tis so"}),
 ])  # fmt: skip
 def test_arguments_become_json(text: str, value: Any) -> None:
     assert json.loads(arguments(text)) == value
 
 
 @pytest.mark.parametrize(("text", "got"), [
-    ("{a}", "{a}"), ("{a:}", '{"a":}'), ("{a:1]}", '{"a":1]}'), ("{a:1,,b:2}", '{"a":1,,b:2}'), ("{", "{"),
-    (f"{{a:{Q}x{Q} y}}", '{"a":"x"y}'), (f"{{a:{Q}x", '{"a":"x'), ("{a:1}}", '{"a":1}}'),
+    ("{a}", "{a}"), ("{a:1]}", '{"a":1]}'), ("{a:[1,,2]}", '{"a":[1,,2]}'), ("{a:1};", '{"a":1};'), ("{a", '{a'),
+    (f"{{a:{Q}x{Q} y}}", '{"a":"x"y}'), (f"{{a:{Q}x", '{"a":"x'),
     ("{a:b{c:1}}", '{"a":b{c:1}}'),
-    (f"{{a:b{Q}c{Q}}}", f'{{"a":b{Q}c{Q}}}'), ("{a:12", '{"a":12'), ('{a:"b', '{"a":"b'),
-    ("[1]}", None), ("{[1]}", "{[1]}"),
-    ("{a:[1", '{"a":[1'), (f"{{{Q}a{Q} 1}}", '{"a"1}'), ('{a:"\\x"}', '{"a":"\\x"}'),
+    (f"{{a:b{Q}c{Q}}}", f'{{"a":b{Q}c{Q}}}'), ('{a:"b', '{"a":"b'), ("{[1]}", "{[1]}"),
+    (f"{{a:'b{Q}", f"{{\"a\":'b{Q}"), (f"{{{Q}a{Q} 1}}", '{"a"1}'), ('{a:"\\x"}', '{"a":"\\x"}'),
 ])  # fmt: skip
-def test_what_cannot_be_read_is_given_as_it_is(text: str, got: str | None) -> None:
-    if got is None:
-        whole = f"<|tool_call>call:f{text}<tool_call|>"
-        assert joined(read(encode(whole)))[:2] == ("", whole)
-        return
-    assert arguments(text) == got
+def test_what_cannot_be_read_is_given_as_it_is(text: str, got: str) -> None:
+    output = Output(TINY)
+    _, said, [(_, name, given)] = joined(output.push(encode(f"<|tool_call>call:f{text}<tool_call|>")))
+    assert (said, name, given) == ("", "f", got)
+    assert output.has_unread_call
     with pytest.raises(ValueError, match="line 1"):
         json.loads(got)
 
 
-@pytest.mark.parametrize("text", ["<|tool_call>call:f", f"<|tool_call>f{{a:{Q}b{Q}}}<tool_call|>", "<|tool_call>",
-                                  "<|tool_call>call:f<tool_call|> and on", "<|tool_call>call:f g{}<tool_call|>",
-                                  f"<|tool_call>call:{'f' * 300}{{}}<tool_call|>"])  # fmt: skip
-def test_a_call_that_is_none_is_content(text: str) -> None:
-    assert joined(read(encode(text))) == ("", text, [])
+@pytest.mark.parametrize(("text", "said"), [
+    (f"f{{a:{Q}b{Q}}}<tool_call|>", "f{a:b}"), ("call:f<tool_call|> and on", "call:f and on"), ("hm", "hm"),
+    ("call:f g{}<tool_call|>", "call:f g{}"), (f"call:{'f' * 300}{{}}<tool_call|>", f"call:{'f' * 300}{{}}"),
+    ("call:f[1]}<tool_call|>", "call:f[1]}"),
+    ("", ""), ("c", ""), (" call", ""), ("call: f", ""), (":call:f", ""),
+])  # fmt: skip
+def test_a_call_that_is_none_is_content_without_its_tokens(text: str, said: str) -> None:
+    """One that is cut off before its name is whole is nothing."""
+    assert joined(read(encode(f"so <|tool_call>{text}"))) == ("", f"so {said}", [])
+
+
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_a_thought_whose_first_token_is_missing_is_apart(size: int) -> None:
+    def parted(text: str) -> tuple[str, str]:
+        return joined(read(encode(text), size=size))[:2]
+
+    assert parted("thought\nI look.<channel|>Done.") == ("I look.", "Done.")
+    assert parted("thought\nI look.") == ("I look.", "")
+    assert parted("thought<channel|>Done.") == ("", "Done.")
+    assert parted("I look.<channel|>Done.") == ("", "I look.\n\nDone."), "what was said cannot be taken back"
+    assert parted("I look.\n<channel|>Done.<channel|>") == ("", "I look.\nDone.")
+    assert parted("thoughtful\n<channel|>") == ("", "thoughtful\n")
+    assert parted("though") == ("", "though")
+    assert parted("so\nthought\nhm") == ("", "so\nthought\nhm")
+
+
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_calls_whose_first_token_is_missing(size: int) -> None:
+    def parted(text: str) -> tuple[str, str, list[tuple[str | None, str]]]:
+        thought, said, calls = joined(read(encode(text), size=size, tools=("f", "get_x")))
+        return thought, said, [(name, got) for _, name, got in calls]
+
+    behind = "<|channel>thought\nhm<channel|>"
+    assert parted(behind + f"call:f{{a:{Q}x{Q}}}") == ("hm", "", [("f", '{"a":"x"}')])
+    assert parted(behind + "\ncall:f{}<tool_call|>call:get_x{a:'y, z'} so") == (
+        "hm", " so", [("f", "{}"), ("get_x", '{"a":"y, z"}')])  # fmt: skip
+    assert parted(behind + "call:f{}<|tool_call>:call:g{}<tool_call|>") == ("hm", "", [("f", "{}"), ("g", "{}")])
+    assert parted("thought\nhm<channel|>call:f{}") == ("hm", "", [("f", "{}")])
+    for text in ("call:g{}", "so call:f{}", "call:f", "call:f {}", "call"):
+        assert parted(behind + text) == ("hm", text, []), "no tool's name, or not right behind the thought"
+    assert parted("call:f{}") == ("", "call:f{}", [])
 
 
 def test_typed_tokens_are_text() -> None:
@@ -164,7 +208,8 @@ def test_without_tools_the_tokens_of_calls_mean_nothing() -> None:
 
 
 WORDS = [
-    "call:f{", "call:", "{", "}", "[", "]", ",", ":", '"', "\\", "a", "12", "-", " ", "\n", "true", "é", "thought\n",
+    "call:f{", "call:", "call", "'", ".", "thought", "True",
+    "{", "}", "[", "]", ",", ":", '"', "\\", "a", "12", "-", " ", "\n", "true", "é", "thought\n",
 ]  # fmt: skip
 PIECES = [*([i] for i in CONTROL.values()), *(encode(w) for w in WORDS)]
 SOUPS = st.lists(st.sampled_from(PIECES) | st.lists(st.integers(0, 1100), max_size=2), max_size=40)
@@ -282,9 +327,10 @@ def test_openai_turns_reach_the_template() -> None:
         f"<|tool_call>call:f{{a:true,b:{{c:null,d:[1,{Q}z{Q}]}}}}<tool_call|>"
         f"<|tool_response>response:f{{value:{Q}sunny{Q}}}<tool_response|><turn|>"
     )
-    got = template_messages([asks("x", "", "g"), {"role": "assistant", "content": "so", "reasoning_content": "hm"}])
+    said = {"role": "assistant", "content": "so", "reasoning_content": "hm"}
+    got = template_messages([asks("x", "", "g"), {"role": "user", "content": "?"}, said])
     assert got[0]["tool_calls"][0]["function"] == {"name": "g", "arguments": {}}
-    assert got[1] == {"role": "assistant", "content": "so", "reasoning_content": "hm"}
+    assert got[2] == said
 
 
 def test_an_older_template_finds_answers_with_the_calls() -> None:
@@ -298,19 +344,47 @@ def test_an_older_template_finds_answers_with_the_calls() -> None:
     ([{"role": "user", "content": 3}], r"messages\[0\].content is neither"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "is of type 'image_url'"),
     ([{"role": "user", "tool_calls": [{}]}], "which the assistant makes"),
-    ([asks("x", "{")], r"messages\[0\].tool_calls\[0\].function.arguments is no JSON"),
-    ([asks("x", '{"a": NaN}')], "NaN is no JSON"),
-    ([asks("x", "[" * 100_000)], "is no JSON"),
-    ([asks("x", "[1]")], "no JSON object"),
+    ([asks("x", "[1]")], r"messages\[0\].tool_calls\[0\].function.arguments is no JSON object: {} are"),
+    ([asks("x", [1])], "no JSON object"),
     ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], "no call of a function"),
     ([{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}], "has no id"),
     ([{"role": "tool", "tool_call_id": "x", "content": ""}], "answers call 'x', which"),
-    ([asks("x", "{}"), {"role": "user"}, {"role": "tool", "tool_call_id": "x"}], "answers call 'x'"),
+    ([asks("x", "{}"), {"role": "user"}, {"role": "tool", "tool_call_id": "x"}], "answers call 'x'.*right behind"),
+    ([asks("x", "{}"), {"role": "tool", "tool_call_id": "x"}, asks("y", "{}"), {"role": "tool", "tool_call_id": "x"}],
+     "answers call 'x'"),
     ([{"role": "assistant", "function_call": {}}], "no longer"),
 ])  # fmt: skip
 def test_turns_that_cannot_be_told_are_refused(messages: list[dict[str, Any]], wrong: str) -> None:
     with pytest.raises(UsageError, match=wrong):
         template_messages(messages)
+
+
+@pytest.mark.parametrize("text", ["{", '{"a": "b', '{"a":1]}', '{"a": NaN}', "[" * 100_000])
+def test_a_call_that_is_no_json_is_told_as_text(text: str) -> None:
+    """So that a chat goes on whose call was cut off, or could not be read."""
+    turns = [asks("x", text), {"role": "tool", "tool_call_id": "x", "content": "?"}]
+    got = template_messages(turns)
+    assert got[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"invalid_arguments": text}}
+    assert f"call:f{{invalid_arguments:{Q}{text}{Q}}}" in render_chat(TEMPLATE, {"messages": got})
+
+
+def test_calls_in_several_messages_are_one_turn() -> None:
+    def answer(call: str) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": call, "content": call.upper()}
+
+    said = {"role": "assistant", "content": "I look.", "reasoning_content": "hm"}
+    turns = [said, asks("x", "{}"), asks("y", "{}", "g") | {"content": "And on."}, answer("x"), answer("y")]
+    got = template_messages([*turns, {"role": "assistant", "content": "so"}])
+    assert [m["role"] for m in got] == ["assistant", "tool", "tool", "assistant"]
+    assert (got[0]["content"], got[0]["reasoning_content"]) == ("I look.\n\nAnd on.", "hm")
+    assert [call["id"] for call in got[0]["tool_calls"]] == ["x", "y"]
+    assert [m["name"] for m in got[1:3]] == ["f", "g"]
+    older = template_messages([*turns, {"role": "assistant", "content": "so"}], lambda v: v != "tool_call_id")
+    assert [m["content"] for m in older] == ["I look.\n\nAnd on.", "so"]
+    assert [r["response"] for r in older[0]["tool_responses"]] == ["X", "Y"]
+    apart = [{"role": "assistant", "content": text} for text in ("a", "b")]
+    assert template_messages(apart) == apart, "no calls, no change"
+    assert len(template_messages([asks("x", "{}"), answer("x"), asks("y", "{}"), answer("y")])) == 4
 
 
 def test_calls_need_a_template_that_reads_them() -> None:

@@ -24,7 +24,7 @@ LONG = {"prompt": "The", "max_tokens": 120, "ignore_eos": True, "temperature": 0
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with served() as found:
+    with served("--control-tokens") as found:
         yield found
 
 
@@ -73,6 +73,45 @@ def test_an_answer_is_what_it_must_be(server: Served) -> None:
     assert said[3] == alone
     refused = server.http.post(url, json=ASKED | {"guided_regex": "(?=a)b"})
     assert refused.status_code == 400, refused.text
+
+
+def test_a_raw_prompt_has_control_tokens_where_the_server_was_told(server: Served) -> None:
+    asked = {"prompt": "<bos><|turn>user\nHi<turn|>\n<|turn>model\n"}
+    ids = server.http.post(f"{server.url}/tokenize", json=asked).json()["tokens"]
+    assert [i for i in ids if i in (2, 105, 106)] == [2, 105, 106, 105]
+    told = server.http.post(f"{server.url}/v1/completions", json=asked | {"max_tokens": 1}).json()["usage"]
+    assert told["prompt_tokens"] == len(ids)
+    plain = server.http.post(f"{server.url}/tokenize", json=asked | {"control_tokens": False}).json()["tokens"]
+    assert not {105, 106} & set(plain)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_an_engine(server: Served, stream: bool) -> None:
+    """A call is asked for: cut off, it is no content; and schemas are enforced as far as they can be."""
+    either = {"type": "array", "items": {"oneOf": [{"const": "a"}, {"const": "b"}]}, "minItems": 1, "maxItems": 1,
+              "uniqueItems": True}  # fmt: skip
+    parameters = {"allOf": [{"properties": {"x": either}, "required": ["x"]}], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
+    asked = ASKED | {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "stream": stream}
+
+    def choice(more: dict[str, object]) -> dict[str, object]:
+        answer = server.http.post(f"{server.url}/v1/chat/completions", json=asked | more)
+        assert answer.headers["kerngen-not-enforced"] == "tool look: parameters.x: uniqueItems"
+        if not stream:
+            (found,) = answer.json()["choices"]
+            called = found["message"].get("tool_calls", [])
+            return {"content": found["message"]["content"] or "", "reason": found["finish_reason"],
+                    "arguments": "".join(call["function"]["arguments"] for call in called)}  # fmt: skip
+        events = [json.loads(line[6:])["choices"][0] for line in answer.text.split("\n\n")[:-2]]
+        called = [call for event in events for call in event["delta"].get("tool_calls", [])]
+        return {"content": "".join(event["delta"].get("content", "") for event in events),
+                "reason": events[-1]["finish_reason"],
+                "arguments": "".join(call["function"]["arguments"] for call in called)}  # fmt: skip
+
+    assert choice({"max_tokens": 2}) == {"content": "", "reason": "length", "arguments": ""}
+    whole = choice({"max_tokens": 100})
+    assert (whole["content"], whole["reason"]) == ("", "tool_calls")
+    assert json.loads(str(whole["arguments"]))["x"] in (["a"], ["b"])
 
 
 def test_an_answer_that_a_stop_string_ends_is_counted(server: Served) -> None:

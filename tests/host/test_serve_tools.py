@@ -1,0 +1,157 @@
+"""Tools and thoughts over HTTP, whole and streamed. The engine is played."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from played_engine import TINY, PlayedEngine, played_service
+from starlette.testclient import TestClient
+
+from kerngen.runtime.serve.app import make_app
+from kerngen.runtime.serve.grammars import Guide, Guides
+from kerngen.runtime.text import TextCodec
+
+CHAT = "/v1/chat/completions"
+CODEC = TextCodec(TINY, 2)
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL]}
+END = "<turn|>"
+VOCAB_SIZE = 1024
+TEMPLATE = """{% for m in messages %}<|turn>{{ m.role }}
+{{ m.content }}{{ (m.tool_calls or []) | tojson }}{{ m.tool_call_id }}<turn|>
+{% endfor %}<|turn>model
+"""
+
+
+@pytest.fixture(scope="module")
+def guides() -> Guides:
+    return Guides(CODEC, VOCAB_SIZE, (1, 106, 50))
+
+
+def answered(said: str, asked: dict[str, Any], *, stream: bool) -> tuple[dict[str, Any], PlayedEngine]:
+    """The message that a client has where the model says `said`, with finish_reason and stop_reason."""
+    service, engine = played_service(lambda prompt: [[i] for i in CODEC.encode(said)[1:]])
+    service.codec._template.source = TEMPLATE
+    with TestClient(make_app(service)) as client:
+        answer = client.post(CHAT, json=asked | {"stream": stream})
+    assert answer.status_code == 200, answer.text
+    if not stream:
+        (choice,) = answer.json()["choices"]
+        found = {key: value for key, value in choice["message"].items() if value}
+        found["tool_calls"] = [call["function"] for call in choice["message"].get("tool_calls", [])]
+    else:
+        found = {"role": "assistant", "tool_calls": []}
+        for line in answer.text.split("\n\n")[:-2]:
+            (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+            for name in ("content", "reasoning_content"):
+                if text := choice["delta"].get(name):
+                    found[name] = found.get(name, "") + text
+            for call in choice["delta"].get("tool_calls", []):
+                if "name" in call["function"]:
+                    found["tool_calls"].append({"name": call["function"]["name"], "arguments": ""})
+                found["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+    ended = {name: choice[name] for name in ("finish_reason", "stop_reason")}
+    return {name: value for name, value in (found | ended).items() if value and name != "role"}, engine
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 4, 6])
+def test_a_call_that_is_cut_off_is_no_content(stream: bool, count: int) -> None:
+    """tool_choice asks for a call, and max_tokens is less than its first tokens."""
+    asked = ASKED | {"tool_choice": "required", "max_tokens": count}
+    got, _ = answered("<|tool_call>call:look{a:1}<tool_call|>" + END, asked, stream=stream)
+    assert got == {"finish_reason": "length"}, got
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_slips_in_calls_and_thoughts_are_mended_or_told(stream: bool) -> None:
+    def got(said: str) -> dict[str, Any]:
+        return answered(said + END, ASKED, stream=stream)[0]
+
+    call = {"tool_calls": [{"name": "look", "arguments": '{"a":"x, y","b":"","c":true,"d":108.0}'}]}
+    slips = "{a:'x, y',b:,c:True,d:108.}"
+    assert got(f"<|tool_call>:call:look{slips}<tool_call|>") == call | {"finish_reason": "tool_calls"}
+    behind = {"reasoning_content": "hm"} | call | {"finish_reason": "tool_calls"}
+    assert got(f"<|channel>thought\nhm<channel|>call:look{slips}") == behind
+    assert got(f"thought\nhm<channel|>call:look{slips}<tool_call|>") == behind
+    apart = {"reasoning_content": "I look.", "content": "Done.", "finish_reason": "stop"}
+    assert got("thought\nI look.<channel|>Done.") == apart
+    unread = {"tool_calls": [{"name": "look", "arguments": '{"a":1]}'}], "finish_reason": "stop"}
+    assert got("<|tool_call>call:look{a:1]}<tool_call|>") == unread | {"stop_reason": "malformed_tool_call"}
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+
+
+def follows(guide: Guide, text: str) -> bool:
+    """Whether `text`, whose control tokens are tokens, may be the answer."""
+    bits = np.zeros(-(-VOCAB_SIZE // 32), dtype=np.int32)
+    for token in [*CODEC.encode(text)[1:], *CODEC.end_of_turn_ids]:
+        guide.fill(bits)
+        if not bits[token // 32] >> (token % 32) & 1:
+            return False
+        guide.accept(token)
+    return True
+
+
+@pytest.mark.parametrize("asked", [
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+    {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+    {"response_format": {"type": "json_object", "schema": SCHEMA}},
+    {"structured_outputs": {"json": SCHEMA}},
+])  # fmt: skip
+def test_a_format_binds_content_and_leaves_calls_possible(guides: Guides, asked: dict[str, Any]) -> None:
+    call = '<|tool_call>call:look{a:<|"|>x<|"|>,b:[1,{c:true}]}<tool_call|>'
+    for stream in (False, True):
+        got, engine = answered(call + END, ASKED | asked, stream=stream)
+        assert (got["finish_reason"], json.loads(got["tool_calls"][0]["arguments"])["a"]) == ("tool_calls", "x")
+        guiding = engine.guided[-1]
+        assert guiding is not None
+        for text in (call, call * 2, '{"n": 1}'):
+            assert follows(guides.guide(guiding.grammar), text), text
+        for text in ('{"n": "x"}', "{}", "so", call.replace("look", "other"), '{"n": 1}' + call):
+            assert not follows(guides.guide(guiding.grammar), text), text
+    _, engine = answered(call + END, ASKED | asked | {"parallel_tool_calls": False}, stream=False)
+    assert not follows(guides.guide(engine.guided[-1].grammar), call * 2)
+    for without in ({"tool_choice": "none"}, {"tools": None}):
+        _, engine = answered("so" + END, ASKED | asked | without, stream=False)
+        assert not follows(guides.guide(engine.guided[-1].grammar), call), "there is nothing to call"
+        assert follows(guides.guide(engine.guided[-1].grammar), '{"n": 1}')
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_goes_on_after_a_call_that_was_cut_off(stream: bool) -> None:
+    """What the server said comes back with the next message, as clients send it; so do calls in several messages."""
+    said = '<|tool_call>call:look{a:<|"|>b c'
+    got, _ = answered(said + " d e f", ASKED | {"max_tokens": len(CODEC.encode(said)) - 1}, stream=stream)
+    (call,) = got["tool_calls"]
+    assert (got["finish_reason"], call["arguments"]) == ("length", '{"a":"b c')
+    turns = [{"role": "assistant", "content": None, "tool_calls": [{"id": i, "type": "function", "function": call}]}
+             for i in ("x", "y")]  # fmt: skip
+    results = [{"role": "tool", "tool_call_id": i, "content": "no JSON"} for i in ("x", "y")]
+    for more in (turns[:1], [turns[0], results[0]], [*turns, *results]):
+        asked = ASKED | {"messages": [*ASKED["messages"], *more, {"role": "user", "content": "Again."}]}
+        assert answered("so" + END, asked, stream=stream)[0] == {"content": "so", "finish_reason": "stop"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
+def test_what_of_a_schema_is_not_enforced_is_told(stream: bool, choice: Any) -> None:
+    tags = {"type": "array", "items": {"type": "string", "format": "slug"}, "uniqueItems": True, "x-order": 1}
+    parameters = {"type": "object", "properties": {"tags": tags, "n\r\nSet-Cookie: \u00e9": {"not": {"const": 1}}}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
+    service, engine = played_service()
+    with TestClient(make_app(service)) as client:
+        asked = ASKED | {"tools": [tool], "tool_choice": choice, "stream": stream}
+        told = client.post(CHAT, json=asked).headers["Kerngen-Not-Enforced"]
+        assert sorted(told.split("; ")) == [
+            "tool look: parameters.n\\r\\nSet-Cookie: \\u00e9: not",
+            'tool look: parameters.tags.items: format \\"slug\\"',
+            "tool look: parameters.tags: uniqueItems",
+        ]
+        assert engine.guided[-1] is not None
+        parameters["properties"] = {"tags": {"type": "array"}}
+        assert "Kerngen-Not-Enforced" not in client.post(CHAT, json=asked).headers

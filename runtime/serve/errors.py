@@ -84,11 +84,18 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return response_of(_invalid(error))
 
-    async def http(_: Request, error: Exception) -> Response:
+    async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        path, told = request.url.path, str(error.detail)
         if isinstance(cause := error.__cause__, UnicodeDecodeError):  # FastAPI's own message says nothing of it
             return response_of(ApiError(400, f"the body is not UTF-8: {cause.reason} at byte {cause.start}"))
-        return response_of(ApiError(error.status_code, str(error.detail), headers=error.headers))
+        if error.status_code == 404:
+            told = f"there is no {path!r:.80} here; there is {', '.join(app.openapi()['paths'])}, /docs"
+        elif error.status_code == 405:
+            told = (
+                f"{path!r:.80} takes {(error.headers or {}).get('Allow', 'another method')}, not {request.method:.20}"
+            )
+        return response_of(ApiError(error.status_code, told, headers=error.headers))
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)

@@ -218,7 +218,7 @@ def _string(item: dict[str, Any], name: str, where: str) -> str:
 
 def _tools(body: CountedResponse) -> tuple[list[dict[str, Any]] | None, Any]:
     """tools and tool_choice as a chat has them."""
-    found = []
+    found: list[dict[str, Any]] = []
     for at, tool in enumerate(body.tools or ()):
         if tool.get("type") != "function":
             raise ApiError(400, f"tools[{at}] is of type {tool.get('type')!r:.80}, which does not run here: functions "
@@ -296,22 +296,20 @@ class _Made:
                 self._item["arguments"] += delta.arguments
                 yield self._of_item("function_call_arguments.delta", delta=delta.arguments)
             return
-        is_said = isinstance(delta, ContentDelta)
-        kind, part, more = (
-            ("message", "output_text", {"logprobs": []}) if is_said else ("reasoning", "reasoning_text", {})
-        )
+        kind = "message" if isinstance(delta, ContentDelta) else "reasoning"
         if self._item is None or self._item["type"] != kind:
             yield from self._close("completed")
-            if is_said:
+            part: dict[str, Any]
+            if kind == "message":
                 yield from self._open(kind, "msg", role="assistant", content=[])
-                new: dict[str, Any] = {"type": part, "text": "", "annotations": [], "logprobs": []}
+                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             else:
                 yield from self._open(kind, "rs", summary=[], content=[])
-                new = {"type": part, "text": ""}
-            yield self._of_item("content_part.added", content_index=0, part=dict(new))
-            self._content.append(new)
+                part = {"type": "reasoning_text", "text": ""}
+            yield self._of_item("content_part.added", content_index=0, part=part)
+            self._content.append(part)
         self._content[0]["text"] += delta.text
-        yield self._of_item(f"{part}.delta", content_index=0, delta=delta.text, **more)
+        yield self._of_text("delta", delta=delta.text)
 
     def end(self, reason: str) -> Iterator[Event]:
         """reason: why the answer ended, as a chat's finish_reason says it."""
@@ -353,13 +351,17 @@ class _Made:
         if item["type"] == "function_call":
             yield self._of_item("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
         else:
-            part = item["content"][0]
-            more = {"logprobs": []} if item["type"] == "message" else {}
-            yield self._of_item(f"{part['type']}.done", content_index=0, text=part["text"], **more)
-            yield self._of_item("content_part.done", content_index=0, part=part)
+            yield self._of_text("done", text=self._content[0]["text"])
+            yield self._of_item("content_part.done", content_index=0, part=self._content[0])
         item["status"] = status
         yield self._event("output_item.done", output_index=len(self.response["output"]) - 1, item=item)
         self._item = None
+
+    def _of_text(self, kind: str, **fields: Any) -> Event:
+        """Of the item's one part, which has all of its text."""
+        part = self._content[0]
+        more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+        return self._of_item(f"{part['type']}.{kind}", content_index=0, **fields, **more)
 
     def _of_item(self, kind: str, **fields: Any) -> Event:
         at = len(self.response["output"]) - 1

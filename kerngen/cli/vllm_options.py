@@ -5,6 +5,8 @@ Those with the same meaning are second names of ours, in serve.py. Source: vLLM 
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 _ONE_GPU = "one GPU serves; leave it out; --device says which"
@@ -56,9 +58,9 @@ INSTEAD = {
 class ServeCommand(click.Command):
     """Knows what vLLM's users type; as there, a - in an option's name may be a _."""
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        settings = {"token_normalize_func": lambda name: name.replace("_", "-")}
-        super().__init__(*args, context_settings=settings, **kwargs)  # type: ignore[arg-type]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.context_settings["token_normalize_func"] = lambda name: name.replace("_", "-")
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         for arg in args[: args.index("--") if "--" in args else None]:

@@ -143,6 +143,9 @@ def test_what_its_agents_send_passes(talk: Talk) -> None:
     answer = client.post(f"{PATH}?beta=true", json=HI | asked, headers={"anthropic-beta": "x"}).json()
     assert [block["type"] for block in answer["content"]] == ["text", "tool_use"], "thoughts are left out"
     assert answer["usage"]["output_tokens_details"]["thinking_tokens"] > 0
+    long = "mcp__" + "a" * 123  # as long as Anthropic lets a name be
+    assert client.post(PATH, json=HI | {"tools": [LOOK | {"name": long}]}).status_code == 200
+    assert long in prompt_of(service, engine)
     client.post(PATH, json=HI | {"thinking": {"type": "disabled"}})
     assert not prompt_of(service, engine).startswith("THINK")
 

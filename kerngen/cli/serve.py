@@ -14,6 +14,7 @@ import click
 
 from kerngen.cli.model_options import load_arguments, load_options
 from kerngen.cli.tables import say
+from kerngen.cli.vllm_options import ServeCommand
 
 if TYPE_CHECKING:
     from kerngen.runtime.serve.server import Settings
@@ -21,16 +22,17 @@ if TYPE_CHECKING:
 KEYS_VARIABLE = "KERNGEN_API_KEYS"  # several, with commas between them
 
 
-@click.command()
+@click.command(cls=ServeCommand)
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--host", default="127.0.0.1", show_default=True, help="0.0.0.0 for all of this machine's addresses.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any that is free.")
-@click.option("--name", "names", multiple=True, help="What clients call it; repeatable. Default: MODEL's name.")
+@click.option("--name", "--served-model-name", "names", multiple=True,
+              help="What clients call it; repeatable. Default: MODEL's name.")  # fmt: skip
 @click.option("--api-key", "keys", multiple=True, envvar=KEYS_VARIABLE, metavar="KEY",
               help=f"Asked of every request; repeatable. Default: ${KEYS_VARIABLE}, with commas.")  # fmt: skip
-@click.option("--context", type=click.IntRange(16), default=None,
+@click.option("--context", "--max-model-len", "context", type=click.IntRange(16), default=None,
               help="Tokens of a sequence, prompt and answer. Default: the model's own, 32768 at most.")  # fmt: skip
-@click.option("--max-batch", type=click.IntRange(1), default=64, show_default=True,
+@click.option("--max-batch", "--max-num-seqs", "max_batch", type=click.IntRange(1), default=64, show_default=True,
               help="Sequences at once, where memory takes as many.")  # fmt: skip
 @click.option("--max-queue", type=click.IntRange(1), default=256, show_default=True,
               help="Sequences at work or waiting; more get 429.")  # fmt: skip

@@ -13,7 +13,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import HTMLResponse, Response
 
 import kerngen
-from kerngen.runtime.serve import chat_completions, completions, errors, protocol
+from kerngen.runtime.serve import chat_completions, completions, errors, messages_api, protocol, responses_api
 from kerngen.runtime.serve.chat_page import chat_page
 from kerngen.runtime.serve.errors import ApiError, json_response
 from kerngen.runtime.serve.messages import template_messages
@@ -23,16 +23,14 @@ from kerngen.runtime.serve.service import Service, service_of
 from kerngen.runtime.serve.streaming import unless_gone
 from kerngen.runtime.serve.unsupported_fields import require_honoured
 
-OPEN = ("/health", "/ping", "/version", "/metrics", "/")  # no key is asked for
+OPEN = ("/health", "/ping", "/version", "/metrics", "/", "/docs", "/openapi.json")  # no key is asked for
 
 
 def make_app(service: Service, keys: Sequence[str] = ()) -> FastAPI:
     """keys: one of them must come with every request but those for OPEN; none: none is asked for."""
-    app = FastAPI(
-        title="kerngen", version=kerngen.__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json"
-    )
+    app = FastAPI(title="kerngen", version=kerngen.__version__, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
     app.state.service, app.state.keys = service, [key.encode() for key in keys]
-    for router in (_router, completions.router, chat_completions.router):
+    for router in (_router, completions.router, chat_completions.router, responses_api.router, messages_api.router):
         app.include_router(router)
     errors.install(app)
     app.add_middleware(Gate, limits=service.limits, allowed=lambda path, header: _is_allowed(app, path, header))

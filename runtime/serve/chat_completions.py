@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
 
@@ -36,10 +37,14 @@ NOT_ENFORCED, MAX_HEADER_CHARS = "Kerngen-Not-Enforced", 1024  # what of the too
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
-async def chat_completions(request: Request, body: ChatCompletion) -> Response:
-    service = service_of(request)
-    trace = service.trace(request)
+async def answers(
+    request: Request, service: Service, body: ChatCompletion, *, clip: bool = False
+) -> tuple[Asked, list[AsyncGenerator[Part, None]], dict[str, str]]:
+    """The n answers that `body` asks for, which begin as they are read; what they share; and headers of the response.
+    clip: where the context has less room than max_tokens, an answer is as long as the room.
+
+    Raises ApiError, UsageError, and ClientGone where nobody waits.
+    """
     service.require_model(body.model)
     require_honoured(body)
     if body.top_logprobs and not body.logprobs:
@@ -49,14 +54,14 @@ async def chat_completions(request: Request, body: ChatCompletion) -> Response:
     names = [tool["function"]["name"] for tool in tools]
     messages = template_messages(body.messages, codec.template_reads)
     variables = await variables_of(service, body, tools)
-    if body.reasoning_effort is not None:
-        variables.setdefault(THINKING, body.reasoning_effort != "none")
     prompt = await unless_gone(request, service.encode_chat(messages, variables))
     may_think = bool(variables.get(THINKING))
     guiding, headers = await service.off_loop(_guiding, service, body, tools, prompt, may_think, size=size_of(tools))
+    wanted = body.max_completion_tokens or body.max_tokens
+    room = service.room(prompt, None if clip else wanted, "messages")
     asked = Asked(
         prompt,
-        service.room(prompt, body.max_completion_tokens or body.max_tokens, "messages"),
+        min(wanted or room, room) if clip else room,
         stop_ids_of(service, body, codec.end_of_calls_ids if tools else ()),
         (body.top_logprobs or 0) if body.logprobs else None,
         guiding,
@@ -65,10 +70,19 @@ async def chat_completions(request: Request, body: ChatCompletion) -> Response:
         choice(service, asked, i, ChatReader(codec, stops_of(body), prompt, tools=names),
                sampling_of(service, body, i)) for i in range(count)
     ]  # fmt: skip
+    return asked, generators, headers
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(request: Request, body: ChatCompletion) -> Response:
+    service = service_of(request)
+    trace = service.trace(request)
+    asked, generators, headers = await answers(request, service, body)
+    codec = service.codec
     heading = Heading.of("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion",
                          body.model or service.names[0])  # fmt: skip
     trace.asked(body, heading, asked.max_new_tokens)
-    usage = Usage(len(prompt))
+    usage = Usage(len(asked.prompt))
     if body.stream:
         begun: set[int] = set()
 
@@ -89,7 +103,7 @@ async def chat_completions(request: Request, body: ChatCompletion) -> Response:
         answer = await send_events(request, service, body.stream_options, heading, usage, trace, generators, chunks)
         answer.headers.update(headers)
         return answer
-    made = [Message() for _ in range(count)]
+    made = [Message() for _ in generators]
 
     def add(part: Part) -> None:
         made[part.index].add(part)
@@ -110,6 +124,8 @@ async def variables_of(
     variables = dict(body.chat_template_kwargs or {})
     if tools:
         variables["tools"] = await service.off_loop(template_tools, tools, size=size_of(tools))
+    if isinstance(body, ChatCompletion) and body.reasoning_effort is not None:
+        variables.setdefault(THINKING, body.reasoning_effort != "none")
     return variables
 
 

@@ -20,6 +20,11 @@ _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 408: "timeout_error",
     413: "invalid_request_error", 429: "rate_limit_error", 503: "service_unavailable_error",
 }  # fmt: skip
+_ANTHROPIC_TYPES = {
+    401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+MESSAGES = "/v1/messages"
 
 
 class ClientGone(Exception):
@@ -48,6 +53,15 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """In Anthropic's format, which /v1/messages has."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    message = error.message
+    if error.code == "context_length_exceeded":  # by these words its agents know that they must shorten a conversation
+        message = f"prompt is too long: {message}"
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
 def of(error: Exception) -> ApiError:
     """What `error` is to a client. What should not happen is logged, and says nothing of itself."""
     if isinstance(error, ApiError):
@@ -69,26 +83,35 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
     return Response(json.dumps(content), status, headers, media_type="application/json")
 
 
-def response_of(error: Exception) -> Response:
+def response_of(error: Exception, path: str) -> Response:
+    """path: that was asked for; each API has its own form of errors."""
     told = of(error)
-    return json_response(told.body, told.status, told.headers)
+    is_anthropic = path == MESSAGES or path.startswith(f"{MESSAGES}/")
+    return json_response(anthropic_body(told) if is_anthropic else told.body, told.status, told.headers)
 
 
 def install(app: FastAPI) -> None:
     """Have `app` answer all errors so."""
 
-    async def any_error(_: Request, error: Exception) -> Response:
-        return response_of(error)
+    async def any_error(request: Request, error: Exception) -> Response:
+        return response_of(error, request.url.path)
 
-    async def invalid(_: Request, error: Exception) -> Response:
+    async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return response_of(_invalid(error))
+        return response_of(_invalid(error), request.url.path)
 
-    async def http(_: Request, error: Exception) -> Response:
+    async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        path, told = request.url.path, str(error.detail)
         if isinstance(cause := error.__cause__, UnicodeDecodeError):  # FastAPI's own message says nothing of it
-            return response_of(ApiError(400, f"the body is not UTF-8: {cause.reason} at byte {cause.start}"))
-        return response_of(ApiError(error.status_code, str(error.detail), headers=error.headers))
+            return response_of(ApiError(400, f"the body is not UTF-8: {cause.reason} at byte {cause.start}"), path)
+        if error.status_code == 404:
+            told = f"there is no {path!r:.80} here; there is {', '.join(app.openapi()['paths'])}, /docs"
+        elif error.status_code == 405:
+            told = (
+                f"{path!r:.80} takes {(error.headers or {}).get('Allow', 'another method')}, not {request.method:.20}"
+            )
+        return response_of(ApiError(error.status_code, told, headers=error.headers), path)
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)

@@ -35,9 +35,11 @@ class Gate:
         """held: takes what has come of the body."""
         try:
             headers = dict(scope["headers"])
-            if not self._allowed(scope["path"], headers.get(b"authorization", b"")):
-                raise ApiError(401, "a valid key is needed: Authorization: Bearer KEY", code="invalid_api_key",
-                               headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
+            # x-api-key: as Anthropic's clients send it
+            key = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
+            if not self._allowed(scope["path"], key):
+                raise ApiError(401, "a valid key is needed: Authorization: Bearer KEY, or x-api-key: KEY",
+                               code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
             body = b""
             if scope["method"] == "POST" and not await self._body(held, headers.get(b"content-length"), receive):
                 return  # the client has gone
@@ -47,7 +49,7 @@ class Gate:
         except ApiError as e:
             # What is left of the body is not read: this connection can serve no other request.
             e.headers["Connection"] = "close"
-            await response_of(e)(scope, receive, send)
+            await response_of(e, scope["path"])(scope, receive, send)
             return
         given = False
 

@@ -37,7 +37,7 @@ async def send_whole(
     """
 
     async def work() -> None:
-        async with aclosing(_parts(service, usage, trace, generators)) as parts:
+        async with aclosing(parts_of(service, usage, trace, generators)) as parts:
             async for part in parts:
                 add(part)
 
@@ -63,7 +63,7 @@ async def send_events(
     asked = options or StreamOptions()
 
     async def events() -> AsyncGenerator[bytes, None]:
-        async with aclosing(_parts(service, usage, trace, generators)) as parts:
+        async with aclosing(parts_of(service, usage, trace, generators)) as parts:
             async for part in parts:
                 found, now, before = chunks(part), None, None
                 if asked.continuous_usage_stats and asked.include_usage:
@@ -73,24 +73,34 @@ async def send_events(
         if asked.include_usage:
             yield _event(heading.body([], usage))
 
-    stream = events()
-    first = await unless_gone(request, anext(stream, b""))
+        yield _DONE
+
+    return await send_stream(request, events(), lambda error: _event(errors.of(error).body) + _DONE)
+
+
+async def send_stream(
+    request: Request, events: AsyncGenerator[bytes, None], failed: Callable[[Exception], bytes]
+) -> Response:
+    """Server-sent events. failed: what tells of an error that comes behind the first event.
+
+    What goes wrong before has a status of its own: raises ApiError then, and ClientGone where nobody waits.
+    """
+    first = await unless_gone(request, anext(events, b""))
 
     async def sent() -> AsyncIterator[bytes]:
-        async with aclosing(stream):
+        async with aclosing(events):
             yield first
             try:
-                async for event in stream:
+                async for event in events:
                     yield event
             except Exception as e:
-                yield _event(errors.of(e).body)
-            yield _DONE
+                yield failed(e)
 
     return StreamingResponse(sent(), media_type="text/event-stream",
                              headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})  # fmt: skip
 
 
-async def _parts(
+async def parts_of(
     service: Service, usage: Usage, trace: Trace, generators: Sequence[AsyncGenerator[Part, None]]
 ) -> AsyncGenerator[Part, None]:
     """Of all of them, as they come; `usage` and `trace` are told. Raises ApiError where there is no place for them."""
@@ -107,6 +117,11 @@ async def _parts(
         raise
     finally:
         trace.ended(usage, error)
+
+
+def named_event(content: dict[str, Any]) -> bytes:
+    """An event whose name is its type, as those APIs have it that send no [DONE]."""
+    return b"event: " + content["type"].encode() + b"\n" + _event(content)
 
 
 def _event(content: dict[str, Any]) -> bytes:

@@ -107,7 +107,7 @@ class Trace:
     def asked(self, body: ChatCompletion | Completion, heading: Heading, max_tokens: int) -> None:
         if self._span is None:
             return
-        operation = "chat" if heading.kind.startswith("chat") else "text_completion"
+        operation = "text_completion" if heading.kind.startswith("text") else "chat"
         values = {name: value for name in _ASKED if (value := getattr(body, name)) is not None}
         self._span.set_attributes({
             "gen_ai.operation.name": operation, "gen_ai.provider.name": "kerngen",

@@ -547,3 +547,25 @@ def test_generators_are_merged_and_ended() -> None:
     with pytest.raises(ValueError, match="three"):
         asyncio.run(run(True, False))
     assert sorted(ended) == [0, 0, 10]
+
+
+def test_who_asks_for_what_is_not_there_is_told_what_is(client: TestClient) -> None:
+    for path in ("/v1/embeddings", "/api/chat"):
+        answer = client.post(path, json={})
+        told = answer.json()["error"]["message"]
+        assert answer.status_code == 404
+        assert all(name in told for name in (path, CHAT, TEXT, "/v1/models", "/docs")), told
+    answer = client.get(CHAT)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (405, f"'{CHAT}' takes POST, not GET")
+    long = client.get("/" + "a" * 5000)
+    assert (long.status_code, len(long.text) < 1000) == (404, True)
+
+
+def test_the_api_is_shown(played: tuple[Service, PlayedEngine]) -> None:
+    with TestClient(make_app(played[0], ["key"])) as client:
+        page = client.get("/docs")
+        assert (page.status_code, "swagger" in page.text, "/openapi.json" in page.text) == (200, True, True)
+        shown = client.get("/openapi.json").json()
+        body = shown["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert "max_tokens" in shown["components"]["schemas"][body["$ref"].rpartition("/")[2]]["properties"]
+        assert client.post(CHAT, json=HI).status_code == 401

@@ -25,7 +25,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 TINY = ROOT / "examples" / "tiny"
-CLIENTS = ("openai", "langchain", "litellm", "guidellm", "aiperf", "vllm_bench", "sglang_bench")
+CLIENTS = ("openai", "anthropic", "langchain", "litellm", "guidellm", "aiperf", "vllm_bench", "sglang_bench")
 KEY = "secret"
 CLIENT_S = 900
 

@@ -91,6 +91,19 @@ def main(url: str, key: str, *_: str) -> None:
     assert isinstance(after.content, str)
     print(f"called {call['name']}({call['args']}), was told {told.content!r}")
 
+    items = chat(max_tokens=120, use_responses_api=True).bind_tools([look_up], tool_choice="any")
+    called = items.invoke(QUESTION)
+    (call,) = called.tool_calls[:1]
+    assert call["name"] == "look_up"
+    streamed = None
+    for piece in items.stream(QUESTION):
+        streamed = piece if streamed is None else streamed + piece
+    assert streamed is not None
+    assert streamed.tool_calls[0]["args"] == call["args"]
+    answers = [look_up.invoke(made) for made in called.tool_calls]
+    after = chat(use_responses_api=True).bind_tools([look_up]).invoke([HumanMessage(QUESTION), called, *answers])
+    print(f"by responses: called {call['name']}({call['args']}), then {after.text!r:.60}")
+
     text = OpenAI(base_url=url, api_key=key, model=model, temperature=0, max_tokens=8, max_retries=0)
     said = text.invoke("The")
     assert "".join(text.stream("The")) == said

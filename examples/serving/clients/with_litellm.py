@@ -43,10 +43,33 @@ def main(url: str, key: str, *_: str) -> None:
         assert {m.choices[0].message.content for m in many} == {said}
         assert asyncio.run(_together(asked)) == {said}
         _errors(asked)
+    _responses(url, key, served)
     text = litellm.text_completion(model=f"text-completion-openai/{served}", prompt="The", api_base=url, api_key=key,
                                    temperature=0, max_tokens=8)  # fmt: skip
     print(f"completions: {text.choices[0].text!r}")
     assert text.usage.completion_tokens <= 8
+
+
+def _responses(url: str, key: str, served: str) -> None:
+    """Both APIs of coding agents, by their names in LiteLLM, and its adapter from one to the other."""
+    asked: dict[str, Any] = {"model": f"openai/{served}", "api_base": url, "api_key": key, "temperature": 0}
+    whole = litellm.responses(**asked, input=MESSAGES, max_output_tokens=24)
+    *_, last = litellm.responses(**asked, input=MESSAGES, max_output_tokens=24, stream=True)
+    assert last.response.output[0].content[0].text == whole.output[0].content[0].text
+    tool = {"name": "look_up", "description": "Looks up.", "input_schema": SCHEMA}
+    chat: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 120, "tools": [tool], "tool_choice": {"type": "any"}}
+    adapted = asyncio.run(litellm.anthropic.messages.acreate(**asked, **chat))
+    assert any(block["type"] == "tool_use" for block in adapted["content"])
+    asked |= {"model": f"anthropic/{served}", "api_base": url.removesuffix("/v1"), "num_retries": 0}
+    called = litellm.completion(**asked, messages=MESSAGES, max_tokens=120, tools=[TOOL], tool_choice="required")
+    call = called.choices[0].message.tool_calls[0].function
+    assert json.loads(call.arguments)["colour"] in ("blue", "red")
+    pieces = list(litellm.completion(**asked, messages=MESSAGES, max_tokens=24, stream=True))
+    again = litellm.stream_chunk_builder(pieces)
+    assert again is not None
+    said = litellm.completion(**asked, messages=MESSAGES, max_tokens=24).choices[0].message.content
+    assert again.choices[0].message.content == said
+    print(f"responses and messages, whole and streamed, the same; called {call.name}({call.arguments})")
 
 
 def _stream(asked: dict[str, Any], whole: Any) -> None:

@@ -57,6 +57,8 @@ def main(url: str, key: str, *_: str) -> None:
     call = called.choices[0].message.tool_calls[0].function
     print(f"a call: {call.name}({json.loads(call.arguments)})")
 
+    _responses(client, model)
+
     for wrong, error in (
         ({"model": "no such model"}, openai.NotFoundError),
         ({"temperature": -1}, openai.BadRequestError),
@@ -76,6 +78,34 @@ def main(url: str, key: str, *_: str) -> None:
 
     assert asyncio.run(together()) == {said}
     print("eight at once say what one says alone")
+
+
+def _responses(client: openai.OpenAI, model: str) -> None:
+    asked: Any = {"model": model, "input": MESSAGES, "temperature": 0, "max_output_tokens": 24, "store": False}
+    whole = client.responses.create(**asked)
+    events = list(client.responses.create(**asked, stream=True))
+    pieces = [event.delta for event in events if event.type == "response.output_text.delta"]
+    last = events[-1].response
+    assert "".join(pieces) == last.output_text == whole.output_text
+    assert (last.status, last.usage.output_tokens) == (whole.status, whole.usage.output_tokens)
+    tool: Any = {"type": "function", "strict": True, **TOOL["function"]}
+    calls: Any = {**asked, "max_output_tokens": 120, "tools": [tool], "tool_choice": "required"}
+    with client.responses.stream(**calls) as stream:
+        called = stream.until_done().get_final_response()
+    (call,) = [item for item in called.output if item.type == "function_call"][:1]
+    assert json.loads(call.arguments)["colour"] in ("blue", "red")
+    told = [{"type": "function_call_output", "call_id": item.call_id, "output": "It is."}
+            for item in called.output if item.type == "function_call"]  # fmt: skip
+    after = client.responses.create(**{**asked, "input": [*MESSAGES, *called.output, *told]}, tools=[tool])
+    assert after.output_text is not None
+    for wrong in ({"previous_response_id": whole.id}, {"store": True}):
+        try:
+            client.responses.create(**{**asked, **wrong})
+        except openai.BadRequestError as e:
+            print(f"{type(e).__name__}: {e.body['message']}")
+        else:
+            raise AssertionError(f"{wrong} was taken")
+    print(f"a response streamed in {len(pieces)} pieces, the same; called {call.name}({call.arguments})")
 
 
 if __name__ == "__main__":

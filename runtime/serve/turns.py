@@ -1,0 +1,146 @@
+"""What the APIs of responses and of messages share: they are answered as chats, whose request is made here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import Request
+from pydantic import ValidationError
+
+from kerngen.errors import UsageError
+from kerngen.runtime.serve.chat_completions import answers, told_tools, variables_of
+from kerngen.runtime.serve.choice_stream import Asked, Part
+from kerngen.runtime.serve.errors import ApiError
+from kerngen.runtime.serve.messages import template_messages
+from kerngen.runtime.serve.protocol import ChatCompletion
+from kerngen.runtime.serve.service import Service
+from kerngen.runtime.serve.streaming import unless_gone
+from kerngen.runtime.text import TextCodec
+
+_MESSAGE = re.compile(r"^messages\[(\d+)\]")
+
+
+@dataclass(slots=True)
+class Turns:
+    """Messages of a chat, made of the items of another API. origins: where in the request each of them begins."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)
+
+    def add(self, origin: str, role: str, content: str, **more: Any) -> None:
+        self.messages.append({"role": role, "content": content, **more})
+        self.origins.append(origin)
+
+    def add_system(self, origin: str, text: str) -> None:
+        """What is said first is one turn, of however many parts."""
+        if [m["role"] for m in self.messages] == ["system"]:
+            self.messages[0]["content"] += f"\n\n{text}"
+        else:
+            self.add(origin, "system", text)
+
+    def assistant(self, origin: str) -> dict[str, Any]:
+        """The assistant's turn, which begins here unless it is the last one."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self.add(origin, "assistant", "")
+        return self.messages[-1]
+
+    def add_call(self, origin: str, call_id: str, name: str, arguments: str | dict[str, Any]) -> None:
+        function = {"name": name, "arguments": arguments}
+        calls = self.assistant(origin).setdefault("tool_calls", [])
+        calls.append({"id": call_id, "type": "function", "function": function})
+
+    def add_thought(self, origin: str, text: str) -> None:
+        turn = self.assistant(origin)
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Errors inside name the request's own items in place of a chat's messages."""
+
+        def told(text: str) -> str:
+            return _MESSAGE.sub(lambda m: self.origins[int(m[1])], text)
+
+        try:
+            yield
+        except UsageError as e:
+            raise ApiError(400, told(e.message)) from e
+        except ApiError as e:
+            e.message = told(e.message)
+            raise
+
+
+def text_of(content: Any, kinds: Mapping[str, str], where: str, *, join: str = "") -> str:
+    """The text of `content`: a string, or parts, each with its text in the field that `kinds` has for its type."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise ApiError(400, f"{where} is neither text nor a list of parts", param=where)
+    texts = []
+    for at, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get(kinds.get(kind, "")) if isinstance(kind, str) else None
+        if not isinstance(text, str):
+            raise not_text(kind, f"{where}[{at}]", kinds)
+        texts.append(text)
+    return join.join(texts)
+
+
+def not_text(kind: Any, where: str, kinds: Sequence[str] | Mapping[str, str]) -> ApiError:
+    """Of a part that the model cannot read."""
+    if isinstance(kind, str) and ("image" in kind or "audio" in kind):
+        return ApiError(400, f"{where}: images and sounds are not read yet; the model here reads text", param=where)
+    if kind in kinds:
+        return ApiError(400, f"{where} is of type {kind!r:.80} and has no text", param=where)
+    return ApiError(400, f"{where} is of type {kind!r:.80}; read here: {', '.join(kinds)}", param=where)
+
+
+def chat_body(turns: Turns, values: Mapping[str, Any]) -> ChatCompletion:
+    """The request of a chat with these fields beside its messages; a None is left out."""
+    if not turns.messages:
+        raise ApiError(400, "there are no messages")
+    given = {name: value for name, value in values.items() if value is not None}
+    try:
+        return ChatCompletion.model_validate({"messages": turns.messages, **given})
+    except ValidationError as e:
+        first = e.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise ApiError(400, f"{name}: {first['msg']}", param=name) from None
+
+
+async def begin(
+    request: Request, service: Service, turns: Turns, body: ChatCompletion, *, clip: bool = False
+) -> tuple[Asked, list[AsyncGenerator[Part, None]]]:
+    """As `answers`, without its headers."""
+    with turns.named():
+        asked, generators, _ = await answers(request, service, body, clip=clip)
+        return asked, generators
+
+
+async def count_tokens(request: Request, service: Service, turns: Turns, body: ChatCompletion) -> int:
+    """Of the prompt that the model would see."""
+    service.require_model(body.model)
+    with turns.named():
+        messages = template_messages(body.messages, service.codec.template_reads)
+        tools = [] if body.tool_choice == "none" else told_tools(service, body.tools)
+        variables = await variables_of(service, body, tools)
+        return len(await unless_gone(request, service.encode_chat(messages, variables)))
+
+
+def thought_counter(codec: TextCodec, prompt: Sequence[int]) -> Callable[[Sequence[int]], int]:
+    """Counts an answer's tokens that are thoughts, the channel's markers included: how many so far."""
+    first, last = codec.channel_ids or (-1, -1)
+    is_thought, count = codec.open_thought(prompt) is not None, 0
+
+    def add(tokens: Sequence[int]) -> int:
+        nonlocal is_thought, count
+        for token in tokens:
+            is_thought = is_thought or token == first
+            count += is_thought
+            is_thought = is_thought and token != last
+        return count
+
+    return add

@@ -22,7 +22,7 @@ from tokens import write_tokenizer
 
 from kerngen.errors import CheckpointError
 from kerngen.runtime.executors.reference import Reference
-from kerngen.runtime.ops.fallbacks import FALLBACKS
+from kerngen.runtime.fallbacks import FALLBACKS
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.session import find_drafter
 from kerngen.runtime.text import TextCodec

@@ -1,7 +1,7 @@
 """The model on kerngen's kernels: each op is a `Call` of a kernel folder's op.py, given to an executor.
 
-What no kernel serves goes through `runtime.fallbacks`, by name. With the launching executor this is the `cuda` backend; the
-recording and the reference executor run the very same code with no GPU.
+What no kernel serves goes through `fallbacks`, by its name there. With the launching executor this is the `cuda`
+backend; the recording and the reference executor run the very same code with no GPU.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
-from command import ROOT, Kerngen
+from command import ROOT, Kerngen, lent_boards
 
 from kerngen.arch import Target, find_arch, find_device
 from kerngen.bundles.bundle import Bundle, BundleCache
@@ -171,7 +171,8 @@ def test_a_look_loads_no_torch(kerngen: Kerngen, args: tuple[str, ...]) -> None:
     """torch alone takes seconds of CPU, a tuning study more: what is merely looked at is there at once."""
     code = ("import sys\nfrom kerngen.cli import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
             "assert not {'torch', 'optuna'} & set(sys.modules), 'a heavy module was loaded'")  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", code, *args], env=os.environ | {"PYTHONPATH": str(ROOT)},
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    with lent_boards(kerngen.folder / "cache"):
+        done = subprocess.run([sys.executable, "-c", code, *args], env=os.environ | {"PYTHONPATH": str(ROOT)},
+                              capture_output=True, text=True, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout

@@ -64,7 +64,7 @@ def test_a_newcomer_s_lines_work_as_printed(shell: Terminal, tmp_path: Path) -> 
     shell.type(f"{activate}\n")
     shell.until(SHELL)
     shell.type(f"{ask}\n")
-    assert "A warp is" in shell.until("outside our kernels: everything", "command not found")
+    assert "A warp is" in shell.until("computed by PyTorch", "command not found")
     shell.until(SHELL)
     shell.type(f"{chat}\n")
     shell.until(CHAT)

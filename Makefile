@@ -11,7 +11,9 @@ BUDGET ?= 6m
 demo: $(VENV)/.installed
 	$(BIN)/kerngen doctor
 	$(BIN)/kerngen tune --arch sm70 --model gemma-4-31b --trials 6 --time-budget $(BUDGET)
-	$(BIN)/kerngen run $(MODEL) --draft examples/tiny/gemma-4-tiny-assistant --prompt "$$(cat examples/tiny/prompt.txt)"
+	$(BIN)/kerngen db ls --device H200
+	$(BIN)/kerngen run $(MODEL) --draft examples/tiny/gemma-4-tiny-assistant --num-draft-tokens 5 --temperature 0 \
+	  --prompt "$$(cat examples/tiny/prompt.txt)"
 
 # One thread a worker: torch's threads of two workers would wait for each other on two cores. Hundreds of tests start a
 # process: none of them compiles kerngen's modules again, also where the environment asks Python to keep no bytecode.
@@ -44,21 +46,28 @@ test-gpu:
 	  echo "no pytest-xdist: tests run one after the other; pip install pytest-xdist for $(GPU_WORKERS) at a time"; }; \
 	set -x; $$run -m 'gpu and not whole_gpu' --durations=20 $$workers || failed=1; $$run -m 'gpu and whole_gpu' || failed=1; exit $$failed
 
+# -q hides pages of lines, and not what fails: one line says beforehand what takes minutes.
+SAY     = @echo "installing kerngen and what it needs into $(VENV): some minutes, in which pip says nothing"
+INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kerngen needs Python 3.11 or newer: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[cuda12,serve]'
+	$(SAY)
+	$(INSTALL) -e '.[cuda12,serve]'
 	@touch $@
 
 # What is imported is compiled then, and kept: of torch a part.
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e '.[cuda12,serve,dev]'
+	$(SAY)
+	$(INSTALL) --no-compile -e '.[cuda12,serve,dev]'
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-docs: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(SAY)
+	$(INSTALL) -e '.[docs]'
 	@touch $@
 
 clean:

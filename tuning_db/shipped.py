@@ -145,7 +145,7 @@ def _make(board: Board, key: str, path: Path) -> None:
     """Write it, whole or not at all, and remove what was made of older results files. Raises OSError, DatabaseError."""
     from kerngen.tuning_db.dist.export import shipment  # SQLAlchemy is for those who need it
 
-    log.info("making %s of the results files in %s: once, for this version of them", path, board.folder)
+    log.info("preparing what is shipped for %s, once for this version: some ten seconds (%s)", board.name, path)
     with shipment() as made:
         _fill(board, made.store)
         about = {"prebuilt": key, "contents": made.contents() | {"models": []}}
@@ -202,5 +202,5 @@ def _fill(board: Board, store: Store) -> Rebuilt:
         log.warning("%s: %d statements of its files do not hold, and are left out: %s", board.folder, len(done.faults),
                     done.faults[0])  # fmt: skip
     if done.stale:
-        log.info("%s: %d winners are of bodies that have another revision today", board.folder, len(done.stale))
+        log.debug("%s: %d winners are of bodies that have another revision today", board.folder, len(done.stale))
     return done

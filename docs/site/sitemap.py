@@ -22,7 +22,7 @@ HOME = "index.md"
 # Page -> the file that it is a copy of.
 COPIED = {HOME: "README.md", "examples.md": "examples/README.md", "cluster.md": "examples/cluster/README.md",
           "shipped.md": "tuning_db/prebuilt/README.md", "contributing.md": "CONTRIBUTING.md",
-          "changelog.md": "CHANGELOG.md"}  # fmt: skip
+          "changelog.md": "CHANGELOG.md", "security.md": "SECURITY.md"}  # fmt: skip
 COPIED |= {path.name: f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))}
 # Page -> the data that it is made of, by docs/site/records.py and docs/site/performance.py.
 MADE = {
@@ -52,7 +52,7 @@ NAVIGATION: Mapping[str, Mapping[str, str]] = {
     "Tune": {"tuning.md": "", "prediction.md": "", "tuning-database.md": "", "cluster.md": ""},
     "Ship": {"shipping.md": "", "shipped.md": ""},
     "Extend": {"architecture.md": "Architecture", "kernels.md": "", "add-a-kernel.md": "", "contributing.md": ""},
-    "Reference": {COMMANDS: "", LIBRARY: "", "changelog.md": ""},
+    "Reference": {COMMANDS: "", LIBRARY: "", "changelog.md": "", "security.md": ""},
 }
 
 
@@ -90,6 +90,7 @@ MODULES = (
         ("Arch", "Device", "Target", "find_arch", "find_device"),
     ),
     Module("kerngen.runtime.sampling", "What may be asked of a token.", ("Sampling",)),
+    Module("kerngen.runtime.weights.safetensors", "Tensors of a checkpoint's file, mapped.", ("SafetensorsFile",)),
     Module("kerngen.runtime.engine", "Many requests at once, token by token."),
     Module("kerngen.tuning_db", "What was measured and predicted, and what is chosen by it."),
     Module("kerngen.compiler.render", "A kernel's source for a problem, a configuration and a target.", ("render",)),

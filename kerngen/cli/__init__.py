@@ -14,7 +14,7 @@ from importlib import import_module
 import click
 
 import kerngen
-from kerngen.cli.process import settle_home, settle_streams, settle_threads, stopped_by
+from kerngen.cli.process import settle_home, settle_notes, settle_streams, settle_threads, stopped_by
 from kerngen.errors import KerngenError
 
 TEMPLATES_VARIABLE = "KERNGEN_TEMPLATES"  # of kerngen.templates, which --help does not wait for
@@ -101,6 +101,7 @@ def run_command(command: click.Command | None = None, name: str = "kerngen") -> 
             settle_streams()
             settle_home()
             settle_threads()
+            settle_notes()
             # Commands return None. Where one raises click's Exit, or --help does, click returns the code instead.
             code: int | None = (command or cli)(prog_name=name, standalone_mode=False)
             sys.stdout.flush()  # a pipe that is closed or a disk that is full is reported here, not as the program ends

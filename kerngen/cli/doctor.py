@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import platform
+import runpy
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -33,7 +36,7 @@ def _python() -> Finding:
     packages = []
     for name in ("torch", "cupy-cuda12x", "cupy-cuda13x", "cuda-bindings", "optuna", "sqlalchemy"):
         try:
-            packages.append(f"{name} {version(name)}")
+            packages.append(f"{name} {installed(name)}")
         except PackageNotFoundError:
             continue
     return Finding("python", True, f"{platform.python_version()}; {', '.join(packages)}")
@@ -66,11 +69,10 @@ def _kernels() -> Finding:
 
 def _gpu() -> Finding:
     try:
-        import torch
-
-        if not torch.cuda.is_available():
-            build = "a CPU build" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
-            return Finding("gpu", False, f"none that torch {torch.__version__} ({build}) can use: kernels are compiled "
+        version, cuda = _torch_build()
+        if cuda is None or not _sees_gpu():
+            build = "a CPU build" if cuda is None else f"built for CUDA {cuda}"
+            return Finding("gpu", False, f"none that torch {version} ({build}) can use: kernels are compiled "
                            "and predicted for, not run; models run with --backend torch",
                            "on a machine with a GPU: pip install a CUDA build of torch")  # fmt: skip
         from kerngen.runtime.launcher import probe_device
@@ -82,6 +84,28 @@ def _gpu() -> Finding:
         return Finding("gpu", False, str(e), "pip install kerngen")
     figures = f"{d.name} ({d.arch}), {d.num_sms} SMs, {d.mem_gib:g} GiB{_kin(d)}"
     return Finding("gpu", True, f"{figures}: runs and measures")
+
+
+def _torch_build() -> tuple[str, str | None]:
+    """torch's version, and that of the CUDA that it is built for. It is not imported, which takes seconds."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise ImportError("torch is not installed")
+    about = runpy.run_path(str(Path(spec.origin).parent / "version.py"))
+    return about["__version__"], about["cuda"]
+
+
+def _sees_gpu() -> bool:
+    """Whether torch has a GPU to use. Only where there is a driver is it imported to say so."""
+    import ctypes
+
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _kin(device: Device) -> str:
@@ -112,13 +136,15 @@ def _cache() -> Finding:
 
 
 def _database() -> Finding:
-    from kerngen.tuning_db import Store, default_path
-    from kerngen.tuning_db.read.reader import require_own
+    from kerngen.tuning_db import default_path
 
     path = default_path().removeprefix("sqlite:///")
     if "://" not in path and not os.path.exists(path):
         place = _folder("database", Path(path).parent, "export KERNGEN_DB=FILE")
         return replace(place, text=path) if place.ok else place
+    from kerngen.tuning_db import Store
+    from kerngen.tuning_db.read.reader import require_own
+
     try:
         if "://" not in path:
             require_own(Path(path))
@@ -169,7 +195,7 @@ def doctor(
     Example:
       kerngen doctor --model gemma-4-31b --arch sm90
     """
-    from kerngen.runtime.ops.fallbacks import FALLBACKS
+    from kerngen.runtime.fallbacks import FALLBACKS
 
     if model is None and (arch_name or device_name or db_url or draft or draft_weights != "stored"):
         raise UsageError("--arch, --device, --db, --draft and --draft-weights go with a --model",

@@ -40,8 +40,8 @@ def examine(
     """What `print_model` prints; `works`: whether every kernel is there, or can be made. device_name: as asked."""
     from kerngen.bundles.bundle import sources_for
     from kerngen.bundles.preflight import KINDS, advice, preflight
+    from kerngen.runtime.fallbacks import FALLBACKS
     from kerngen.runtime.footprint import footprint
-    from kerngen.runtime.ops.fallbacks import FALLBACKS
     from kerngen.runtime.selection import Selector
     from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
     from kerngen.workload.workload import find_model, workload

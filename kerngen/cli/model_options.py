@@ -70,6 +70,8 @@ def load_arguments(
 
 def chosen_lines(sources: dict[str, int], outside: dict[str, str]) -> list[str]:
     """Who chose what ran, and what ran that is no kernel of ours, for people."""
+    if "everything" in outside:
+        return ["computed by PyTorch, as on any machine without a GPU (the torch backend)"]
     lines = [f"outside our kernels: {name} ({why})" for name, why in outside.items()]
     if sources:
         lines.append("configurations: " + ", ".join(f"{count} {source}" for source, count in sources.items()))

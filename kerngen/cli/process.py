@@ -112,3 +112,15 @@ def stopped_by() -> Iterator[Callable[[], signal.Signals]]:
                 timer.cancel()
             sys.unraisablehook = say
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def settle_notes() -> None:
+    """On a terminal, what is done once and takes seconds is said before it begins: silence reads as a hang."""
+    if not sys.stderr.isatty():
+        return
+    import logging
+
+    log = logging.getLogger("kerngen.tuning_db.shipped")
+    if not log.handlers:
+        log.addHandler(logging.StreamHandler())
+        log.setLevel(logging.INFO)

@@ -110,8 +110,8 @@ def run(
         from kerngen.cli.prompts import checked_lines, opened
 
         lines = checked_lines(click.get_current_context().with_resource(opened(prompts)), chat=not no_chat)
-    with warnings.catch_warnings(record=True, action="always") as caught, Reporter("loading weights, MB") as bar:
-        session = load(**arguments, advance=lambda done, total: bar.update(done // 10**6, total // 10**6, ""))
+    with warnings.catch_warnings(record=True, action="always") as caught, Reporter("weights") as bar:
+        session = load(**arguments, advance=bar.update_bytes)
     session.control_tokens = control_tokens
     for warning in caught:
         click.echo(f"warning: {warning.message}", err=True)

@@ -94,12 +94,13 @@ def serve(
     settings = Settings(arguments, host, port, names, tuple(given), context, max_batch, limits, drain_s, traces,
                         reproducible=reproducible, control_tokens=control_tokens)  # fmt: skip
     with _weights(settings, model, generated) as settings, Reporter("starting") as bar:
+        bar.note(f"starting {names[0] if names else model.name}: weights, then kernels; the port answers after that")
 
         def told(done: int, total: int, kernel: str) -> None:
             if kernel:
                 bar.update(done, total, f"kernels, building {kernel}")
             else:
-                bar.update(done // 10**6, total // 10**6, "MB of weights")
+                bar.update_bytes(done, total)
 
         def tell(line: str) -> None:
             bar.end()  # what is told first is that it serves, or why not

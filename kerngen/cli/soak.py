@@ -137,11 +137,11 @@ def _soak_model(
 
     if drafting == "off" and (draft or num_draft_tokens or draft_weights != "stored"):
         raise UsageError("--drafting off contradicts --draft, --draft-weights and --num-draft-tokens")
-    with warnings.catch_warnings(record=True, action="always") as caught, Reporter("loading weights, MB") as bar:
+    with warnings.catch_warnings(record=True, action="always") as caught, Reporter("weights") as bar:
         opened = open_model(
             target, draft=draft, draft_weights=draft_weights, drafting=drafting != "off", generated=generated,
             backend=backend, device=device, dtype=dtype, db_url=db_url, bundle=bundle, seed=seed,
-            advance=lambda done, total: bar.update(done // 10**6, total // 10**6, ""),
+            advance=bar.update_bytes,
         )  # fmt: skip
     for warning in caught:
         click.echo(f"warning: {warning.message}", err=True)

@@ -342,7 +342,7 @@ def _print_notes(what: str, results: list[Result]) -> None:
 
 def _print_details(report: Report, load: Workload) -> None:
     """One line a group of problems, and all that is to be known of the search."""
-    from kerngen.runtime.ops.fallbacks import FALLBACKS
+    from kerngen.runtime.fallbacks import FALLBACKS
     from kerngen.tuning.report import groups
 
     table = Table("One of each group of problems:", "kernel", "where", "point", ">us", ">gain",

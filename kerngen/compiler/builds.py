@@ -154,7 +154,7 @@ def models_builds(
     sources: databases in lookup order. chosen: is given every choice. kernels: only these, none for all. Raises
     UsageError where a model needs none of them.
     """
-    from kerngen.runtime.ops.fallbacks import FALLBACKS
+    from kerngen.runtime.fallbacks import FALLBACKS
 
     builds: list[Build] = []
     for target in targets:

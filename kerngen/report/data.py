@@ -6,6 +6,7 @@ the time that today's cost model predicts. A kernel that is not installed here h
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -204,10 +205,21 @@ def gather(stores: Sequence[Store], wanted: Wanted | None = None) -> Facts:
     return facts
 
 
-def _order(place: Place) -> tuple[str, str, str, str, int]:
+def _order(place: Place) -> tuple[Any, ...]:
     """By kernel, device and compiled-in fields, then along the line of tuned points."""
     key = place.key
-    return place.kernel, f"{place.device.arch:>6} {place.device}", str(key.static), str(key.runtime), key.dynamic or 0
+    return (
+        place.kernel,
+        f"{place.device.arch:>6} {place.device}",
+        in_order(str(key.static)),
+        in_order(str(key.runtime)),
+        key.dynamic or 0,
+    )
+
+
+def in_order(text: str) -> list[str | int]:
+    """To sort texts by, numbers in them as numbers: 1, 2, 16."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text)]
 
 
 def pairs(values: Mapping[str, Any]) -> str:

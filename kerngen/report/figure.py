@@ -85,6 +85,22 @@ def us(value: float | None) -> str:
     return "" if value is None else f"{value:#.4g}".removesuffix(".") if value < 1000 else f"{value:.0f}"
 
 
+def duration(value_us: float) -> str:
+    """Microseconds for a sentence: three digits in the unit that a person would take. 3.6 s, never 3.6e+03 ms."""
+    unit, per = unit_of(value_us)
+    return f"{digits(value_us / per)} {unit}"
+
+
+def unit_of(value_us: float) -> tuple[str, float]:
+    """The unit for it, and how many microseconds that has."""
+    return next(((u, p) for u, p in (("s", 1e6), ("ms", 1e3)) if value_us >= 0.9995 * p), (MICROSECONDS, 1.0))
+
+
+def digits(value: float, count: int = 3) -> str:
+    """`count` digits, or all of a larger whole: never a power of ten."""
+    return f"{value:.{count}g}" if abs(value) < 10**count - 0.5 else f"{value:.0f}"
+
+
 def ratio(value: float) -> str:
     return f"{value:.3f}"
 

@@ -12,6 +12,7 @@ from kerngen.report.figure import (
     Table,
     colour,
     device_name,
+    digits,
     microseconds,
     number,
     us,
@@ -58,8 +59,8 @@ def _judged(id: str, step: StepKey, device: Device, trials: list[Trial]) -> Figu
         points.append((slower, change))
         if len(table.rows) < MOST_ROWS:
             what = "winner" if t.is_chosen else "chosen in the step" if not change else "rival"
-            table.add(t.place.kernel, t.place.where, pairs(t.row.config), us(t.us), f"{slower:.4g}", us(t.row.step_us),
-                      us(t.row.base_step_us), f"{change:.3f}", what)  # fmt: skip
+            table.add(t.place.kernel, t.place.where, pairs(t.row.config), us(t.us), digits(slower, 4),
+                      us(t.row.step_us), us(t.row.base_step_us), f"{change:.3f}", what)  # fmt: skip
         else:
             table.num_left_out += 1
     layers = step.props.get("of_layers", step.layers)

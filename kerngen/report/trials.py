@@ -17,6 +17,7 @@ from kerngen.report.figure import (
     by_kernel_and_device,
     colour,
     device_name,
+    digits,
     geometric_mean,
     microseconds,
     number,
@@ -55,7 +56,7 @@ def _roofline(id: str, kernel: str, device: Device, trials: list[Trial]) -> Figu
         if len(table.rows) < MOST_ROWS:
             how = t.row.provenance + (", winner" if t.is_chosen else "")
             table.add(t.place.where, pairs(t.row.config), us(time), us(t.place.floor_us),
-                      f"{cost.flops / cost.bytes:.4g}", f"{tflops:.4g}", f"{gbps:.4g}", how)  # fmt: skip
+                      digits(cost.flops / cost.bytes, 4), digits(tflops, 4), digits(gbps, 4), how)  # fmt: skip
         else:
             table.num_left_out += 1
     title = f"{kernel} on {device_name(device)}"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from kerngen.report.data import Facts, Point, pairs
+from kerngen.report.data import Facts, Point, in_order, pairs
 from kerngen.report.figure import (
     MICROSECONDS,
     Figure,
@@ -14,11 +14,13 @@ from kerngen.report.figure import (
     by_kernel_and_device,
     colour,
     device_name,
+    duration,
     geometric_mean,
     microseconds,
     number,
     percent,
     ratio,
+    unit_of,
     us,
     words,
 )
@@ -49,12 +51,12 @@ def _step(i: int, s: Shown, colours: dict[str, str]) -> Figure:
         number("of the step", "%"), number("of its time, the floor", "%"), words("how"),
     ))  # fmt: skip
     whole, floor = s.us, s.floor_us
-    unit, per = ("ms", 1e3) if whole >= 1e3 else (MICROSECONDS, 1.0)
+    unit, per = unit_of(whole)
     title = f"{s.model}, {s.step}"
     of = s.num_known + sum(s.unknown.values())
     text = (
-        f"{device_name(s.device)}: {whole / per:.3g} {unit} for {s.num_known} of {of} launches, whose floor is "
-        f"{floor / per:.3g} {unit}."
+        f"{device_name(s.device)}: {duration(whole)} for {s.num_known} of {of} launches, whose floor is "
+        f"{duration(floor)}."
     )
     if s.unknown:
         text += f" Without a winner here: {', '.join(f'{k} ({n})' for k, n in sorted(s.unknown.items()))}."
@@ -100,13 +102,13 @@ def _line(id: str, kernel: str, device: str, static: str, points: list[Point]) -
         words("other fields"), number(along, unit), microseconds("winner"), microseconds("default"),
         microseconds("floor"), words("how"), words("configuration"),
     ))  # fmt: skip
-    by_runtime: dict[str, list[Point]] = {}
-    for p in sorted(points, key=lambda p: p.place.key.dynamic or 0):
+    by_runtime: dict[str, list[Point]] = {}  # the legend's order
+    for p in sorted(points, key=lambda p: (in_order(pairs(p.place.key.runtime)), p.place.key.dynamic or 0)):
         by_runtime.setdefault(pairs(p.place.key.runtime), []).append(p)
     shown = [v for p in points for v in (p.us, p.default_us, p.place.floor_us) if v is not None]
     title = f"{kernel}: {static}"
     best, worst = min(p.us for p in points), max(p.us for p in points)
-    text = f"{device}: {len(points)} tuned points, from {us(best)} to {us(worst)} {MICROSECONDS}."
+    text = f"{device}: {len(points)} tuned points, from {duration(best)} to {duration(worst)}."
     along_all = [float(p.place.key.dynamic or 0) for p in points]
     plot = Plot.of(title, text, (along, unit, along_all), ("time", MICROSECONDS, shown), log_x=min(along_all) > 0,
                    log_y=True, binary_x=True)  # fmt: skip

@@ -31,15 +31,15 @@ class Reporter:
     def __enter__(self) -> Reporter:
         if not self._quiet and sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-            columns = (TextColumn(self._what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            columns = (TextColumn(self._what), BarColumn(), TextColumn("{task.fields[amount]}"), TimeRemainingColumn(),
                        TextColumn("{task.description}"))  # fmt: skip
             # What others print to stdout is theirs: rich would send it to stderr, where the bar is.
             self._is_over_stdout = sys.stdout.isatty()
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True,
                                  redirect_stdout=self._is_over_stdout)  # fmt: skip
-            self._task = self._bar.add_task("", total=None)
+            self._task = self._bar.add_task("", total=None, amount="")
             self._bar.start()
         return self
 
@@ -73,12 +73,20 @@ class Reporter:
             print(line, file=sys.stderr, flush=True)
 
     def update(self, done: int, total: int | None, text: str) -> None:
+        self._show(done, total, f"{done}" if total is None else f"{done}/{total}", text)
+
+    def update_bytes(self, done: int, total: int) -> None:
+        """As `update`, of bytes that are loaded."""
+        per, unit = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
+        self._show(done, total, f"loading {done / per:.1f} of {total / per:.1f} {unit}", "")
+
+    def _show(self, done: int, total: int | None, amount: str, text: str) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total, description=text[:60])
+            self._bar.update(self._task, completed=done, total=total, description=text[:60], amount=amount)
         elif not self._quiet and time.monotonic() - self._said >= LINE_EVERY_S:
             self._said = time.monotonic()
-            of = "" if total is None else f"/{total}"
-            print(f"{self._what}: {done}{of}, {self._left(done, total)}; {text}", file=sys.stderr, flush=True)
+            line = f"{self._what}: {amount}, {self._left(done, total)}" + (f"; {text}" if text else "")
+            print(line, file=sys.stderr, flush=True)
 
     def _left(self, done: int, total: int | None) -> str:
         elapsed = self.elapsed_s

@@ -117,7 +117,7 @@ class Recorder:
         from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
         from kerngen.workload.forwards import Forwards
 
-        self.outside: dict[str, None] = {}  # names in `runtime.ops.fallbacks.FALLBACKS` that torch computed
+        self.outside: dict[str, None] = {}  # names in `runtime.fallbacks.FALLBACKS` that torch computed
         self._note: Note = _unheard
         self._other: Note = _unheard
         with torch.inference_mode(), ShapesAlone():

@@ -76,7 +76,7 @@ class Item:
 class Workload:
     """The problems of one model on one arch.
 
-    missing: what the model computes that no kernel of ours serves, by its name in `runtime.ops.fallbacks.FALLBACKS`.
+    missing: what the model computes that no kernel of ours serves, by its name in `runtime.fallbacks.FALLBACKS`.
     steps: what was recorded.
     """
 

@@ -50,7 +50,7 @@ class Executor(Protocol):
         """
 
     def outside(self, name: str) -> None:
-        """Told that the model computes `name` (of `runtime.ops.fallbacks.FALLBACKS`) without a kernel of ours."""
+        """Told that the model computes `name` (of `runtime.fallbacks.FALLBACKS`) without a kernel of ours."""
 
     def sources(self) -> dict[str, int]:
         """Who chose the configurations that ran so far ("user: exact device (measured)"), and of how many kernels."""

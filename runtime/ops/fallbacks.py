@@ -1,20 +1,10 @@
-"""Fallbacks: operations that we have no kernel for, each with the reason and its torch code.
-
-This list is the only way past the kernels: `kernels.py` tells the executor each time that it goes it, `run`, `tune` and
-`doctor` print it, and a workload's `missing` is what its record met of it.
-"""
+"""The torch code of what `runtime.fallbacks` lists: operations that we have no kernel for."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-# name -> why torch computes it
-FALLBACKS = {
-    "dense matrices": "more than 16 tokens: cuBLAS through torch, a well-kept library where kerngen adds nothing",
-    "dense experts": "no grouped kernel for 16-bit weights yet: torch multiplies one expert after the other",
-}
 
 GATHERED_ROWS = 64  # of dense experts, tokens times experts of each: more wait for the host
 

@@ -1,7 +1,7 @@
 """The model on kerngen's kernels: each op is a `Call` of a kernel folder's op.py, given to an executor.
 
-What no kernel serves goes through `fallbacks.py`, by name. With the launching executor this is the `cuda` backend; the
-recording and the reference executor run the very same code with no GPU.
+What no kernel serves goes through `fallbacks`, by its name there. With the launching executor this is the `cuda`
+backend; the recording and the reference executor run the very same code with no GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from kerngen.errors import ProblemError
 from kerngen.runtime.executors import Executor, Say
 from kerngen.runtime.executors.trace import Trace
+from kerngen.runtime.fallbacks import FALLBACKS
 from kerngen.runtime.ops import (
     Experts,
     HeadScreen,
@@ -22,7 +23,6 @@ from kerngen.runtime.ops import (
     Linear,
     Made,
     ResidualNorms,
-    fallbacks,
     positions_of,
     residual_dtype,
     slots_of,
@@ -97,7 +97,7 @@ class KernelOps:
         return self.executor.sources()
 
     def outside(self) -> dict[str, str]:
-        return {name: fallbacks.FALLBACKS[name] for name in self._met}
+        return {name: FALLBACKS[name] for name in self._met}
 
     def run(self, call: Call[R], what: str) -> R:
         """Executes `call`. what: its place in the layer, for records and profiles."""
@@ -108,7 +108,7 @@ class KernelOps:
         return self.run(call, what) if self.executor.fuses(call, self._at(what)) else None
 
     def went_outside(self, name: str) -> None:
-        """Notes that torch computes `name`, of `fallbacks.FALLBACKS`."""
+        """Notes that torch computes `name`, of `runtime.fallbacks.FALLBACKS`."""
         self._met[name] = None
         self.executor.outside(name)
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
+import subprocess
+import sys
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 
 import pytest
-from command import ROOT, Kerngen
+from command import ROOT, Kerngen, lent_boards
 
 from kerngen.arch import Target, find_arch, find_device
 from kerngen.bundles.bundle import Bundle, BundleCache
 from kerngen.bundles.preflight import KINDS, Preflight, advice, kind_of, preflight
 from kerngen.compiler.builds import Build
-from kerngen.runtime.ops.fallbacks import FALLBACKS
+from kerngen.runtime.fallbacks import FALLBACKS
 from kerngen.runtime.selection import Selector
 from kerngen.templates import find_kernel
+from kerngen.tuning.worker import present_arch
 from kerngen.tuning_db import default_sources, lookup
 from kerngen.tuning_db.read.reader import Reader
 from kerngen.tuning_db.shipped import Shipped
@@ -158,3 +162,21 @@ def test_the_command_that_improves_it(found: Preflight, here: str | None, bundle
     target = Target.of(find_device(here)) if here else None
     assert list(advice(found, "m", target, bundle=bundle)) == commands
     assert set().union(*found.kinds.values()) <= set(KINDS)
+
+
+LOOKS = (("doctor",), ("doctor", "--json"),
+         ("kernel", "show", "rmsnorm", "--arch", "sm70", "--problem", "hidden=5376", "--no-source"),
+         ("db", "explain", "embed", "--arch", "sm70", "--problem", "hidden=5376,num_tokens=1"))  # fmt: skip
+
+
+@pytest.mark.skipif(present_arch() is not None, reason="with a GPU here, doctor asks torch whether it can use it")
+@pytest.mark.parametrize("args", LOOKS, ids=" ".join)
+def test_a_look_loads_no_torch(kerngen: Kerngen, args: tuple[str, ...]) -> None:
+    """torch alone takes seconds of CPU, a tuning study more: what is merely looked at is there at once."""
+    code = ("import sys\nfrom kerngen.cli import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
+            "assert not {'torch', 'optuna'} & set(sys.modules), 'a heavy module was loaded'")  # fmt: skip
+    with lent_boards(kerngen.folder / "cache"):
+        done = subprocess.run([sys.executable, "-c", code, *args], env=os.environ | {"PYTHONPATH": str(ROOT)},
+                              capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout

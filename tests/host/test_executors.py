@@ -212,7 +212,7 @@ def test_the_reference_rounds_as_the_kernels_do(folders: tuple[Path, Path]) -> N
 
 def test_the_list_of_what_no_kernel_serves_is_met() -> None:
     """Each name in OUTSIDE is one that some model meets: nothing is listed that runs in a kernel by now."""
-    from kerngen.runtime.ops.fallbacks import FALLBACKS
+    from kerngen.runtime.fallbacks import FALLBACKS
 
     moe = find_model("gemma-4-26b-a4b")
     unpacked = replace(moe, target=replace(moe.target, quant=None))  # as its bf16 release

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -11,11 +12,13 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
+import yaml
 from command import ROOT
 from packaging.requirements import Requirement
 
 import kerngen
 
+RELATIVE = re.compile(r"""(?:\]\(|\bsrc(?:set)?=")\s*(?!\w+:|#)([^)"\s]+)""")
 MADE = re.compile(r"PKG-INFO|setup\.cfg|kerngen\.egg-info/.*")
 
 
@@ -52,12 +55,41 @@ def test_the_source_distribution_is_complete(tmp_path: Path) -> None:
     assert links == {f"kerngen/{tree}": f"../{tree}" for tree in ("runtime", "templates", "tuning_db")}
 
 
-def test_versions_agree() -> None:
+def test_versions_and_the_licence_agree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == kerngen.__version__
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(cited), "what the format asks for"
+    assert (cited["version"], cited["license"]) == (project["version"], project["license"])
+    assert [a["name"] for a in cited["authors"]] == [a["name"] for a in project["authors"]]
+    (licence,) = project["license-files"]
+    assert "Apache License\n                           Version 2.0" in (ROOT / licence).read_text()
     sections = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert sections[0] == "Unreleased"
     assert len(sections) == len(set(sections))
+    assert sections[1] == kerngen.__version__, "what a version changed is written down"
+
+
+def test_an_index_shows_a_readme_whose_links_lead_somewhere() -> None:
+    """Its page lies beside none of our files. Without an address the words stay, and no link and no picture does."""
+    spec = importlib.util.spec_from_file_location("kerngen_setup", ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    readme = (ROOT / "README.md").read_text()
+    relative = set(RELATIVE.findall(readme))
+    assert relative
+    linked = module.long_description(readme, "https://forge.example/o/kerngen/", "9.8")
+    bare = module.long_description(readme, None, "9.8")
+    assert not RELATIVE.findall(linked) + RELATIVE.findall(bare)
+    for link in relative:
+        assert re.search(rf"https://forge.example/o/kerngen/(blob|raw)/v9.8/{re.escape(link)}[)\"]", linked), link
+    assert 'src="https://forge.example/o/kerngen/raw/v9.8/docs/pictures/h200-light.svg"' in linked
+    assert "[Apache 2.0](" in linked
+    assert "Apache 2.0. CITATION.cff says" in bare
+    assert "<picture>" not in bare
+    assert "![" not in bare
 
 
 def test_all_that_an_installation_brings_is_pinned() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 from command import ROOT, Kerngen
 from terminal import Terminal
+from test_docs import _why_wrong
 
 PAGE = ROOT / "docs" / "quick-start.md"
 SECTION = PAGE.read_text().partition("\n## Without a GPU or a download\n")[2].partition("\n## ")[0]
@@ -64,7 +67,7 @@ def test_a_newcomer_s_lines_work_as_printed(shell: Terminal, tmp_path: Path) -> 
     shell.type(f"{activate}\n")
     shell.until(SHELL)
     shell.type(f"{ask}\n")
-    assert "A warp is" in shell.until("outside our kernels: everything", "command not found")
+    assert "A warp is" in shell.until("computed by PyTorch", "command not found")
     shell.until(SHELL)
     shell.type(f"{chat}\n")
     shell.until(CHAT)
@@ -106,3 +109,19 @@ def test_a_newcomer_s_lines_work_as_printed(shell: Terminal, tmp_path: Path) -> 
     assert "starting" not in shell.until(SHELL), "no bar is drawn under a server that serves"
     shell.type("exit $?\n")
     assert shell.end() == 0
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
+@pytest.mark.parametrize("target", ["demo", "lint", "docs"])
+def test_make_says_what_it_does_before_it_installs(target: str, tmp_path: Path) -> None:
+    """pip takes minutes and is quiet; the demo's commands are understood, and drafts of a fixed length."""
+    done = subprocess.run(["make", "--dry-run", target, f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, text=True,
+                          check=True)  # fmt: skip
+    lines = done.stdout.replace("\\\n", " ").splitlines()
+    (at,) = [n for n, line in enumerate(lines) if "pip install" in line]
+    assert lines[at - 1].startswith('echo "installing kerngen')
+    commands = [shlex.split(line)[1:] for line in lines if line.startswith(f"{tmp_path}/bin/kerngen ")]
+    assert not [args for args in commands if _why_wrong(args) is not None]
+    if target == "demo":
+        assert [args[0] for args in commands] == ["doctor", "tune", "db", "run"]
+        assert "--num-draft-tokens" in commands[-1]

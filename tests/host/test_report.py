@@ -17,8 +17,8 @@ from test_tuning_db import H200, add_build, key_of, measured
 
 from kerngen.arch import Target, find_arch
 from kerngen.cost.predict import predict
-from kerngen.report.data import Facts, Wanted, gather
-from kerngen.report.figure import us
+from kerngen.report.data import Facts, Wanted, gather, in_order
+from kerngen.report.figure import digits, duration, us
 from kerngen.report.page import write_report
 from kerngen.report.svg import Plot, Scale, px, short
 from kerngen.report.trials import predictions
@@ -149,7 +149,7 @@ def test_every_trial_is_there_with_its_time_and_its_rates(page: Node, shipped: S
         m = o.measurement
         kernel = find_kernel(m.problem.kernel)
         problem = kernel.problem_type(**m.problem.fields)
-        rates[f"{kernel.cost(problem).bytes / m.p50_us / 1e3:.4g}"] += 1
+        rates[digits(kernel.cost(problem).bytes / m.p50_us / 1e3, 4)] += 1
         build = shipped.build(m.build_id or "")
         config = kernel.config_type(**m.config)
         predicted[us(predict(kernel, problem, config, Target.of(m.device), build.entries).latency_us)] += 1
@@ -244,6 +244,20 @@ def test_what_the_step_chose_is_shown_with_both_times(tmp_path: Path) -> None:
         for at, x, y in marks:
             assert (x, y) == (pytest.approx(float(rows[at][columns[0]]), rel=0.01),
                               pytest.approx(float(rows[at][columns[1]]), abs=0.02))  # fmt: skip
+
+
+def test_times_have_a_unit_that_a_person_reads_and_legends_an_order() -> None:
+    said = {0.0: "0 µs", 3.25: "3.25 µs", 999.6: "1 ms", 814540: "815 ms", 3.6e6: "3.6 s", 4e9: "4000 s"}
+    assert {us: duration(us) for us in said} == said
+    texts = [f"batch={n} q_len={q}" for n in (16, 1, 2, 32, 4, 8) for q in (4, 1)]
+    assert sorted(texts, key=in_order) == [f"batch={n} q_len={q}" for n in (1, 2, 4, 8, 16, 32) for q in (1, 4)]
+
+
+def test_the_page_of_the_shipped_database_names_no_power_of_ten(text: str, page: Node) -> None:
+    assert not re.search(r"\de\+\d", re.sub(r"<[^>]*>", "", text))
+    legends = [[item.text.strip() for item in ul.all("li")] for f in figures(page, "tokens") for ul in f.all("ul")]
+    assert any(len(names) > 1 for names in legends)
+    assert legends == [sorted(names, key=in_order) for names in legends]
 
 
 def test_an_empty_database(tmp_path: Path) -> None:

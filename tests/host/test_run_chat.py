@@ -136,7 +136,7 @@ def test_turns_commands_and_the_end(
     assert f"{conversation.messages[1]['content']}\nended by --max-new-tokens · 20 tokens, " in said
     assert "answers in it: 1\n" in said
     assert "last answer: 12 tokens" in said or "last answer: 20 tokens" in said
-    assert "outside our kernels: everything (the torch backend" in said
+    assert "computed by PyTorch" in said
     assert "forgotten\ncontext: 0 of 2,048 tokens, answers in it: 0\nno answer yet\n" in said
     assert "there is no /why; /help says" in said
     assert conversation.messages[0] == {"role": "user", "content": "/exit"}

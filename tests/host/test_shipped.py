@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from kerngen.arch import Target, find_device
+from kerngen.cli.process import settle_notes
 from kerngen.errors import DatabaseError
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import default_stores, lookup
@@ -65,7 +66,7 @@ def here() -> boards.Board:
 def test_the_first_use_makes_it_and_the_next_reads_it(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "kerngen.tuning_db.shipped"):
         first = lookup([Shipped()], GATE, problem(), H200)
-        assert caplog.text.count("making ") == 1
+        assert caplog.text.count("preparing ") == 1
         assert first is not None
         assert (first.source, first.provenance) == ("prebuilt H200: exact device", "measured")
         assert first.cubin is None, "it is compiled by whoever launches it"
@@ -73,7 +74,7 @@ def test_the_first_use_makes_it_and_the_next_reads_it(cache: Path, caplog: pytes
         again = lookup([Shipped()], GATE, problem(), H200)
         assert again is not None
         assert (again.id, again.config) == (first.id, first.config)
-        assert caplog.text.count("making ") == 1
+        assert caplog.text.count("preparing ") == 1
     (file,) = cache.glob("*.kgdb")
     assert Sealed.open(file).header["prebuilt"] == key_of(here())
     assert file.stat().st_mode & 0o222 == 0
@@ -96,6 +97,21 @@ def test_reading_it_takes_no_sqlalchemy_and_no_jinja(cache: Path) -> None:
         [sys.executable, "-c", code, json.dumps(_fields())], capture_output=True, text=True, check=False
     )
     assert (done.stdout.strip(), done.stderr) == ("measured", "")
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_terminal_is_told_what_takes_seconds(
+    cache: Path, is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = logging.getLogger("kerngen.tuning_db.shipped")
+    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal, raising=False)
+    settle_notes()
+    for _ in range(2):
+        open_board(here()).close()
+    told = "preparing what is shipped for H200, once for this version"
+    assert capsys.readouterr().err.count(told) == is_terminal
+    log.setLevel(logging.NOTSET)
 
 
 def test_a_board_that_is_far_from_all_makes_nothing(cache: Path) -> None:

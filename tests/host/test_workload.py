@@ -11,7 +11,7 @@ import pytest
 
 from kerngen.arch import ARCHES, Target, find_arch
 from kerngen.errors import CheckpointError, KerngenError, UnknownName, UsageError
-from kerngen.runtime.ops.fallbacks import FALLBACKS
+from kerngen.runtime.fallbacks import FALLBACKS
 from kerngen.templates import find_kernel
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.kernel import fields_of

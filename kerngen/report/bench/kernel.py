@@ -9,7 +9,7 @@ from kerngen.report.bench import against
 from kerngen.report.bench.bars import Bars
 from kerngen.report.bench.roofline import Dot, roofline
 from kerngen.report.bench.runs import Run, limits_of, number, text, time
-from kerngen.report.figure import Figure, Section, Table, colour, microseconds, percent, us, words
+from kerngen.report.figure import Figure, Section, Table, colour, digits, duration, microseconds, percent, us, words
 from kerngen.report.figure import number as counted
 
 
@@ -86,10 +86,10 @@ def _limits(rows: list[Row]) -> Iterator[Figure]:
         bars.plot.across("bound", x=100.0)
         for r in here:
             row = table.add(r.case, us(r.us), us(r.p10_us), us(r.p90_us), percent(r.share), f"{r.gbps:.0f}",
-                            f"{r.tflops:.4g}", *(us(r.beside.get(name)) for name in beside))  # fmt: skip
+                            digits(r.tflops, 4), *(us(r.beside.get(name)) for name in beside))  # fmt: skip
             bars.begin(r.case)
             bars.bar(0.0, 100 * r.share, colour(0), row=row)
-            bars.plot.words(bars.plot.x.end + 4, bars.value_y(), _short(r.us))
+            bars.plot.words(bars.plot.x.end + 4, bars.value_y(), duration(r.us))
             for name, other in r.beside.items():
                 bars.marks([100 * r.share * r.us / other], colours[name])
         legend = ((colour(0), "kerngen"), *((colours[name], name) for name in beside))
@@ -111,7 +111,3 @@ def _by_kernel(rows: list[Row]) -> dict[str, list[Row]]:
     for r in rows:
         found.setdefault(r.kernel, []).append(r)
     return found
-
-
-def _short(time_us: float) -> str:
-    return f"{time_us / 1e3:.3g} ms" if time_us >= 1e3 else f"{time_us:.3g} µs"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kerngen.report.bench import against
 from kerngen.report.bench.bars import Bars
 from kerngen.report.bench.runs import Run, limits_of, number, text, time
-from kerngen.report.figure import Figure, Section, Table, colour, ratio, words
+from kerngen.report.figure import Figure, Section, Table, colour, duration, ratio, words
 from kerngen.report.figure import number as counted
 
 
@@ -63,7 +63,7 @@ def _steps(rows: list[Row]) -> Figure:
         counted("floor over step"), counted("tokens a step"),
     ))  # fmt: skip
     best = min(rows, key=lambda r: r.step_ms)
-    said = f"{best.step_ms:.3g} ms a step at the least, at {best.name}."
+    said = f"{duration(1e3 * best.step_ms)} a step at the least, at {best.name}."
     if has_floor:
         said += f" The floor is {100 * best.floor_ms / best.step_ms:.0f} % of that."
     bars = Bars("A decode step", said, ("time of a step", "ms", 0.0, max(r.most_ms for r in rows)), len(rows),
@@ -92,12 +92,8 @@ def _prefills(rows: list[Row]) -> Figure:
         row = table.add(r.name, f"{r.prefill_ms:.1f}", f"{rate:.0f}")
         bars.begin(r.name)
         bars.bar(0.0, rate, colour(1), row=row)
-        bars.plot.words(bars.plot.x.end + 4, bars.value_y(), _short(r.prefill_ms))
+        bars.plot.words(bars.plot.x.end + 4, bars.value_y(), duration(1e3 * r.prefill_ms))
     return Figure("prefill-0", "Prefill", said, bars.render("prefill-0"), table)
-
-
-def _short(ms: float) -> str:
-    return f"{ms / 1e3:.3g} s" if ms >= 1e3 else f"{ms:.3g} ms"
 
 
 def _against(rows: list[Row], last: list[Row]) -> list[Figure]:

@@ -15,6 +15,7 @@ from kerngen.report.figure import (
     Section,
     Table,
     colour,
+    digits,
     microseconds,
     percent,
     us,
@@ -84,9 +85,10 @@ def _bar(run: Run, rows: list[Row], last: Run | None, then: list[Row]) -> Figure
     before = 0.0 if last is None else time(last["step_us"])
     longest = max(whole, floor, before)
     unit, per = ("ms", 1e3) if longest >= 1e3 else (MICROSECONDS, 1.0)
-    said = f"{whole / per:.4g} {unit}, of which the floor is {floor / per:.4g} {unit} ({100 * floor / whole:.0f} %)."
+    said = f"{digits(whole / per, 4)} {unit}, of which the floor is {digits(floor / per, 4)} {unit}"
+    said += f" ({100 * floor / whole:.0f} %)."
     if last is not None:
-        said += f" The last run took {before / per:.4g} {unit}."
+        said += f" The last run took {digits(before / per, 4)} {unit}."
     kinds = {r.kernel: colour(min(at, NUM_COLOURS - 1)) for at, r in enumerate(rows)}
     table = Table((
         words("kernel"), counted("launches"), microseconds("time"), microseconds("floor"), counted("of the step", "%"),

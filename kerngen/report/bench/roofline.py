@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kerngen.report.bench.runs import Limits
-from kerngen.report.figure import Figure, Table, colour, microseconds, number, us, words
+from kerngen.report.figure import Figure, Table, colour, digits, microseconds, number, us, words
 from kerngen.report.svg import NUM_COLOURS, Plot, spread
 
 
@@ -49,7 +49,8 @@ def roofline(id: str, title: str, dots: Sequence[Dot], limits: Limits) -> Figure
         for d in here:
             x, y = points[d]
             top = min(x * limits.read_gbps / 1e3, limits.matmul_tflops)
-            table.add(d.name, us(d.us), f"{x:.4g}", f"{y:.4g}", f"{d.bytes / d.us / 1e3:.4g}", f"{100 * y / top:.1f}")
+            table.add(d.name, us(d.us), digits(x, 4), digits(y, 4), digits(d.bytes / d.us / 1e3, 4),
+                      f"{100 * y / top:.1f}")  # fmt: skip
         plot.marks([points[d] for d in here], colours[kind], first=first)
     shown = [(colours[k], k) for k in kinds[: NUM_COLOURS - 1]]
     if len(kinds) >= NUM_COLOURS:

@@ -9,7 +9,7 @@ Limits: CUDA C++ Programming Guide 12.9, "Compute Capabilities", tables "Feature
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
 
@@ -17,8 +17,8 @@ from kerngen.boards import DEFAULT_DEVICE, DEVICES, Device, find_device
 from kerngen.errors import UnknownName, UsageError
 
 __all__ = [
-    "ARCHES", "DEFAULT_DEVICE", "DEVICES", "Arch", "Device", "Target", "arch_of_capability", "default_device",
-    "find_arch", "find_device", "parse_arches",
+    "ARCHES", "DEFAULT_DEVICE", "DEVICES", "Arch", "Device", "Target", "arch_of_capability", "borrowed",
+    "default_device", "find_arch", "find_device", "parse_arches",
 ]  # fmt: skip
 
 KIB = 1024
@@ -30,7 +30,9 @@ class Arch:
 
     name: str
     cc: tuple[int, int]
-    nvrtc_target: str  # for cubins; architecture-specific ("a") where wgmma and friends need it
+    # For cubins; architecture-specific ("a") where wgmma and friends need it. An arch is the same whatever its cubins
+    # are for: GB10 runs sm120's kernels, compiled for sm_121.
+    nvrtc_target: str = field(compare=False)
     max_smem_bytes: int  # a block's opt-in limit
     smem_per_sm: int
     max_warps_per_sm: int
@@ -66,6 +68,11 @@ class Arch:
     def number(self) -> int:
         """Compute capability as __CUDA_ARCH__ / 10: 70, 90, 120."""
         return self.cc[0] * 10 + self.cc[1]
+
+    @property
+    def cubin_number(self) -> int:
+        """As `number`, of what its cubins are compiled for."""
+        return int("".join(filter(str.isdigit, self.nvrtc_target)))
 
     @property
     def dtype(self) -> str:
@@ -144,20 +151,33 @@ def parse_arches(text: str) -> tuple[Arch, ...]:
     return tuple(find_arch(n) for n in dict.fromkeys(names))
 
 
-def arch_of_capability(major: int, minor: int) -> Arch:
-    """The arch whose cubins run on a device of this compute capability.
+# GPUs that are of no arch of their own, by `cubin_number`.
+UNLIKE = {72: "Jetson Xavier", 87: "Jetson Orin", 101: "Jetson Thor", 103: "B300", 110: "Jetson Thor", 121: "GB10"}
 
-    Binary compatibility holds within a major version, upwards in minor; architecture-specific ("a") cubins run on
-    exactly their own capability. Raises UnknownName where none fits.
+
+def arch_of_capability(major: int, minor: int) -> Arch:
+    """The arch that a device of this compute capability is, or whose sources run there, compiled for that capability.
+
+    The latter is the nearest older one of its major version, or for 11.0, which CUDA 12 calls 10.1, sm100. Code is
+    generic then, without wgmma: it takes nothing that its arch has alone. Raises UnknownName where there is none, with
+    the way on.
     """
-    fits = [
-        a
-        for a in _ARCHES
-        if a.cc == (major, minor) or (a.cc[0] == major and a.cc[1] <= minor and not a.nvrtc_target.endswith("a"))
-    ]
+    if exact := [a for a in _ARCHES if a.cc == (major, minor)]:
+        return exact[0]
+    family = 10 if major == 11 else major
+    fits = [a for a in _ARCHES if a.cc[0] == family and (a.cc[1] < minor or major == 11) and not a.has_wgmma]
     if not fits:
-        raise UnknownName("compute capability", f"{major}.{minor}", ARCHES)
-    return max(fits, key=lambda a: a.cc)
+        guess = "no kernel is built for it; models run with --backend torch; "
+        raise UnknownName("compute capability", f"{major}.{minor}", ARCHES, guess=guess)
+    return replace(max(fits, key=lambda a: a.cc), nvrtc_target=f"sm_{major}{minor}")
+
+
+def borrowed(arch: Arch) -> str:
+    """For people: whose kernels a GPU runs, of which arch_of_capability said `arch`; "" where they are its own."""
+    if arch.cubin_number == arch.number:
+        return ""
+    name = UNLIKE.get(arch.cubin_number, "this GPU")
+    return f"{name} runs {arch}'s kernels, compiled for {arch.nvrtc_target}"
 
 
 def default_device(arch: Arch) -> Device:

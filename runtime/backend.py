@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-from kerngen.arch import arch_of_capability
 from kerngen.errors import DeviceError, UsageError
 from kerngen.runtime.ops import Ops
 from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
@@ -121,4 +120,5 @@ def _device(backend: str, device: str | None) -> torch.device:
 def _default_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cpu":
         return torch.float32
-    return TORCH_DTYPE[arch_of_capability(*torch.cuda.get_device_capability(device)).dtype]
+    major, _ = torch.cuda.get_device_capability(device)  # of any GPU: torch runs where kernels do not
+    return torch.bfloat16 if major >= 8 else torch.float16

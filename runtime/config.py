@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime.config_fields import Fields, read_config, read_json, short
-from kerngen.runtime.quant import INT4_ON_LOAD, QuantConfig, read_quant_config
+from kerngen.runtime.quant import INT4_ON_LOAD, READ, QuantConfig, read_quant_config, way_on
 
 TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 DRAFTER_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -145,6 +145,12 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise UsageError(f"{folder} holds a drafter ({kind})", hint="name it with --draft, and its target as MODEL")
     if kind not in TARGET_TYPES:
         raise UsageError(f"{folder} holds a {kind!r} model", hint=f"kerngen runs: {', '.join(TARGET_TYPES)}")
+    beside = folder / "hf_quant_config.json"
+    if top.values.get("quantization_config") is None and os.path.lexists(beside):
+        raise CheckpointError(
+            f"{beside}: the weights are quantized by NVIDIA ModelOpt, which is not implemented; {READ}",
+            hint=way_on(top),
+        )
     text = top.section("text_config") if "text_config" in top.values else top
     return _text_config(text, top, is_drafter=False)
 

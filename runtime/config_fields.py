@@ -31,6 +31,9 @@ GET_AGAIN = "get the whole folder again: hf download REPO --local-dir FOLDER"
 _NOT_GGUF = "GGUF is llama.cpp's format; get the model's safetensors: hf download REPO --local-dir FOLDER"
 # What else a folder may hold in place of safetensors: endings, words, and what to do.
 _OTHER_FORMATS: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapters.safetensors"),
+     "a LoRA adapter",
+     "adapters are not applied; peft merges one into its model: merge_and_unload, then save_pretrained to a folder"),
     ((".gguf",), "a GGUF file", _NOT_GGUF),
     ((".bin", ".pt", ".pth", ".ckpt"), "pickled weights",
      "they are programs and are never run; convert them with transformers: from_pretrained, then save_pretrained"),

@@ -21,7 +21,7 @@ from uuid import UUID
 
 import torch
 
-from kerngen.arch import Device, Target, arch_of_capability
+from kerngen.arch import Device, Target, arch_of_capability, borrowed
 from kerngen.boards import identify, plain_name
 from kerngen.compiler.cache import CachedCompiler, CompileCache
 from kerngen.errors import DeviceError, KerngenError, LaunchError, ToolchainError
@@ -84,6 +84,12 @@ def gpu_uuid() -> str:
     get = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid  # CUDA 13 has one name for it
     identity = _check(get(torch.cuda.current_device()), "cuDeviceGetUuid")
     return f"{kind}-{UUID(bytes=bytes(identity.bytes))}"
+
+
+def probe_target(index: int | None = None) -> Target:
+    """As probe_device, with the arch whose cubins run there."""
+    device = probe_device(index)
+    return Target(arch_of_capability(*torch.cuda.get_device_capability(index)), device)
 
 
 @cache
@@ -351,7 +357,9 @@ class Launcher:
         self, sources: Sequence[Source | PerBoard] = (), cache: CompileCache | None = None, index: int = 0
     ) -> None:
         self.index = index
-        self.target = Target.of(probe_device(index))
+        self.target = probe_target(index)
+        if words := borrowed(self.target.arch):
+            log.warning("%s", words)
         self._selector = Selector(sources, self.target)
         self._cache = cache or CompileCache()
         self._by_choice: dict[Choice, Function] = {}

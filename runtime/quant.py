@@ -9,11 +9,34 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kerngen.errors import CheckpointError
 from kerngen.runtime.config_fields import Fields, short
 
 GROUP_SIZES = (32, 64, 128)
 MAX_IGNORED = 1 << 16  # names: the official 31B lists 194, every linear of its vision tower
 MAX_NAME_CHARS = 512
+READ = "compressed-tensors pack-quantized and gptq are, both of symmetric int4 in groups of 32, 64 or 128"
+# What stands behind other names of quant_method, for people who did not choose it.
+METHODS = {
+    "aqlm": "codebooks of AQLM", "auto-round": "AutoRound in its own order", "auto_round": "AutoRound in its own order",
+    "awq": "AWQ, int4 with zero points", "awq_marlin": "AWQ, repacked for one kernel",
+    "bitblas": "BitBLAS, for its own kernels", "bitnet": "ternary weights",
+    "bitsandbytes": "bitsandbytes' int8, fp4 or nf4", "deepspeedfp": "DeepSpeed's floats of 4 to 8 bits",
+    "eetq": "EETQ's int8", "exl2": "ExLlamaV2", "exl3": "ExLlamaV3", "experts_int8": "int8 experts",
+    "fbgemm_fp8": "FBGEMM's 8-bit floats", "fp8": "8-bit floats", "fp_quant": "FP-Quant's mxfp4 or nvfp4",
+    "gguf": "llama.cpp's blocks", "gptq_marlin": "GPTQ, repacked for one kernel", "higgs": "HIGGS's codebooks",
+    "hqq": "HQQ, int4 with zero points in floats", "intel/auto-round": "AutoRound in its own order",
+    "marlin": "Marlin, repacked for one kernel", "modelopt": "NVIDIA ModelOpt's fp8",
+    "modelopt_fp4": "NVIDIA ModelOpt's nvfp4", "modelopt_mixed": "NVIDIA ModelOpt's mixture", "mxfp4": "4-bit floats",
+    "mxfp8": "8-bit floats", "nvfp4": "4-bit floats", "petit_nvfp4": "4-bit floats",
+    "ptpc_fp8": "8-bit floats", "quanto": "Quanto", "quark": "AMD Quark", "quip": "QuIP#'s codebooks",
+    "sinq": "SINQ, with two scales", "spqr": "SpQR, with outliers apart", "torchao": "torchao", "tpu_int8": "int8",
+    "vptq": "VPTQ's codebooks",
+}  # fmt: skip
+# The int4 releases of Gemma-4, by hidden_size and num_hidden_layers.
+RELEASES = {
+    (5376, 60): "31B", (2816, 30): "26B-A4B", (3840, 48): "12B", (2560, 42): "E4B", (1536, 35): "E2B",
+}  # fmt: skip
 # The nibble that stands for 0, as GPTQ stores it: the first format subtracts 1.
 GPTQ_ZEROS = {"gptq": 7, "gptq_v2": 8}
 
@@ -49,18 +72,49 @@ INT4_ON_LOAD = QuantConfig(32, ("lm_head",), on_load=True)
 
 
 def read_quant_config(top: Fields) -> QuantConfig | None:
-    """config.json's quantization_config, or None where the weights are dense. Raises CheckpointError."""
+    """config.json's quantization_config, or None where the weights are dense. Raises CheckpointError, with a way on."""
+    try:
+        return _read(top)
+    except CheckpointError as e:
+        raise CheckpointError(e.message, hint=way_on(top)) from e
+
+
+def way_on(top: Fields) -> str:
+    """Which checkpoint of the model with this config.json loads, or how to make one."""
+    text = top.values.get("text_config")
+    sizes = text if isinstance(text, dict) else top.values
+    hidden, layers = sizes.get("hidden_size"), sizes.get("num_hidden_layers")
+    if isinstance(hidden, int) and isinstance(layers, int) and (name := RELEASES.get((hidden, layers))):
+        model = f"google/gemma-4-{name}-it"
+        return f"of this model {model}-qat-w4a16-ct (int4) and {model} (bf16) load"
+    return (
+        "the bf16 checkpoint that it was made of loads; llm-compressor makes int4 of that: oneshot with "
+        'QuantizationModifier(targets="Linear", scheme="W4A16", ignore=["lm_head", "re:.*router.*"])'
+    )
+
+
+def _read(top: Fields) -> QuantConfig | None:
     if top.values.get("quantization_config") is None:
+        if top.values.get("quantization") is not None:
+            raise _mlx(top)
         return None
     quant = top.section("quantization_config")
+    if "quant_method" not in quant.values and {"bits", "group_size"} <= set(quant.values):
+        raise _mlx(top)
     method, fmt = quant.get("quant_method"), quant.values.get("format")
     if method == "gptq":
         return _gptq(quant)
-    if method != "compressed-tensors" or fmt != "pack-quantized":
-        raise quant.error(
-            f"{short(method)} in format {short(fmt)} is not implemented; compressed-tensors pack-quantized and gptq are"
-        )
+    if method != "compressed-tensors":
+        what = METHODS.get(method) if isinstance(method, str) else None
+        raise quant.error(f"{short(method)}{f' ({what})' if what else ''} is not implemented; {READ}")
+    if fmt != "pack-quantized":
+        raise quant.error(f"compressed-tensors in format {short(fmt)} is not implemented; {READ}")
     return _compressed_tensors(quant)
+
+
+def _mlx(top: Fields) -> CheckpointError:
+    """mlx-lm writes {"bits", "group_size"} with no word about a method, and packs its weights in its own order."""
+    return top.error(f"the weights are quantized by MLX, for Apple's chips, which is not implemented; {READ}")
 
 
 def _compressed_tensors(quant: Fields) -> QuantConfig:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime.chat import MAX_RENDER_S, ChatTemplate, ControlTokens
-from kerngen.runtime.config_fields import read_file
+from kerngen.runtime.config_fields import nothing_there, read_file
 
 MAX_TOKENIZER_BYTES = 256 * 1024 * 1024  # Gemma-4's has 33 MB
 # From so many characters or tokens on, Python's other threads go on meanwhile: the library lets them only of a batch.
@@ -46,6 +46,8 @@ class TextCodec:
     def __init__(self, folder: Path, bos_id: int) -> None:
         path = self._path = folder / "tokenizer.json"
         if not path.exists():
+            if not any(folder.glob("*.safetensors")):  # then it is no checkpoint, and a tokenizer would not help
+                raise nothing_there(folder, f"no {path.name} and no safetensors")
             raise CheckpointError(f"{path} is missing", hint="the folder needs the model's tokenizer")
         data = read_file(path, MAX_TOKENIZER_BYTES)
         with _blaming(f"{path} is not a tokenizer"):

@@ -658,6 +658,21 @@ def parse_fields(cls: type[Any], text: str) -> Any:
     return cls(**values)
 
 
+# What the runtime computes with in fp16: its residual stream is fp32.
+_FP16 = {"dtype": "fp16", "logits_dtype": "fp16", "residual_dtype": "fp32"}
+
+
+def parse_problem(problem_type: type[Any], text: str, arch: Arch) -> Any:
+    """As parse_fields, with the dtypes that go together on `arch`: where `dtype` is named fp16, or is not named and
+    `arch` has no bf16, those that `text` leaves out are what the runtime has beside fp16.
+    """
+    named = dict(map(str.strip, part.partition("=")[::2]) for part in text.split(","))
+    if named.get("dtype", arch.dtype) == "fp16":
+        own = [f.name for f in dataclasses.fields(problem_type) if f.name in _FP16 and f.name not in named]
+        text = ",".join([*filter(None, [text]), *(f"{name}={_FP16[name]}" for name in own)])
+    return parse_fields(problem_type, text)
+
+
 def parse_over(value: Any, text: str) -> Any:
     """A Config, or a Problem whose fields all have defaults, with the fields that `text` names in place of its own.
     Raises as parse_fields does.

@@ -75,7 +75,7 @@ def on_gpu(
     tolerance: how much longer than the database says a winner may take, as a part of that, beside its noise. left:
     seconds that are left; what was not reached by then is named, and its level not proved. Raises DeviceError.
     """
-    here = Target.of(worker.device())
+    here = worker.target()
     found = []
     if "loads" in levels:
         found.append(_loads(store, here, worker, left, bar))

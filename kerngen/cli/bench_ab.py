@@ -87,7 +87,7 @@ def ab(
 
     Example: kerngen bench ab w4a16_gemm --problem n=43008,k=5376,num_tokens=32 --body wgmma_ws.cu.jinja
     """
-    from kerngen.arch import Target, find_device
+    from kerngen.arch import find_device
     from kerngen.tuning.ab import InStep
     from kerngen.tuning.ab_plan import read_plan
 
@@ -121,7 +121,7 @@ def ab(
         from kerngen.tuning.worker import GpuWorker
 
         gpu: GpuWorker = stack.enter_context(GpuWorker(timeout_s))
-        target = Target.of(gpu.device())
+        target = gpu.target()
         if folder is not None and device and not _is_of(target, meant := find_device(device)):
             raise UsageError(f"the file is for {meant} ({meant.arch}, {meant.num_sms} SMs); this is {target.device}")
         entries, places, fused = entries_on(target)

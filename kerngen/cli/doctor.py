@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from kerngen.arch import ARCHES
+from kerngen.arch import ARCHES, borrowed
 from kerngen.boards import DEVICES, NEAR, Device, distance, is_slice, nearest
 from kerngen.cli.doctor_model import examine, print_model, target_of
 from kerngen.cli.draft_options import draft_weights_option
@@ -75,15 +75,17 @@ def _gpu() -> Finding:
             return Finding("gpu", False, f"none that torch {version} ({build}) can use: kernels are compiled "
                            "and predicted for, not run; models run with --backend torch",
                            "on a machine with a GPU: pip install a CUDA build of torch")  # fmt: skip
-        from kerngen.runtime.launcher import probe_device
+        from kerngen.runtime.launcher import probe_target
 
-        d = probe_device()
+        here = probe_target()
     except KerngenError as e:
         return Finding("gpu", False, e.message, e.hint or "")
     except ImportError as e:
         return Finding("gpu", False, str(e), "pip install kerngen")
+    d = here.device
     figures = f"{d.name} ({d.arch}), {d.num_sms} SMs, {d.mem_gib:g} GiB{_kin(d)}"
-    return Finding("gpu", True, f"{figures}: runs and measures")
+    words = borrowed(here.arch)
+    return Finding("gpu", True, f"{figures}: runs and measures{f'; {words}' if words else ''}")
 
 
 def _torch_build() -> tuple[str, str | None]:

@@ -25,10 +25,10 @@ def target_of(arch_name: str | None, device_name: str | None) -> Target:
 
 
 def gpu_here() -> Target | None:
-    from kerngen.runtime.launcher import probe_device
+    from kerngen.runtime.launcher import probe_target
 
     try:
-        return Target.of(probe_device())
+        return probe_target()
     except DeviceError:
         return None
 

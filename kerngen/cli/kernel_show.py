@@ -105,11 +105,11 @@ def example(k: Kernel, problem: Any, arch: Arch) -> str:
 
 
 def problem_of(k: Kernel, text: str, arch: Arch) -> Any:
-    """The problem; where its dtypes are not named and the arch has no bf16, they are fp16 (residual stream fp32).
+    """The problem, with the dtypes of `arch` where they are not named.
 
     Raises ProblemError, with an example from the kernel's cases, where a field that has no default is not named.
     """
-    from kerngen.templates.kernel import parse_fields
+    from kerngen.templates.kernel import parse_problem
 
     named = {part.partition("=")[0].strip() for part in text.split(",")}
     known = fields(k.problem_type)
@@ -119,11 +119,7 @@ def problem_of(k: Kernel, text: str, arch: Arch) -> Any:
         served = (c.problem for c in k.cases.CASES if k.why_unsupported(c.problem, target) is None)
         hint = next((f"for example: {example(k, p, arch)}" for p in served), None)
         raise ProblemError(f"{k.name} needs {', '.join(needed)}: there is no default", hint=hint)
-    if not arch.has_bf16:
-        fp16 = {"dtype": "fp16", "logits_dtype": "fp16", "residual_dtype": "fp32"}
-        own = [f.name for f in known if f.name in fp16 and f.name not in named]
-        text = ",".join([*filter(None, [text]), *(f"{n}={fp16[n]}" for n in own)])
-    return parse_fields(k.problem_type, text)
+    return parse_problem(k.problem_type, text, arch)
 
 
 def _config(k: Kernel, text: str, found: Candidates) -> Any:

@@ -72,7 +72,7 @@ def objective_for(
     here = f"on this machine's {worker.device()}"
     if wanted == "measured" or (wanted == "auto" and not whole):
         return Measured(worker, lock), f"{here}, each kernel alone: --kernel names a part of the model"
-    fuses = Selector(default_sources(), Target.of(worker.device())).fuses  # as a run on this board asks
+    fuses = Selector(default_sources(), worker.target()).fuses  # as a run on this board asks
     steps = timed_steps(worker, model, load, fuses)
     if wanted == "auto" and not steps:
         return Measured(worker, lock), f"{here}, each kernel alone: {model.name} takes none of the steps that are timed"

@@ -107,10 +107,11 @@ def supported_targets() -> frozenset[int]:
 
 def require_target(arch: Arch) -> None:
     """Raises ToolchainError, naming the extra to install, if the loaded NVRTC cannot compile for `arch`."""
-    if arch.number not in supported_targets():
+    if arch.cubin_number not in supported_targets():
         major, minor = nvrtc_version()
+        what = arch if arch.cubin_number == arch.number else arch.nvrtc_target
         raise ToolchainError(
-            f"NVRTC {major}.{minor} cannot compile for {arch}",
+            f"NVRTC {major}.{minor} cannot compile for {what}",
             hint=f"install the one that can: pip install 'kerngen[{'cuda12' if arch.number < 75 else 'cuda13'}]'",
         )
 

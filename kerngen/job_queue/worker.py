@@ -95,7 +95,7 @@ def _gpu(stack: ExitStack) -> _Gpu:
     worker = stack.enter_context(GpuWorker())
     lock = GpuLock(worker.uuid())
     stack.callback(lock.release)
-    return _Gpu(worker, lock, Target.of(worker.device()))
+    return _Gpu(worker, lock, worker.target())
 
 
 def _about(gpu: _Gpu | None) -> str:

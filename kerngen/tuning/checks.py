@@ -39,4 +39,4 @@ def why_not_cubin(image: bytes, arch: Arch) -> str | None:
         return "the compiled image is not a CUDA ELF"
     flags = struct.unpack_from("<I", image, 48)[0]
     number = flags >> 8 & 0xFF if image[8] >= 8 else flags & 0xFF  # ABI 8 moved it
-    return None if number == arch.number else f"the compiled image is for sm_{number}, not {arch}"
+    return None if number == arch.cubin_number else f"the compiled image is for sm_{number}, not {arch}"

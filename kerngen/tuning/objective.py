@@ -213,7 +213,7 @@ class Measured:
         self.remarks: Sequence[str] = ()
         self.say: Callable[[str], None] = unsaid
         self.left: Callable[[], float] = forever
-        self.target = Target.of(worker.device())
+        self.target = worker.target()
         self.row: Mapping[str, Any] = {"environment": worker.environment()}
 
     def can_win(self, kernel: Kernel, problem: Any, config: Any, best_us: float) -> bool:

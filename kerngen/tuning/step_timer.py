@@ -86,7 +86,7 @@ def timed_steps(worker: GpuWorker, model: Model, load: Workload, fuses: Fuses | 
     """The steps by which a tune of `load`, a workload of `model` on the worker's GPU, is judged. fuses: decides where
     they ask one kernel in place of several; None: the default configurations do.
     """
-    target = Target.of(worker.device())
+    target = worker.target()
     fuses = fuses or default_selector(target).fuses
     found = []
     for weighed in steps_for(load):

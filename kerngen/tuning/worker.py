@@ -15,7 +15,7 @@ from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kerngen.arch import Arch, Device, arch_of_capability
+from kerngen.arch import Arch, Device, Target, arch_of_capability
 from kerngen.errors import KerngenError, UnknownName
 from kerngen.system.interrupts import result_of
 from kerngen.system.processes import ProcessDied, Processes
@@ -81,6 +81,10 @@ class GpuWorker:
     def device(self) -> Device:
         """The GPU at hand. Raises DeviceError where there is none."""
         return self._call(_probe)
+
+    def target(self) -> Target:
+        """It, with the arch whose cubins run there."""
+        return self._call(_target)
 
     def environment(self) -> dict[str, Any]:
         return self._call(_environment)
@@ -209,6 +213,12 @@ def _probe() -> Device:
     from kerngen.runtime.launcher import probe_device
 
     return probe_device()
+
+
+def _target() -> Target:
+    from kerngen.runtime.launcher import probe_target
+
+    return probe_target()
 
 
 def _environment() -> dict[str, Any]:

@@ -577,7 +577,9 @@ class Engine:
         dtype = str(self.model.ops.dtype).removeprefix("torch.")
         hint = "check the checkpoint's weights for NaN and infinity, and that config.json belongs to them"
         if self.model.ops.dtype == torch.float16:
-            hint += "; fp16 overflows beyond 65,504: try --dtype bf16 or fp32"
+            hint += (
+                "; fp16 overflows beyond 65,504: try --dtype bf16, or on a GPU without it --backend torch --dtype fp32"
+            )
         return NumericsError(
             f"no token can follow {length} tokens: the model computed NaN or infinity ({dtype}) where logits should be",
             hint=hint,

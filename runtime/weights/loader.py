@@ -114,20 +114,31 @@ def _layer(source: WeightSource, name: str, layer: LayerConfig) -> LayerWeights:
         parts.append((f"{attn}.k_proj", kv_size))
         if not layer.v_is_k:
             parts.append((f"{attn}.v_proj", kv_size))
+    inner = layer.intermediate_size
+    input_norm, post_attention_norm, pre_ffn_norm, post_ffn_norm = (
+        source.tensor(f"{name}.{where}_layernorm.weight", hidden)
+        for where in ("input", "post_attention", "pre_feedforward", "post_feedforward")
+    )
+    scalar = source.scalar(f"{name}.layer_scalar")
+    qkv = source.linear(parts, hidden)
+    q_norm = source.tensor(f"{attn}.q_norm.weight", dim)
+    k_norm = source.tensor(f"{attn}.k_norm.weight", dim) if layer.owns_kv else None
+    out = source.linear([(f"{attn}.o_proj", hidden)], q_size)
+    gate_up, down = source.mlp(
+        [(f"{mlp}.{part}_proj", inner) for part in ("gate", "up")], [(f"{mlp}.down_proj", hidden)], pre_ffn_norm
+    )
     return LayerWeights(
-        input_norm=source.tensor(f"{name}.input_layernorm.weight", hidden),
-        post_attention_norm=source.tensor(f"{name}.post_attention_layernorm.weight", hidden),
-        pre_ffn_norm=source.tensor(f"{name}.pre_feedforward_layernorm.weight", hidden),
-        post_ffn_norm=source.tensor(f"{name}.post_feedforward_layernorm.weight", hidden),
-        scalar=source.scalar(f"{name}.layer_scalar"),
-        qkv=source.linear(parts, hidden),
-        q_norm=source.tensor(f"{attn}.q_norm.weight", dim),
-        k_norm=source.tensor(f"{attn}.k_norm.weight", dim) if layer.owns_kv else None,
-        out=source.linear([(f"{attn}.o_proj", hidden)], q_size),
-        gate_up=source.linear(
-            [(f"{mlp}.{part}_proj", layer.intermediate_size) for part in ("gate", "up")], hidden, gated=True
-        ),
-        down=source.linear([(f"{mlp}.down_proj", hidden)], layer.intermediate_size),
+        input_norm=input_norm,
+        post_attention_norm=post_attention_norm,
+        pre_ffn_norm=pre_ffn_norm,
+        post_ffn_norm=post_ffn_norm,
+        scalar=scalar,
+        qkv=qkv,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        out=out,
+        gate_up=gate_up,
+        down=down,
         moe=_moe(source, name) if config.num_experts else None,
         ple=_ple_layer(source, name) if config.ple_size else None,
     )
@@ -145,7 +156,8 @@ def _ple_layer(source: WeightSource, name: str) -> PleLayerWeights:
 def _moe(source: WeightSource, name: str) -> MoeWeights:
     config = source.config
     num, hidden = config.num_experts, config.hidden_size
-    gate_up, down = source.experts(name)
+    pre_norm = source.tensor(f"{name}.pre_feedforward_layernorm_2.weight", hidden)
+    gate_up, down = source.experts(name, pre_norm)
     return MoeWeights(
         router_scale=source.tensor(f"{name}.router.scale", hidden),
         router=source.unpacked(f"{name}.router.proj", num, hidden),
@@ -153,7 +165,7 @@ def _moe(source: WeightSource, name: str) -> MoeWeights:
         gate_up=gate_up,
         down=down,
         dense_norm=source.tensor(f"{name}.post_feedforward_layernorm_1.weight", hidden),
-        pre_norm=source.tensor(f"{name}.pre_feedforward_layernorm_2.weight", hidden),
+        pre_norm=pre_norm,
         post_norm=source.tensor(f"{name}.post_feedforward_layernorm_2.weight", hidden),
     )
 

@@ -30,6 +30,7 @@ from kerngen.runtime.weights.staging import Stage
 from kerngen.system.files import publish_with
 
 LAYOUT = 1  # of the file and of what `seal` adds up
+FP16_RANGE = 1  # of what fp16_range.py makes of an MLP: a file of another one, or of none, is not read
 _BLOCK = 4096  # int64 words that are summed before their order counts
 _SPELLING = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -49,8 +50,12 @@ class Planned:
     def scalar(self, name: str) -> Tensor:
         return self.dry.scalar(name)
 
-    def linear(self, parts: Parts, in_features: int, *, gated: bool = False) -> Linear:
-        return self.ops.prepare(self.dry.linear(parts, in_features, gated=gated))
+    def linear(self, parts: Parts, in_features: int) -> Linear:
+        return self.ops.prepare(self.dry.linear(parts, in_features))
+
+    def mlp(self, gate_up: Parts, down: Parts, norm: Tensor) -> tuple[Linear, Linear]:
+        first, second = self.dry.mlp(gate_up, down, norm)
+        return self.ops.prepare(first), self.ops.prepare(second)
 
     def unpacked(self, module: str, out_features: int, in_features: int) -> Linear:
         return self.dry.unpacked(module, out_features, in_features)
@@ -58,8 +63,8 @@ class Planned:
     def head(self, embed: Tensor) -> Linear:
         return self.ops.prepare(self.dry.head(embed))
 
-    def experts(self, name: str) -> tuple[Experts, Experts]:
-        return self.ops.prepare_experts(*self.dry.experts(name))
+    def experts(self, name: str, norm: Tensor) -> tuple[Experts, Experts]:
+        return self.ops.prepare_experts(*self.dry.experts(name, norm))
 
 
 class RepackedCache:
@@ -72,6 +77,8 @@ class RepackedCache:
         config_digest = hashlib.sha256(read_file(checkpoint.folder / "config.json", MAX_JSON_BYTES)).hexdigest()
         key = {"kerngen": kerngen.__version__, "layout": LAYOUT, "order": order, "dtype": dtype,
                "config": config_digest, "files": sorted(files)}  # fmt: skip
+        if ops.dtype == torch.float16:
+            key["fp16_range"] = FP16_RANGE
         self.ops = ops
         self.key = json.dumps(key, sort_keys=True)
         self.path = checkpoint.folder / f"repacked-{dtype}-{order[:12]}.kerngen"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from kerngen.errors import CheckpointError
 from kerngen.runtime.config import LayerConfig, ModelConfig
-from kerngen.runtime.ops import Experts, Linear, Ops, dense_weights, int4_weights
+from kerngen.runtime.ops import Experts, Linear, Ops, WeightView, dense_weights, int4_weights
+from kerngen.runtime.weights.fp16_range import mlp_exponents, times_power
 from kerngen.runtime.weights.int4 import becomes_int4, to_int4
 from kerngen.runtime.weights.quantized import FLOATS, INTS, IgnoreList, Packed, find_packed
 from kerngen.runtime.weights.safetensors import Checkpoint
@@ -29,6 +31,7 @@ DEAD_KV = re.compile(r"layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)
 # Left over by other tools, and ignored with a warning: V of layers whose V is K, and tables that are computed.
 DEAD_V = re.compile(r"layers\.(\d+)\.self_attn\.v_proj\..*")
 DEAD_ROPE = re.compile(r"(?:layers\.\d+\.self_attn\.)?rotary_emb\.\w*inv_freq")
+WIDER_RANGE = "run it with --dtype bf16, or on a GPU without bf16 with --backend torch --dtype fp32"
 LOOK_EVERY = 256  # tensors that are copied before the host waits to hear whether they hold NaN
 
 Parts = Sequence[tuple[str, int]]  # modules with their out_features, one under the other
@@ -51,8 +54,11 @@ class WeightSource(Protocol):
     def scalar(self, name: str) -> Tensor:
         """A float tensor [1] in `ops.dtype`; 1 where the model has none of that name."""
 
-    def linear(self, parts: Parts, in_features: int, *, gated: bool = False) -> Linear:
-        """The linears called `parts`, one under the other, repacked for the backend. gated: they are gate and up."""
+    def linear(self, parts: Parts, in_features: int) -> Linear:
+        """The linears called `parts`, one under the other, repacked for the backend."""
+
+    def mlp(self, gate_up: Parts, down: Parts, norm: Tensor) -> tuple[Linear, Linear]:
+        """gate | up [2 I, H] and down [H, I] of a gated MLP behind the RMS norm with the weight `norm` [H]."""
 
     def unpacked(self, module: str, out_features: int, in_features: int) -> Linear:
         """A small linear that kernels want in floats, however it is stored."""
@@ -60,8 +66,8 @@ class WeightSource(Protocol):
     def head(self, embed: Tensor) -> Linear:
         """The output matrix [vocab, H]; shares `embed`'s memory where the two are tied."""
 
-    def experts(self, name: str) -> tuple[Experts, Experts]:
-        """gate_up [E, 2 I, H] and down [E, H, I] of the layer `name`, prepared for the backend."""
+    def experts(self, name: str, norm: Tensor) -> tuple[Experts, Experts]:
+        """gate_up [E, 2 I, H] and down [E, H, I] of the layer `name`, prepared for the backend. norm: as of `mlp`."""
 
 
 class CheckpointSource:
@@ -136,29 +142,94 @@ class CheckpointSource:
             self.absent.append(name)
         return self._allocate((1,), self.ops.dtype).fill_(1.0)
 
-    def linear(self, parts: Parts, in_features: int, *, gated: bool = False) -> Linear:
+    def linear(self, parts: Parts, in_features: int) -> Linear:
         """The linears called `parts`, one under the other, repacked for the backend.
 
         Stays packed if all of them are, in groups of one size; a mixture becomes dense. What is dense becomes int4
         where the config has that done as weights are loaded.
         """
-        weights = self._joined(parts, in_features, gated)
+        return self._prepared(self._joined(parts, in_features, self.ops.dtype), parts)
+
+    def mlp(self, gate_up: Parts, down: Parts, norm: Tensor) -> tuple[Linear, Linear]:
+        """As `linear` of both. In fp16 with the powers of two that keep gelu(gate) * up in range (fp16_range.py)."""
+        hidden, inner = norm.shape[0], gate_up[0][1]
+        if self.ops.dtype != torch.float16:  # one after the other: what is stored of one goes before the next comes
+            first = self._prepared(self._joined(gate_up, hidden, self.ops.dtype), gate_up, gated=True)
+            return first, self.linear(down, inner)
+        names = [
+            [self._floats_of(module, out, cols) for module, out in parts]
+            for parts, cols in ((gate_up, hidden), (down, inner))
+        ]
+        both = self._in_range(
+            self._joined(gate_up, hidden, self._mlp_dtype(*names[0])),
+            self._joined(down, inner, self._mlp_dtype(*names[1])),
+            norm,
+            *names,
+        )
+        return self._prepared(both[0], gate_up, gated=True), self._prepared(both[1], down)
+
+    def _prepared(self, weights: Linear, parts: Parts, *, gated: bool = False) -> Linear:
+        """`weights` for the backend; int4 where the config has that done as they are loaded. gated: gate and up."""
+        quant, rows, cols = self.config.quant, weights.out_features, weights.in_features
+        if (
+            quant is not None
+            and weights.is_dense
+            and becomes_int4(quant, rows, cols, self.ops.dtype)
+            and not self._is_ignored(parts)
+        ):
+            packed, scales = to_int4(weights.weight, quant.group_size)
+            weights = int4_weights(packed, scales, rows, cols, quant.group_size, fused_name(parts))
+        if gated and not weights.is_dense:
+            weights = replace(weights, gated=True)
         return weights if self.is_dry else self.ops.prepare(weights)
 
-    def _joined(self, parts: Parts, in_features: int, gated: bool) -> Linear:
+    def _joined(self, parts: Parts, in_features: int, dtype: torch.dtype) -> Linear:
+        """As they are stored, with weights or scales in `dtype`."""
         rows = sum(out for _, out in parts)
         if group := self._common_group([parts], in_features):
             packed = self._allocate((rows, in_features // 8), torch.int32)
-            scales = self._allocate((rows, in_features // group), self.ops.dtype)
+            scales = self._allocate((rows, in_features // group), dtype)
             self._fill_packed(parts, in_features, packed, scales)
-            return int4_weights(packed, scales, rows, in_features, group, fused_name(parts), gated)
-        dense = self._allocate((rows, in_features), self.ops.dtype)
+            return int4_weights(packed, scales, rows, in_features, group, fused_name(parts))
+        dense = self._allocate((rows, in_features), dtype)
         self._fill_dense(parts, dense)
-        quant = self.config.quant
-        if quant is None or not becomes_int4(quant, rows, in_features, self.ops.dtype) or self._is_ignored(parts):
-            return dense_weights(dense)
-        packed, scales = to_int4(dense, quant.group_size)
-        return int4_weights(packed, scales, rows, in_features, quant.group_size, fused_name(parts), gated)
+        return dense_weights(dense)
+
+    def _floats_of(self, module: str, out_features: int, in_features: int) -> str:
+        """The name of the tensor with the module's weights, or with their scales."""
+        packed = self._find(module, (out_features, in_features))
+        return packed.scales if packed else f"{module}.weight"
+
+    def _mlp_dtype(self, *names: str) -> torch.dtype:
+        """What the weights or scales of an MLP, called so, are read in.
+
+        In fp16 that is before powers of two make them fit: what holds them exactly, which is bf16 where all are dense
+        and bf16. Else it is `ops.dtype`.
+        """
+        if self.is_dry or self.ops.dtype != torch.float16:
+            return self.ops.dtype
+        is_bf16 = all(self.checkpoint.dtype(n) == "BF16" and not n.endswith(("scale", "scales")) for n in names)
+        return torch.bfloat16 if is_bf16 else torch.float32
+
+    def _in_range(
+        self, gate_up: WeightView, down: WeightView, norm: Tensor, *stored: Sequence[str]
+    ) -> tuple[WeightView, WeightView]:
+        """Both in `ops.dtype`, in fp16 with the powers of two of fp16_range.py.
+
+        stored: of each the tensors that its weights or scales come from, each as many rows as the next.
+        """
+        if self.is_dry or self.ops.dtype != torch.float16:
+            return gate_up, down
+        up, down_exponents = mlp_exponents(gate_up, down, norm)
+        of_gate_and_up = torch.stack((torch.zeros_like(up), up), -1)  # [2] or [E, 2]
+        made = []
+        for weights, exponents, names in zip((gate_up, down), (of_gate_and_up, down_exponents), stored, strict=True):
+            *codes, floats = weights.tensors  # weights, or codes and scales
+            rounded = times_power(floats.view(exponents.numel(), -1), exponents.flatten()).view(floats.shape)
+            for name, part in zip(names, rounded.view(len(names), -1), strict=True):
+                self._looks.append((name, torch.stack(torch.aminmax(part)), rounded.dtype))
+            made.append(replace(weights, tensors=(*codes, rounded)))
+        return made[0], made[1]
 
     def _is_ignored(self, parts: Parts) -> bool:
         return any(module in self._ignored for module, _ in parts)
@@ -188,38 +259,46 @@ class CheckpointSource:
                 return self.linear(stored, config.hidden_size)
         return dense_weights(embed) if self.is_dry else self.ops.prepare(dense_weights(embed))
 
-    def experts(self, name: str) -> tuple[Experts, Experts]:
+    def experts(self, name: str, norm: Tensor) -> tuple[Experts, Experts]:
         """gate_up [E, 2 I, H] and down [E, H, I] of the layer `name`, prepared for the backend.
 
-        Each stays packed where every expert's is; a mixture becomes dense.
+        Each stays packed where every expert's is; a mixture becomes dense. In fp16 as `mlp`.
         """
         inner, hidden = self.config.moe_intermediate_size, self.config.hidden_size
-        gate_up = self._experts(f"{name}.experts", "gate_up_proj", (("gate_proj", inner), ("up_proj", inner)), hidden)
-        down = self._experts(f"{name}.experts", "down_proj", (("down_proj", hidden),), inner)
+        gate_up, of_gate_up = self._experts(
+            f"{name}.experts", "gate_up_proj", (("gate_proj", inner), ("up_proj", inner)), hidden
+        )
+        down, of_down = self._experts(f"{name}.experts", "down_proj", (("down_proj", hidden),), inner)
+        gate_up, down = self._in_range(gate_up, down, norm, of_gate_up, of_down)
         return (gate_up, down) if self.is_dry else self.ops.prepare_experts(gate_up, down)
 
-    def _experts(self, name: str, fused: str, parts: Parts, in_features: int) -> Experts:
-        """One matrix an expert: a single tensor called `fused`, dense or packed, or linears that each expert has."""
+    def _experts(self, name: str, fused: str, parts: Parts, in_features: int) -> tuple[Experts, list[str]]:
+        """One matrix an expert: a single tensor called `fused`, dense or packed, or linears that each expert has. And
+        the tensors that its weights or scales come from.
+        """
         num, rows = self.config.num_experts, sum(out for _, out in parts)
         together, shape = f"{name}.{fused}", (num, rows, in_features)
         if together in self.checkpoint:
-            return dense_weights(self.tensor(together, *shape))
+            dense = self._allocate(shape, self._mlp_dtype(together))
+            self._copy(together, dense, FLOATS)
+            return dense_weights(dense), [together]
         if packed := self._find(together, shape):
             words = self._allocate((num, rows, in_features // 8), torch.int32)
-            scales = self._allocate((num, rows, in_features // packed.group_size), self.ops.dtype)
+            scales = self._allocate((num, rows, in_features // packed.group_size), self._mlp_dtype(packed.scales))
             self._copy_packed(packed, words, scales)
-            return int4_weights(words, scales, rows, in_features, packed.group_size)
+            return int4_weights(words, scales, rows, in_features, packed.group_size), [packed.scales]
         each = [[(f"{name}.{e}.{part}", out) for part, out in parts] for e in range(num)]
+        names = [self._floats_of(module, out, in_features) for modules in each for module, out in modules]
         if group := self._common_group(each, in_features):
             words = self._allocate((num, rows, in_features // 8), torch.int32)
-            scales = self._allocate((num, rows, in_features // group), self.ops.dtype)
+            scales = self._allocate((num, rows, in_features // group), self._mlp_dtype(*names))
             for modules, w, s in zip(each, words, scales, strict=True):
                 self._fill_packed(modules, in_features, w, s)
-            return int4_weights(words, scales, rows, in_features, group)
-        dense = self._allocate(shape, self.ops.dtype)
+            return int4_weights(words, scales, rows, in_features, group), names
+        dense = self._allocate(shape, self._mlp_dtype(*names))
         for modules, matrix in zip(each, dense, strict=True):
             self._fill_dense(modules, matrix)
-        return dense_weights(dense)
+        return dense_weights(dense), names
 
     def _find(self, module: str, shape: tuple[int, ...]) -> Packed | None:
         """As find_packed, looked at once."""
@@ -256,7 +335,7 @@ class CheckpointSource:
                 self._copy(f"{module}.weight", part, FLOATS)
                 continue
             words = self._allocate((rows, cols // 8), torch.int32)
-            scales = self._allocate((rows, cols // packed.group_size), self.ops.dtype)
+            scales = self._allocate((rows, cols // packed.group_size), self._mlp_dtype(packed.scales))
             self._copy_packed(packed, words, scales)
             if not self.is_dry:
                 part.copy_(dequantize(words, scales, out.dtype))
@@ -315,7 +394,7 @@ class CheckpointSource:
         if not count:
             kind = str(dtype).removeprefix("torch.")
             return CheckpointError(
-                f"{where} has values up to {largest:.3g}, which {kind} cannot hold", hint="run it with --dtype bf16"
+                f"{where} has values up to {largest:.3g}, which {kind} cannot hold", hint=WIDER_RANGE
             )
         total, index = self.checkpoint.num_values(name), _index(first, self.checkpoint.shape(name))
         return CheckpointError(

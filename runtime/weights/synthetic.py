@@ -51,6 +51,11 @@ class SyntheticSource:
         group_size = in_features // scales.shape[-1]
         return self.ops.prepare(int4_weights(packed, scales, rows, in_features, group_size, fused_name(parts), gated))
 
+    def mlp(
+        self, gate_up: Sequence[tuple[str, int]], down: Sequence[tuple[str, int]], norm: Tensor
+    ) -> tuple[Linear, Linear]:
+        return self.linear(gate_up, norm.shape[0], gated=True), self.linear(down, gate_up[0][1])
+
     def _is_quantized(self, modules: Sequence[str], rows: int, in_features: int) -> bool:
         quant = self.config.quant
         if quant is None or in_features % quant.group_size:
@@ -76,7 +81,7 @@ class SyntheticSource:
     def head(self, embed: Tensor) -> Linear:
         return self.ops.prepare(dense_weights(embed))
 
-    def experts(self, name: str) -> tuple[Experts, Experts]:
+    def experts(self, name: str, norm: Tensor) -> tuple[Experts, Experts]:
         inner, hidden = self.config.moe_intermediate_size, self.config.hidden_size
         names = [f"{name}.experts.0.{part}_proj" for part in ("gate", "up")]
         gate_up = self._experts(names, 2 * inner, hidden)

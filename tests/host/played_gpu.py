@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from math import inf, prod
 from typing import Any, Self
 
-from kerngen.arch import ARCHES, Device, find_device
+from kerngen.arch import ARCHES, Device, Target, find_device
 from kerngen.timing.gpu import Clocks
 from kerngen.timing.measure import Ceilings
 from kerngen.tuning.checks import why_not_cubin
@@ -51,6 +51,9 @@ class PlayedGpu:
 
     def device(self) -> Device:
         return find_device(self.board)
+
+    def target(self) -> Target:
+        return Target.of(self.device())
 
     def environment(self) -> dict[str, Any]:
         return {"driver": "555.1", "gpu": "played"}

@@ -77,6 +77,20 @@ def test_a_kernel_is_compiled_by_its_name() -> None:
         assert kerngen.compile_kernel("rmsnorm", problem, again, target=target).key == cubin.key
 
 
+@pytest.mark.parametrize(("problem", "target", "dtypes"), [
+    ({}, "sm75", ("fp16", "fp32")),
+    ({"dtype": "fp16"}, "sm75", ("fp16", "fp32")),
+    ({"dtype": "fp16"}, "sm90", ("fp16", "fp32")),
+    ({"residual_dtype": "fp16"}, "sm70", ("fp16", "fp16")),
+    ({}, "sm90", ("bf16", "bf16")),
+])  # fmt: skip
+def test_dtypes_that_nobody_set_are_the_archs(problem: dict[str, str], target: str, dtypes: tuple[str, str]) -> None:
+    cubin = kerngen.compile_kernel("rmsnorm", {"hidden": 3840} | problem, target=target)
+    whole = dict(zip(("dtype", "residual_dtype"), dtypes, strict=True))
+    assert kerngen.compile_kernel("rmsnorm", {"hidden": 3840} | whole, target=target).key == cubin.key
+    assert kerngen.find_winner("rmsnorm", {"hidden": 7160} | problem, target=target) is None  # and is no error
+
+
 @pytest.mark.parametrize("target", ["L4", "sm89", find_arch("sm89"), find_device("L4"), Target.of(find_device("L4"))])
 def test_a_target_is_an_arch_or_a_board(target: Any) -> None:
     assert kerngen.compile_kernel("embed", {"hidden": 64, "vocab_size": 9}, target=target).arch == "sm89"

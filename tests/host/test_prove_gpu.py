@@ -47,6 +47,9 @@ class FakeGpu(PlayedGpu):
     def device(self) -> Device:
         return self.profile
 
+    def target(self) -> Target:
+        return Target.of(self.profile)
+
     def load(self, what: str, image: bytes, entries: tuple[str, ...]) -> str:
         assert why_not_cubin(image, SM70) is None
         assert entries

@@ -211,6 +211,18 @@ def in_shards(folder: Path) -> None:
 
 FOLDERS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "GGUF": (only("gemma-Q4_0.gguf"), "holds no config.json, but a GGUF file: gemma-Q4_0.gguf", "GGUF is llama.cpp's"),
+    "GGUF with a config": (
+        lambda f: [(f / "model.safetensors").rename(f / "gemma-Q4_0.gguf"), (f / "tokenizer.json").unlink()],
+        "holds no tokenizer.json and no safetensors, but a GGUF file: gemma-Q4_0.gguf", "GGUF is llama.cpp's",
+    ),
+    "LoRA": (only("adapter_config.json"), "holds no config.json, but a LoRA adapter: adapter_config.json",
+             "peft merges one into its model"),
+    "LoRA with its model's config": (
+        lambda f: (f / "model.safetensors").rename(f / "adapter_model.safetensors"),
+        "but a LoRA adapter: adapter_model.safetensors", "peft merges one into its model",
+    ),
+    "ModelOpt": (having("hf_quant_config.json", "{}"), "hf_quant_config.json: the weights are quantized by NVIDIA Mod",
+                 "llm-compressor makes int4"),
     "nothing": (lambda f: [p.unlink() for p in f.iterdir()], "holds no config.json", "name a folder with a checkpoint"),
     "pickles": (
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),

@@ -153,7 +153,7 @@ def test_scales_that_are_no_numbers_are_named(folder: Path, value: float) -> Non
 
 
 def test_values_that_fp16_cannot_hold_are_named(folder: Path) -> None:
-    name = "model.layers.1.mlp.down_proj.weight"
+    name = "model.layers.1.mlp.gate_proj.weight"
     edit_tensors(folder, lambda t: t[name][3, 1].fill_(1e5))
     load(folder)
     with pytest.raises(CheckpointError, match=rf"{name}.*1e\+05.*float16"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kerngen.arch import find_arch, find_device
+from kerngen.arch import Target, find_arch, find_device
 from kerngen.errors import LaunchError
 from kerngen.tuning.step_timer import timed_steps
 from kerngen.tuning.worker import Observed
@@ -21,8 +21,8 @@ class FakeWorker:
     def __init__(self, answer: Any) -> None:
         self.answer, self.asked = answer, list[Any]()
 
-    def device(self) -> Any:
-        return find_device("H200")
+    def target(self) -> Any:
+        return Target.of(find_device("H200"))
 
     def compare(self, *asked: Any, pairs: int, within_s: float, fused: Any) -> Any:
         self.asked.append((*asked, pairs))

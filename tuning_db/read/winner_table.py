@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kerngen.arch import Target
+from kerngen.arch import Arch, Target
 from kerngen.boards import distance
 from kerngen.compiler import source_digest
 from kerngen.compiler.compile import Cubin
@@ -52,8 +52,8 @@ log = logging.getLogger(__name__)
 class _Read:
     """The line of one source, and which of its builds are current."""
 
-    def __init__(self, source: Source, line: KernelIndex, kernel: Kernel, here: str) -> None:
-        self.source, self.line, self.kernel = source, line, kernel
+    def __init__(self, source: Source, line: KernelIndex, kernel: Kernel, here: str, arch: Arch) -> None:
+        self.source, self.line, self.kernel, self._arch = source, line, kernel, arch
         self._fresh = Freshness(kernel, here, line.closures, line.builds.values())
         self._images: dict[str, Cubin | None] = {}  # by build: several points have one
 
@@ -64,9 +64,9 @@ class _Read:
         return self._fresh.holds(build)
 
     def image(self, build: Build) -> Cubin | None:
-        """Its machine code, if it was kept. Raises DatabaseError."""
+        """Its machine code, if it was kept, and for this very GPU. Raises DatabaseError."""
         if build.id not in self._images:
-            image = self.source.image(build)
+            image = self.source.image(build) if build.target == self._arch.nvrtc_target else None
             self._images[build.id] = image if isinstance(image, Cubin) else None
         return self._images[build.id]
 
@@ -194,7 +194,7 @@ class WinnerTable:
                 continue
             if line is not None:
                 self._closure = self._closure or self._digest_of(self.kernel)
-                yield _Read(source, line, self.kernel, self._closure)
+                yield _Read(source, line, self.kernel, self._closure, self.target.arch)
 
     def _ordered(self) -> Iterator[tuple[tuple[Any, ...], _Row]]:
         """(cell, row) in the order of the module's docstring.

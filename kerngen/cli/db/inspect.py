@@ -237,7 +237,7 @@ def find(
     from kerngen.errors import TuningMiss, UsageError
     from kerngen.runtime.selection import Selector
     from kerngen.templates import find_kernel, kernel_names
-    from kerngen.templates.kernel import describe, fields_of, parse_fields
+    from kerngen.templates.kernel import describe, fields_of, parse_problem
     from kerngen.tuning_db import lookup
 
     if subject not in kernel_names():
@@ -253,13 +253,13 @@ def find(
             raise errors[0]
         raise UsageError(f"no winner with id {subject}", hint="list them: kerngen db ls -v")
     kernel = find_kernel(subject)
-    problem = parse_fields(kernel.problem_type, fields)
     if arch_name is None:
         tuned = sorted({w.arch.name for s in stores for w in s.winners(subject)})
         if len(tuned) != 1:
             raise UsageError(f"--arch is needed: {subject} has winners for {', '.join(tuned) or 'no arch'}")
         arch_name = tuned[0]
     arch = find_arch(arch_name)
+    problem = parse_problem(kernel.problem_type, fields, arch)
     target = Target.of(find_device(device_name) if device_name is not None else arch)
     try:
         winner = lookup(stores, kernel, problem, target, strict=True)

@@ -25,7 +25,8 @@ from kerngen.runtime.serve import server
 from kerngen.runtime.serve.app import make_app
 from kerngen.runtime.serve.engine_process import Cancel, Guiding, Submit, _Loop
 from kerngen.runtime.serve.messages import template_tools
-from kerngen.runtime.serve.service import LEAST_CHARS, QUICK_CHARS, QUICK_S, Limits, Service, size_of
+from kerngen.runtime.serve.service import QUICK_CHARS, QUICK_S, Limits, Service, size_of
+from kerngen.runtime.text import LEAST_CHARS
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -90,6 +91,20 @@ def test_a_text_that_no_sequence_can_hold_is_not_read(path: str, body: dict[str,
         assert time.monotonic() - began < 3
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("source", ["{{ 'é' | urlencode * 10 ** 7 }}", "{{ 'a' * 2 * 10 ** 6 }}"])
+def test_a_template_that_writes_without_end_costs_one_request(
+    client: TestClient, played: tuple[Service, PlayedEngine], monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    codec = played[0].codec
+    monkeypatch.setattr(codec, "_encode", lambda *_: pytest.fail("it was tokenized"))
+    monkeypatch.setattr(codec._template, "source", source)
+    began = time.monotonic()
+    for path in (CHAT, "/tokenize"):
+        answer = client.post(path, json=HI)
+        assert (answer.status_code, "it wrote more than" in answer.text) == (400, True)
+    assert time.monotonic() - began < 5
 
 
 def test_more_sequences_than_places_are_refused_before_they_are_read(

@@ -104,7 +104,7 @@ def test_a_template_that_writes_without_end_costs_one_request(
     for path in (CHAT, "/tokenize"):
         answer = client.post(path, json=HI)
         assert (answer.status_code, "it wrote more than" in answer.text) == (400, True)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30  # it was minutes
 
 
 def test_more_sequences_than_places_are_refused_before_they_are_read(
@@ -265,7 +265,7 @@ def test_a_grammar_that_nobody_waits_for_is_not_compiled(monkeypatch: pytest.Mon
     loop = _Loop(None, None, None)  # type: ignore[arg-type]
     goes_on, compiled = threading.Event(), []
 
-    def guide(wanted: Guiding) -> Any:
+    def guide(wanted: Guiding, *, is_slow: bool = False) -> Any:
         compiled.append(wanted.grammar)
         assert goes_on.wait(30)
 
@@ -274,7 +274,7 @@ def test_a_grammar_that_nobody_waits_for_is_not_compiled(monkeypatch: pytest.Mon
         loop._heed(Submit(number, [1], 1, Sampling(), guiding=Guiding(str(number))))  # type: ignore[arg-type]
     assert [made.reason for made in loop._heed(Cancel(1))] == ["cancelled"]
     goes_on.set()
-    loop._compiler.shutdown()
+    loop._quick.shutdown()
     assert compiled == ["0", "2"]
 
 
@@ -288,8 +288,8 @@ def test_a_grammar_that_breaks_its_compiler_is_one_requests_fault(
 
     monkeypatch.setattr(loop, "_guide", guide)
     loop._heed(Submit(7, [1], 1, Sampling(), guiding=Guiding("")))  # type: ignore[arg-type]
-    loop._compiler.shutdown()
-    (made,) = loop._submit(*loop._compiling.pop(7))
+    loop._quick.shutdown()
+    (made,) = loop._submit_guided(*loop._compiling.pop(7))
     assert (made.number, made.reason) == (7, "error")
     assert "can't start new thread" in made.error
     assert "Traceback" in capfd.readouterr().err

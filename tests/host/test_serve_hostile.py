@@ -21,7 +21,7 @@ from starlette.testclient import TestClient
 from kerngen.runtime.chat import TemplateTooSlow
 from kerngen.runtime.completion import UpToStop
 from kerngen.runtime.sampling import Sampling
-from kerngen.runtime.serve import server
+from kerngen.runtime.serve import connections, server
 from kerngen.runtime.serve.app import make_app
 from kerngen.runtime.serve.engine_process import Cancel, Guiding, Submit, _Loop
 from kerngen.runtime.serve.messages import template_tools
@@ -378,6 +378,32 @@ def test_whatever_comes_over_a_connection(capfd: pytest.CaptureFixture[str]) -> 
     assert capfd.readouterr().err == ""
 
 
+def test_more_clients_than_places_are_told_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 4)
+
+    def ask(address: tuple[str, int]) -> None:
+        kept = [socket.create_connection(address, timeout=20) for _ in range(4)]
+        kept[0].sendall(_LAST.replace(b"Connection: close\r\n", b""))
+        while not (told := kept[0].recv(65536)).endswith(b"}"):
+            assert told
+        for sent in (_LAST, _POST + b"Content-Length: 19\r\n\r\n" + _BODY, b""):
+            told = _answer(address, sent)
+            assert told.startswith(b"HTTP/1.1 503 ")
+            assert json.loads(told.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_many_connections"
+        kept[0].sendall(_LAST)
+        assert kept[0].recv(65536).startswith(b"HTTP/1.1 200")
+        for client in kept:
+            client.close()
+        end = time.monotonic() + 10
+        while not _answer(address, _LAST).startswith(b"HTTP/1.1 200"):
+            assert time.monotonic() < end
+
+    _serving(played_service()[0], ask)
+    assert capfd.readouterr().err == ""
+
+
 def _is_over(client: socket.socket, more: bytes) -> bool:
     try:
         client.sendall(more)
@@ -392,7 +418,7 @@ def _is_over(client: socket.socket, more: bytes) -> bool:
 
 def test_who_sends_no_request_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing at all, a head byte by byte, and one that begins behind an answer."""
-    monkeypatch.setattr(server, "HEAD_S", 0.4)
+    monkeypatch.setattr(connections, "HEAD_S", 0.4)
 
     def ask(address: tuple[str, int]) -> None:
         for before in (b"", b"GET / HT", b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"):
@@ -407,7 +433,7 @@ def test_who_sends_no_request_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_who_reads_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "UNREAD_S", 0.4)
+    monkeypatch.setattr(connections, "UNREAD_S", 0.4)
     service, engine = played_service()
     step = words(service.codec, "a")[0]
     engine.script = lambda prompt: [step] * MAX_LEN

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import time
@@ -11,12 +12,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx2
 import pytest
 from command import Kerngen
 from served import TINY, Served, served
 
 from kerngen.errors import UsageError
 from kerngen.runtime.serve import server as serving
+from kerngen.runtime.serve.connections import REFUSED_S
 
 ASKED = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0, "max_tokens": 40}
 LONG = {"prompt": "The", "max_tokens": 120, "ignore_eos": True, "temperature": 0}
@@ -181,3 +184,28 @@ def test_what_cannot_be_served(kerngen: Kerngen, tmp_path: Path) -> None:
         code, out, err = kerngen("serve", *arguments, "--port", "0", "--backend", "torch")
         assert (code, out) == (status, ""), (arguments, err)
         assert says in err
+
+
+def test_more_clients_than_descriptors_keep_nobody_waiting() -> None:
+    """It cannot raise its limit. asyncio said so in thousands of tracebacks, and a kept connection waited for 28 s."""
+    most = 300
+    with served(max_files=most) as found, httpx2.Client(timeout=60) as kept:
+        assert kept.get(f"{found.url}/version").status_code == 200
+        host, _, port = found.url.removeprefix("http://").partition(":")
+        idle = [socket.create_connection((host, int(port)), timeout=60) for _ in range(2 * most)]
+        try:
+            began = time.monotonic()
+            assert kept.post(f"{found.url}/v1/completions", json=LONG | {"max_tokens": 3}).status_code == 200
+            assert time.monotonic() - began < 10
+            time.sleep(2 * REFUSED_S)  # of those that came at once some are cut off; who comes now is told
+            assert httpx2.get(f"{found.url}/version").status_code == 503
+        finally:
+            for client in idle:
+                client.close()
+        _until(lambda: httpx2.get(f"{found.url}/version").status_code == 200)
+        assert not any("Traceback" in line or "warning: clients" in line for line in found.said), found.said
+
+
+def test_the_limit_of_descriptors_is_raised_where_it_may_be(server: Served) -> None:
+    soft, hard = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+    assert soft >= min(hard, 4096 + 256)

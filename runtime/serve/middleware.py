@@ -1,4 +1,4 @@
-"""Middleware of every request: API keys, and limits on a body's size and time.
+"""Middleware of every request: API keys, whose pages may ask, and limits on a body's size and time.
 
 All routes take JSON. A body is read as JSON whatever its content type, since curl sends another by default.
 """
@@ -6,7 +6,7 @@ All routes take JSON. A body is read as JSON whatever its content type, since cu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,10 +15,10 @@ from kerngen.runtime.serve.service import RETRY_AFTER_S, Limits
 
 
 class Gate:
-    """allowed: whether a path may be asked for with this Authorization header."""
+    """require: raises ApiError for a path that may not be asked for with these headers."""
 
-    def __init__(self, app: ASGIApp, *, limits: Limits, allowed: Callable[[str, bytes], bool]) -> None:
-        self._app, self._limits, self._allowed = app, limits, allowed
+    def __init__(self, app: ASGIApp, *, limits: Limits, require: Callable[[str, Mapping[bytes, bytes]], None]) -> None:
+        self._app, self._limits, self._require = app, limits, require
         self._held = 0  # bytes of all bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -35,9 +35,7 @@ class Gate:
         """held: takes what has come of the body."""
         try:
             headers = dict(scope["headers"])
-            if not self._allowed(scope["path"], headers.get(b"authorization", b"")):
-                raise ApiError(401, "a valid key is needed: Authorization: Bearer KEY", code="invalid_api_key",
-                               headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
+            self._require(scope["path"], headers)
             body = b""
             if scope["method"] == "POST" and not await self._body(held, headers.get(b"content-length"), receive):
                 return  # the client has gone

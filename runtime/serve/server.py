@@ -26,6 +26,7 @@ from kerngen.runtime.serve.choice_stream import usual_values
 from kerngen.runtime.serve.connections import ACCEPTED_AT_ONCE, BACKLOG, Connection, Places, saying_what_is_lacking
 from kerngen.runtime.serve.engine_client import EngineClient, OnLoad
 from kerngen.runtime.serve.engine_process import Options, Ready, keep_out_of_collections
+from kerngen.runtime.serve.origins import allowed
 from kerngen.runtime.serve.service import Limits, Service
 from kerngen.runtime.serve.tracing import open_tracing
 from kerngen.runtime.session import Session, stop_ids_of
@@ -38,7 +39,8 @@ TOLD_S = 2.0  # in which those are told whose answers have not ended when the se
 @dataclass(frozen=True, slots=True)
 class Settings:
     """load, opens, reproducible: see `Options`. drain_s: how long answers may take once the server is told to stop.
-    traces: where spans go (tracing.py).
+    traces: where spans go (tracing.py). origins, hosts: whose pages may ask where there are no keys, and by which
+    names, besides the server's own.
     """
 
     load: Mapping[str, Any]
@@ -53,6 +55,8 @@ class Settings:
     traces: str | None = None
     opens: Callable[..., Session] | None = None
     reproducible: bool = False
+    origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
 
 
 def run(
@@ -67,6 +71,7 @@ def run(
 
 async def _run(settings: Settings, on_load: OnLoad | None, say: Callable[[str], None]) -> int:
     tracing = open_tracing(settings.traces)
+    allowed(settings.origins, settings.hosts, settings.host)  # what is no origin is known before the weights are there
     listening = _listen(settings.host, settings.port)  # a port that is taken is known before the weights are there
     try:
         service = await _open(settings, on_load, say)
@@ -156,9 +161,10 @@ def _summary(ready: Ready) -> str:
 
 
 async def _serve(service: Service, settings: Settings, listening: socket.socket, say: Callable[[str], None]) -> int:
+    may_ask = allowed(settings.origins, settings.hosts, settings.host)
     protocol: Any = partial(Connection, Places.there_are())  # which uvicorn calls, as it would a class
     config = uvicorn.Config(
-        make_app(service, settings.keys), http=protocol, ws="none", log_config=None, log_level="error",
+        make_app(service, settings.keys, may_ask), http=protocol, ws="none", log_config=None, log_level="error",
         access_log=False, lifespan="off", timeout_keep_alive=30, backlog=ACCEPTED_AT_ONCE,
         timeout_graceful_shutdown=math.ceil(settings.drain_s + TOLD_S), h11_max_incomplete_event_size=65536,
     )  # fmt: skip

@@ -336,10 +336,10 @@ def _answer(address: tuple[str, int], sent: bytes) -> bytes:
     return b"".join(parts)
 
 
-_POST = b"POST /tokenize HTTP/1.1\r\nHost: x\r\n"
+_POST = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n"
 _BODY = b'{"prompt": "hello"}'
 _CHUNKS = b'Transfer-Encoding: chunked\r\n\r\n5\r\n{"pro\r\nE\r\nmpt": "hello"}\r\n0\r\n\r\n'
-_LAST = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+_LAST = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 _RAW: dict[bytes, tuple[int, ...]] = {
     _POST + _CHUNKS + _LAST: (200, 200),
     _POST + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n": (400,),
@@ -350,15 +350,15 @@ _RAW: dict[bytes, tuple[int, ...]] = {
     _POST + b"Content-Length: %d\r\n\r\n" % 10**15: (413,),
     _POST + b"Connection: close\r\nExpect: 100-continue\r\nContent-Length: 19\r\n\r\n" + _BODY: (100, 200),
     (_POST + b"Content-Length: 19\r\n\r\n" + _BODY) * 20 + _LAST: (200,) * 21,
-    b"HEAD /version HTTP/1.1\r\nHost: x\r\n\r\n" + _LAST: (405, 200),
-    b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n" + _LAST: (404, 200),
-    b"BREW /tokenize HTTP/1.1\r\nHost: x\r\n\r\n" + _LAST: (405, 200),
+    b"HEAD /version HTTP/1.1\r\nHost: localhost\r\n\r\n" + _LAST: (405, 200),
+    b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n\r\n" + _LAST: (404, 200),
+    b"BREW /tokenize HTTP/1.1\r\nHost: localhost\r\n\r\n" + _LAST: (405, 200),
     b"GET /version HTTP/1.0\r\n\r\n": (200,),
     b"GET /version HTTP/1.1\r\n\r\n": (400,),
-    b"GET /%ff%fe%00 HTTP/1.1\r\nHost: x\r\n\r\n" + _LAST: (404, 200),
-    b"GET /v1/models/%ed%a0%80 HTTP/1.1\r\nHost: x\r\n\r\n" + _LAST: (404, 200),
-    b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 10**6 + b"\r\n\r\n": (400,),
-    b"GET /version HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n" + _LAST: (200, 200),
+    b"GET /%ff%fe%00 HTTP/1.1\r\nHost: localhost\r\n\r\n" + _LAST: (404, 200),
+    b"GET /v1/models/%ed%a0%80 HTTP/1.1\r\nHost: localhost\r\n\r\n" + _LAST: (404, 200),
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nA: " + b"a" * 10**6 + b"\r\n\r\n": (400,),
+    b"GET /version HTTP/1.1\r\nHost: localhost\r\nUpgrade: h2c\r\nConnection: Upgrade\r\n\r\n" + _LAST: (200, 200),
     b"\x16\x03\x01\x02\x00" + bytes(100) + b"\r\n\r\n": (400,),
 }  # fmt: skip
 
@@ -421,7 +421,7 @@ def test_who_sends_no_request_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(connections, "HEAD_S", 0.4)
 
     def ask(address: tuple[str, int]) -> None:
-        for before in (b"", b"GET / HT", b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"):
+        for before in (b"", b"GET / HT", b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"):
             with socket.create_connection(address, timeout=0.1) as client:
                 client.sendall(before)
                 began = time.monotonic()
@@ -444,7 +444,7 @@ def test_who_reads_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) ->
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(address)
             client.sendall(
-                b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (TEXT.encode(), len(body)) + body
+                b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (TEXT.encode(), len(body)) + body
             )
             end = time.monotonic() + 20
             while not service._num_inside:

@@ -94,7 +94,8 @@ def test_who_leaves_frees_what_it_held(server: Served, stream: bool) -> None:
     body = json.dumps(LONG | {"stream": stream, "n": 3}).encode()
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port))) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+        client.sendall(head % len(body) + body)
         _until(lambda: server.metric("num_requests_running") == 3)
     _until(lambda: server.metric("num_requests_running") == 0)
     assert server.metric("num_requests_waiting") == 0
@@ -107,7 +108,7 @@ def test_it_ends_once_answers_have(tmp_path: Path) -> None:
         _until(lambda: found.metric("num_requests_running") == 1)
         host, _, port = found.url.removeprefix("http://").partition(":")
         with socket.create_connection((host, int(port)), timeout=30) as idle:
-            idle.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            idle.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert idle.recv(4096).startswith(b"HTTP/1.1 200")
             found.process.send_signal(signal.SIGTERM)
             assert idle.recv(4096) == b"", "it is closed"
@@ -209,3 +210,17 @@ def test_more_clients_than_descriptors_keep_nobody_waiting() -> None:
 def test_the_limit_of_descriptors_is_raised_where_it_may_be(server: Served) -> None:
     soft, hard = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
     assert soft >= min(hard, 4096 + 256)
+
+
+def test_pages_of_others_may_not_ask(server: Served) -> None:
+    url, port = f"{server.url}/v1/completions", server.url.rpartition(":")[2]
+    asked = json.dumps(LONG | {"max_tokens": 2}).encode()
+
+    def status(**headers: str) -> int:
+        sent = {"Content-Type": "text/plain", **{name.capitalize(): value for name, value in headers.items()}}
+        return int(server.http.post(url, content=asked, headers=sent).status_code)
+
+    assert status() == status(origin=server.url) == status(host=f"localhost:{port}") == 200
+    assert status(origin="http://other.example") == status(origin="null") == 403
+    assert status(host=f"rebound.example:{port}") == 403
+    assert status(host=f"rebound.example:{port}", origin=f"http://rebound.example:{port}") == 403

@@ -35,6 +35,9 @@ class Gate:
         """held: takes what has come of the body."""
         try:
             headers = dict(scope["headers"])
+            if b"content-length" in headers and b"transfer-encoding" in headers:
+                # A proxy before this server may go by the other of the two: RFC 9112, 6.1.
+                raise ApiError(400, "Content-Length and Transfer-Encoding contradict each other")
             self._require(scope["path"], headers)
             body = b""
             if scope["method"] == "POST" and not await self._body(held, headers.get(b"content-length"), receive):

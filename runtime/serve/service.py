@@ -18,7 +18,7 @@ from kerngen.runtime.config import ModelConfig
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.engine_client import EngineClient
 from kerngen.runtime.serve.engine_process import Guiding, Made, Ready
-from kerngen.runtime.serve.errors import ApiError
+from kerngen.runtime.serve.errors import ApiError, shortened
 from kerngen.runtime.serve.metrics import Metrics
 from kerngen.runtime.serve.tracing import Trace, Tracing
 from kerngen.runtime.text import TextCodec
@@ -74,7 +74,7 @@ class Service:
 
     def require_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
-            raise ApiError(404, f"the model {name!r} is not served here; there is {', '.join(self.names)}",
+            raise ApiError(404, f"the model {shortened(name)!r} is not served here; there is {', '.join(self.names)}",
                            param="model", code="model_not_found")  # fmt: skip
 
     def trace(self, request: Request) -> Trace:

@@ -346,6 +346,7 @@ _RAW: dict[bytes, tuple[int, ...]] = {
     _POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n": (501, 400),
     _POST + b"Content-Length: -3\r\n\r\nabc": (400,),
     _POST + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabc": (400,),
+    _POST + b"Content-Length: 19\r\n" + _CHUNKS + _LAST: (400,),
     _POST + b"Content-Length: %d\r\n\r\n" % 10**30: (400,),
     _POST + b"Content-Length: %d\r\n\r\n" % 10**15: (413,),
     _POST + b"Connection: close\r\nExpect: 100-continue\r\nContent-Length: 19\r\n\r\n" + _BODY: (100, 200),

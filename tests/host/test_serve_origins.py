@@ -105,3 +105,21 @@ def test_what_is_no_origin_is_refused_before_anything_loads(kerngen: Kerngen, op
     assert (code, f"{option} {value}: no " in err) == (2, True), err
     with pytest.raises(UsageError):
         allowed(*(((value,), ()) if option == "--allow-origin" else ((), (value,))), "127.0.0.1")
+
+
+def test_what_a_client_said_is_not_quoted_whole() -> None:
+    long = "x" * 5000
+    with asked_at("http://localhost") as client:
+        answers = [
+            client.post(CHAT, json=HI | {"model": long}),
+            client.get(f"/v1/models/{long}"),
+            client.post(CHAT, json=HI | {"logit_bias": {long: 1}}),
+            client.post(CHAT, json=HI | {"tool_choice": {"type": "function", "function": {"name": long}}}),
+            client.post(CHAT, json=HI | {"response_format": {"type": long}}),
+            client.post(CHAT, json={"messages": [{"role": long, "content": "Hi"}]}),
+            client.post(CHAT, json=HI, headers={"Host": long}),
+        ]
+    for answer in answers:
+        assert 400 <= answer.status_code < 500
+        assert len(answer.text) < 2500, answer.text
+    assert max(len(answers[0].text), len(answers[1].text), len(answers[-1].text)) < 400

@@ -6,12 +6,19 @@ All routes take JSON. A body is read as JSON whatever its content type, since cu
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Callable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kerngen.runtime.serve.errors import ApiError, response_of
 from kerngen.runtime.serve.service import RETRY_AFTER_S, Limits
+
+# A surrogate without its other half, in JSON; behind an escaped backslash it is none.
+_LONE = re.compile(
+    rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F])"
+)
 
 
 class Gate:
@@ -45,6 +52,7 @@ class Gate:
             body = b"".join(held)
             held[:] = [body]
             self._require_few(body)
+            _require_unicode(body)
         except ApiError as e:
             # What is left of the body is not read: this connection can serve no other request.
             e.headers["Connection"] = "close"
@@ -95,3 +103,15 @@ class Gate:
 
     def _too_long(self) -> ApiError:
         return ApiError(413, f"the body has more than {self._limits.body_bytes:,} bytes", code="body_too_large")
+
+
+def _require_unicode(body: bytes) -> None:
+    """Raises ApiError for JSON with a lone surrogate: nothing that takes text as UTF-8 takes it."""
+    if _LONE.search(body) is None:
+        return
+    try:
+        json.dumps(json.loads(body), ensure_ascii=False).encode()
+    except UnicodeEncodeError as e:
+        raise ApiError(400, f"the body is not Unicode: it has the lone surrogate {e.object[e.start]!r}") from None
+    except (ValueError, RecursionError):
+        pass  # no JSON: whoever reads it says so

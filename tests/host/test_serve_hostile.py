@@ -107,6 +107,36 @@ def test_a_template_that_writes_without_end_costs_one_request(
     assert time.monotonic() - began < 30  # it was minutes
 
 
+_TOOL = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string", "pattern": "\ud800"}}}}
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    (CHAT, HI | {"guided_regex": "\ud800"}),
+    (CHAT, HI | {"structured_outputs": {"regex": "(\udc00|a)"}, "stream": True}),
+    (CHAT, HI | {"guided_choice": ["a", "\ud83d"]}),
+    (CHAT, HI | {"guided_json": {"properties": {"\ude00\ud83d": {}}}}),
+    (CHAT, HI | {"tools": [{"type": "function", "function": _TOOL}], "tool_choice": "required"}),
+    (CHAT, HI | {"user": "\ud800", "stop": ["\ud800"]}),
+    (TEXT, {"prompt": "a", "guided_regex": "\ud800"}),
+    (TEXT, {"prompt": "a\ud800"}),
+    ("/tokenize", {"prompt": "\ud800"}),
+])  # fmt: skip
+def test_a_lone_surrogate_is_refused(
+    client: TestClient, path: str, body: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    answer = client.post(path, content=json.dumps(body))
+    assert (answer.status_code, "lone surrogate" in answer.text) == (400, True)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("text", ["\U0001f600", "\U0001f600" * 3, "\\ud800", "\\\\ud800\\udc00", "\ue000\ud7ff"])
+def test_what_looks_like_a_lone_surrogate_is_text(
+    client: TestClient, played: tuple[Service, PlayedEngine], text: str
+) -> None:
+    answer = client.post("/tokenize", content=json.dumps({"prompt": text}))
+    assert answer.json()["tokens"] == played[0].codec.encode(text, plain=True)
+
+
 def test_more_sequences_than_places_are_refused_before_they_are_read(
     client: TestClient, played: tuple[Service, PlayedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -224,3 +224,21 @@ def test_pages_of_others_may_not_ask(server: Served) -> None:
     assert status(origin="http://other.example") == status(origin="null") == 403
     assert status(host=f"rebound.example:{port}") == 403
     assert status(host=f"rebound.example:{port}", origin=f"http://rebound.example:{port}") == 403
+
+
+@pytest.mark.parametrize("more", [
+    {"guided_json": '{"enum": ["\\ud800"]}'}, {"guided_json": '{"type": "string", "pattern": "\\ud800"}'},
+    {"guided_json": '{"properties": {"\\ud800": {}}, "required": ["\\ud800"]}'},
+    {"guided_json": {"type": "integer", "multipleOf": 999_983}},
+])  # fmt: skip
+def test_what_no_answer_can_follow_is_refused(server: Served, more: dict[str, object]) -> None:
+    """A lone surrogate in JSON that is a text of the request, and what takes too long to compile."""
+    began = time.monotonic()
+    with ThreadPoolExecutor(1) as threads:
+        refused = threads.submit(server.http.post, f"{server.url}/v1/chat/completions", json=ASKED | more)
+        time.sleep(0.5)
+        quick = server.http.post(f"{server.url}/v1/chat/completions", json=ASKED | {"guided_choice": ["yes", "no"]})
+        assert quick.json()["choices"][0]["message"]["content"] in ("yes", "no")
+        assert refused.result().status_code == 400, refused.result().text
+    assert time.monotonic() - began < 60
+    assert not any("Traceback" in line for line in server.said)

@@ -19,6 +19,9 @@ from kerngen.runtime.config_fields import read_file, read_json
 
 MAX_TEMPLATE_BYTES = 1024 * 1024  # Gemma-4's has 12 kB
 MAX_RENDER_S = 10.0
+# What a template may write: its own text, so many characters for each that it gets, and some besides. Indented JSON of
+# a deeply nested tool has a dozen for each.
+CHARS_PER_CHAR, FREE_CHARS = 16, 64 * 1024
 THINKING = "enable_thinking"  # the variable by which a template turns thinking on
 _NO_CHAT = "--no-chat passes the prompt as it is"
 # What a tokenizer of Gemma's is called to have where tokenizer_config.json does not say.
@@ -49,12 +52,18 @@ class ChatTemplate:
                 self._tokens[name] = text
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, within_s: float = MAX_RENDER_S
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        within_s: float = MAX_RENDER_S,
+        max_chars: int | None = None,
     ) -> str:
         """`messages` ({"role", "content"}), ready for the model's turn. variables: what else the template is to see.
 
-        Raises UsageError for messages that are none, CheckpointError where the template fails or takes more memory than
-        it may, and of that TemplateTooSlow where it takes longer than `within_s`.
+        Raises UsageError for messages that are none, CheckpointError where the template fails, takes more memory than
+        it may or writes more than `max_chars` or than `messages` account for, and of that TemplateTooSlow where it
+        takes longer than `within_s`.
         """
         if isinstance(messages, str | Mapping) or not all(isinstance(m, Mapping) for m in messages) or not messages:
             raise UsageError("chat messages are a list of at least one object with role and content")
@@ -68,7 +77,7 @@ class ChatTemplate:
             "add_generation_prompt": True,
             **variables,
         }
-        return render_chat(self.source, values, within_s=within_s)
+        return render_chat(self.source, values, within_s=within_s, max_chars=max_chars)
 
 
 def _source(folder: Path, config: dict[str, Any]) -> str:
@@ -108,18 +117,30 @@ class TemplateTooSlow(CheckpointError):
     """The time that the template had is over."""
 
 
-def render_chat(source: str, values: Mapping[str, Any], *, within_s: float = MAX_RENDER_S) -> str:
-    """Render a chat template, which is not trusted, in a process. Raises CheckpointError with the reason."""
+def render_chat(
+    source: str, values: Mapping[str, Any], *, within_s: float = MAX_RENDER_S, max_chars: int | None = None
+) -> str:
+    """Render a chat template, which is not trusted, in a process. Raises CheckpointError with the reason.
+
+    The text has at most `max_chars` characters, and no more than what came in accounts for: nobody could tokenize what
+    a template of one line can write.
+    """
     try:
-        request = json.dumps({"source": source, "values": values})
+        given = json.dumps(values, ensure_ascii=False)
+        most = FREE_CHARS + len(source) + CHARS_PER_CHAR * len(given)
+        most = most if max_chars is None else min(most, max_chars)
+        request = json.dumps({"source": source, "values": values, "max_chars": most})
     except (TypeError, ValueError, RecursionError) as e:
         raise UsageError(f"chat messages must be what JSON can hold: {e}") from e
-    answer = _WORKERS.ask(request, within_s)
+    answer = _WORKERS.ask(request, within_s, most)
     if answer is None:
         raise TemplateTooSlow(f"the chat template failed: it took more than {within_s:g} s", hint=_NO_CHAT)
     if (text := answer.get("text")) is None:
         raise CheckpointError(f"the chat template failed: {answer['error']}", hint=_NO_CHAT)
     return str(text)
+
+
+_JSON_CHARS, _ERROR_CHARS = 12, 16 * 1024  # of an answer: of each character, escaped as two surrogates, and around
 
 
 class _Workers:
@@ -128,14 +149,16 @@ class _Workers:
     def __init__(self) -> None:
         self._idle: list[_Worker] = []  # appended to and popped from by any thread
 
-    def ask(self, request: str, within_s: float) -> dict[str, Any] | None:
-        """A worker's answer, {"error"} where it died, None where it had to be killed after `within_s`."""
+    def ask(self, request: str, within_s: float, max_chars: int) -> dict[str, Any] | None:
+        """A worker's answer of a text of at most `max_chars`, {"error"} where it died, None where it had to be killed
+        after `within_s`.
+        """
         try:
             worker = self._idle.pop()
         except IndexError:
             worker = _Worker()
         try:
-            return worker.ask(request, within_s)
+            return worker.ask(request, within_s, max_chars)
         finally:
             self._idle.append(worker)
 
@@ -150,7 +173,7 @@ class _Worker:
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
-    def ask(self, request: str, within_s: float) -> dict[str, Any] | None:
+    def ask(self, request: str, within_s: float, max_chars: int) -> dict[str, Any] | None:
         """As _Workers.ask."""
         process = self._process
         if process is None or process.poll() is not None:
@@ -162,7 +185,7 @@ class _Worker:
                 raise TypeError("the worker has pipes")
             process.stdin.write(request + "\n")
             process.stdin.flush()
-            line = process.stdout.readline()
+            line = process.stdout.readline(_JSON_CHARS * max_chars + _ERROR_CHARS)
         except BrokenPipeError:
             line = ""
         except BaseException:  # Ctrl-C: half an answer may lie in the pipe

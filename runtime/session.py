@@ -98,7 +98,9 @@ class Session:
                 raise UsageError("messages need the chat template", hint="leave chat=False out, or give one text")
             return self._text_only(self.codec.encode(prompt, plain=not self.control_tokens))
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return self._text_only(self.codec.encode_chat(messages, variables, plain=not self.control_tokens))
+        most = self.codec.most_chars(self.config.max_positions)
+        plain = not self.control_tokens
+        return self._text_only(self.codec.encode_chat(messages, variables, plain=plain, max_chars=most))
 
     def _text_only(self, ids: list[int]) -> list[int]:
         """`ids`, if none of them stands for an image or the like. Raises UsageError."""

@@ -2,7 +2,7 @@
 
 Jinja's immutable sandbox keeps it from the outside. That it ends, and what memory it takes, only a process can bound:
 this one may have so much and no more, and is killed when it takes too long (chat.py). It is run as a file, and knows of
-nothing but Jinja. A line of JSON in, {"source", "values"}, is a line out, {"text"} or {"error"}.
+nothing but Jinja. A line of JSON in, {"source", "values", "max_chars"}, is a line out, {"text"} or {"error"}.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES = 1 << 30  # of address space, for Python, Jinja, the messages and what is written
 ALARM_S = 60  # after which this ends by itself, where whoever waits for it is gone
-MAX_RENDERED_CHARS = 64 * 1024 * 1024
 
 
 class GenerationBlock(Extension):
@@ -39,8 +38,11 @@ class GenerationBlock(Extension):
         return caller()
 
 
-def render(source: str, values: dict[str, Any]) -> str:
-    """The text of a template with `values`, as transformers' apply_chat_template renders it. Raises anything."""
+def render(source: str, values: dict[str, Any], max_chars: int) -> str:
+    """The text of a template with `values`, as transformers' apply_chat_template renders it. Raises anything.
+
+    Raises MemoryError for a text of more than `max_chars` characters.
+    """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"]
     )
@@ -64,8 +66,9 @@ def render(source: str, values: dict[str, Any]) -> str:
     pieces, size = [], 0
     for piece in environment.from_string(source).generate(values):
         size += len(piece)
-        if size > MAX_RENDERED_CHARS:
-            raise MemoryError(f"it wrote more than {MAX_RENDERED_CHARS:,} characters")
+        if size > max_chars:
+            why = "more than the context holds, or than the messages account for"
+            raise MemoryError(f"it wrote more than {max_chars:,} characters: {why}")
         pieces.append(piece)
     return "".join(pieces)
 
@@ -81,7 +84,7 @@ def main() -> None:
         alarm(ALARM_S)
         try:
             request = json.loads(line)
-            answer = {"text": render(request["source"], request["values"])}
+            answer = {"text": render(request["source"], request["values"], request["max_chars"])}
             text = json.dumps(answer)
         except Exception as e:  # in any way that a program can fail, while it is compiled (SyntaxError) or run
             text = json.dumps({"error": f"{type(e).__name__}: {e}"[:1000] if str(e) else type(e).__name__})

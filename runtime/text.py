@@ -17,6 +17,7 @@ from kerngen.runtime.config_fields import nothing_there, read_file
 MAX_TOKENIZER_BYTES = 256 * 1024 * 1024  # Gemma-4's has 33 MB
 # From so many characters or tokens on, Python's other threads go on meanwhile: the library lets them only of a batch.
 _LONG = 4096
+LEAST_CHARS = 1 << 20  # of a text that are taken whatever the tokenizer and the context
 # Ends a turn of the chat format (id 106); config.json's eos_token_id may leave it out.
 END_OF_TURN = "<turn|>"
 CHANNEL, END_OF_CHANNEL = "<|channel>", "<channel|>"  # around what the model thinks (ids 100 and 101)
@@ -100,6 +101,10 @@ class TextCodec:
         self.encode("", plain=True)
         self.longest_token  # noqa: B018
 
+    def most_chars(self, max_tokens: int) -> int:
+        """Characters of a text that `max_tokens` may hold; a longer one need not be counted."""
+        return max(LEAST_CHARS, max_tokens * self.longest_token)
+
     @cached_property
     def longest_token(self) -> int:
         """Characters of it: a text has at least its length divided by that in tokens, unknown characters aside."""
@@ -122,19 +127,21 @@ class TextCodec:
         *,
         plain: bool = False,
         within_s: float = MAX_RENDER_S,
+        max_chars: int | None = None,
     ) -> list[int]:
-        """Token ids of `messages` through the chat template, <bos> in front. variables, within_s: see `chat`.
+        """Token ids of `messages` through the chat template, <bos> in front. variables, within_s, max_chars: see
+        `chat`.
 
         plain: control tokens in the messages and in the variables (the description of a tool) are text, so that nobody
         can end a turn by typing <turn|>; by default, as in transformers, they are what they look like.
         """
         if not plain:
-            return self.encode(self.chat(messages, variables, within_s=within_s))
+            return self.encode(self.chat(messages, variables, within_s=within_s, max_chars=max_chars))
         try:
             messages, variables = self._control.mark([messages, variables or {}])
         except RecursionError:
             raise UsageError("chat messages, or what comes with them, are nested too deep") from None
-        ids = self._encode_marked(self.chat(messages, variables, within_s=within_s))
+        ids = self._encode_marked(self.chat(messages, variables, within_s=within_s, max_chars=max_chars))
         return ids if ids[:1] == [self.bos_id] else [self.bos_id, *ids]
 
     def _encode(self, text: str, tokenizer: Tokenizer | None = None) -> list[int]:
@@ -204,14 +211,15 @@ class TextCodec:
         variables: Mapping[str, Any] | None = None,
         *,
         within_s: float = MAX_RENDER_S,
+        max_chars: int | None = None,
     ) -> str:
         """`messages` ({"role", "content"}) through the chat template, ready for the model's turn.
 
         variables: what else the template is to see (enable_thinking, tools). Raises UsageError for messages that are
-        none, CheckpointError where there is no template or it fails, and of that TemplateTooSlow where it takes longer
-        than `within_s`.
+        none, CheckpointError where there is no template, it fails, or it writes more than `max_chars` or than what came
+        in accounts for, and of that TemplateTooSlow where it takes longer than `within_s`.
         """
-        return self._template.render(messages, variables or {}, within_s=within_s)
+        return self._template.render(messages, variables or {}, within_s=within_s, max_chars=max_chars)
 
     @cached_property
     def _template(self) -> ChatTemplate:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kerngen.runtime.session import Session
 
 MAX_LINE_BYTES = 16 << 20
+ENDLESS_BYTES = 256 << 20  # of a line, which is passed over: one that has more is of no text (/dev/zero)
 CHECKED_LINES = 1000  # read before anything starts; a file that ends within them is refused whole if one is bad
 CHECKED_BYTES = 64 << 20
 SHOWN_LINES = 10  # of those that are bad
@@ -72,13 +73,20 @@ def with_system(text: str, messages: list[dict[str, Any]]) -> list[dict[str, Any
 
 
 def read_lines(file: IO[bytes], *, chat: bool = True) -> Iterator[Line]:
-    """The lines of `file` that are not blank. chat: they go through the chat template."""
+    """The lines of `file` that are not blank. chat: they go through the chat template.
+
+    Raises UsageError for a line that does not end.
+    """
     number = 0
     while raw := file.readline(MAX_LINE_BYTES + 1):
         number += 1
         if len(raw) > MAX_LINE_BYTES:
+            num_bytes = len(raw)
             while raw and not raw.endswith(b"\n"):
                 raw = file.readline(MAX_LINE_BYTES)
+                num_bytes += len(raw)
+                if num_bytes > ENDLESS_BYTES:
+                    raise UsageError(f"line {number} does not end within {ENDLESS_BYTES:,} B", hint=EXAMPLE)
             yield Line(number, None, UsageError(f"it has more than {MAX_LINE_BYTES:,} B", hint=EXAMPLE), 0)
         elif raw.strip():
             yield parse_line(number, raw, chat=chat)
@@ -169,7 +177,8 @@ def opened(name: str) -> Iterator[IO[bytes]]:
 def checked_lines(file: IO[bytes], *, chat: bool = True) -> tuple[Iterator[Line], int | None]:
     """The lines, and how many there are, None where only the end will tell.
 
-    The first CHECKED_LINES are read at once. Raises UsageError if these are all and some are bad, or there are none.
+    The first CHECKED_LINES are read at once. Raises UsageError if these are all and some are bad, if all of them are
+    bad, or if there are none.
     """
     start = file.tell() if _is_regular(file) else 0
     first: list[Line] = []
@@ -178,6 +187,8 @@ def checked_lines(file: IO[bytes], *, chat: bool = True) -> tuple[Iterator[Line]
         first.append(line)
         num_bytes += line.num_bytes
         if len(first) == CHECKED_LINES or num_bytes > CHECKED_BYTES:
+            if all(isinstance(line.asks, KerngenError) for line in first):
+                raise _refusal(first, len(first))
             return chain(first, lines), _num_lines(file, start) if _is_regular(file) else None
     if not first:
         raise UsageError("there are no prompts", hint=EXAMPLE)

@@ -30,6 +30,10 @@ KEYS_VARIABLE = "KERNGEN_API_KEYS"  # several, with commas between them
               help="What clients call it; repeatable. Default: MODEL's name.")  # fmt: skip
 @click.option("--api-key", "keys", multiple=True, envvar=KEYS_VARIABLE, metavar="KEY",
               help=f"Asked of every request; repeatable. Default: ${KEYS_VARIABLE}, with commas.")  # fmt: skip
+@click.option("--allow-origin", "origins", multiple=True, metavar="ORIGIN",
+              help="Whose pages may ask and read, as https://chat.example; repeatable, * for all.")  # fmt: skip
+@click.option("--allow-host", "hosts", multiple=True, metavar="NAME",
+              help="By which names it may be asked without a key, besides its own; repeatable, * for all.")  # fmt: skip
 @click.option("--context", "--max-model-len", "context", type=click.IntRange(16), default=None,
               help="Tokens of a sequence, prompt and answer. Default: the model's own, 32768 at most.")  # fmt: skip
 @click.option("--max-batch", "--max-num-seqs", "max_batch", type=click.IntRange(1), default=64, show_default=True,
@@ -54,6 +58,8 @@ def serve(
     port: int,
     names: tuple[str, ...],
     keys: tuple[str, ...],
+    origins: tuple[str, ...],
+    hosts: tuple[str, ...],
     context: int | None,
     max_batch: int,
     max_queue: int,
@@ -92,7 +98,8 @@ def serve(
                          hint="--num-draft-tokens 3, or --no-draft")  # fmt: skip
     limits = Limits(queue=max_queue, body_bytes=max_body_mb * 2**20)
     settings = Settings(arguments, host, port, names, tuple(given), context, max_batch, limits, drain_s, traces,
-                        reproducible=reproducible, control_tokens=control_tokens)  # fmt: skip
+                        reproducible=reproducible, control_tokens=control_tokens, origins=origins,
+                        hosts=hosts)  # fmt: skip
     with _weights(settings, model, generated) as settings, Reporter("starting") as bar:
         bar.note(f"starting {names[0] if names else model.name}: weights, then kernels; the port answers after that")
 

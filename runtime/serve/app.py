@@ -6,10 +6,11 @@ Source: OpenAI's API reference; for the others vLLM 0.24, `entrypoints/openai/ap
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, Response
 
 import kerngen
@@ -19,6 +20,7 @@ from kerngen.runtime.serve.errors import ApiError, json_response
 from kerngen.runtime.serve.messages import template_messages
 from kerngen.runtime.serve.metrics import CONTENT_TYPE
 from kerngen.runtime.serve.middleware import Gate
+from kerngen.runtime.serve.origins import Allowed
 from kerngen.runtime.serve.service import Service, service_of
 from kerngen.runtime.serve.streaming import unless_gone
 from kerngen.runtime.serve.unsupported_fields import require_honoured
@@ -26,23 +28,37 @@ from kerngen.runtime.serve.unsupported_fields import require_honoured
 OPEN = ("/health", "/ping", "/version", "/metrics", "/", "/docs", "/openapi.json")  # no key is asked for
 
 
-def make_app(service: Service, keys: Sequence[str] = ()) -> FastAPI:
-    """keys: one of them must come with every request but those for OPEN; none: none is asked for."""
+def make_app(service: Service, keys: Sequence[str] = (), allowed: Allowed | None = None) -> FastAPI:
+    """keys: one of them must come with every request but those for OPEN; none: none is asked for. allowed: whose pages
+    may ask without one, by which names, and read the answers; None: all may ask, and none reads.
+    """
     app = FastAPI(title="kerngen", version=kerngen.__version__, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
     app.state.service, app.state.keys = service, [key.encode() for key in keys]
     for router in (_router, completions.router, chat_completions.router, responses_api.router, messages_api.router):
         app.include_router(router)
     errors.install(app)
-    app.add_middleware(Gate, limits=service.limits, allowed=lambda path, header: _is_allowed(app, path, header))
+
+    def require(path: str, headers: Mapping[bytes, bytes]) -> None:
+        if path in OPEN:
+            return
+        if app.state.keys:  # which no page has that was not given one
+            # x-api-key: as Anthropic's clients send it
+            _require_key(app.state.keys, headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b""))
+        elif allowed is not None:
+            allowed.require(headers.get(b"host", b""), headers.get(b"origin"))
+
+    app.add_middleware(Gate, limits=service.limits, require=require)
+    if allowed is not None and allowed.origins:  # outside of the gate: a browser asks whether it may without a key
+        app.add_middleware(CORSMiddleware, allow_origins=allowed.origins, allow_methods=["*"], allow_headers=["*"])
     return app
 
 
-def _is_allowed(app: FastAPI, path: str, header: bytes) -> bool:
-    if not app.state.keys or path in OPEN:
-        return True
+def _require_key(keys: Sequence[bytes], header: bytes) -> None:
     scheme, _, key = header.partition(b" ")
     # all are compared: how long it takes says nothing of them
-    return scheme.lower() == b"bearer" and sum(hmac.compare_digest(key.strip(), k) for k in app.state.keys) > 0
+    if scheme.lower() != b"bearer" or not sum(hmac.compare_digest(key.strip(), k) for k in keys):
+        raise ApiError(401, "a valid key is needed: Authorization: Bearer KEY, or x-api-key: KEY",
+                       code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
 
 
 _router = APIRouter()

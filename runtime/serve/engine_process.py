@@ -211,8 +211,9 @@ class _Loop:
         self._connection, self._session, self._engine = connection, session, engine
         self._by_number: dict[int, Handle] = {}
         self._numbers: dict[Handle, int] = {}
-        # Grammars are compiled beside the steps: some take long.
-        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="kerngen-grammar")
+        # Grammars are compiled beside the steps. What takes long waits for its like alone.
+        self._quick = ThreadPoolExecutor(1, thread_name_prefix="kerngen-grammar")
+        self._slow = ThreadPoolExecutor(1, thread_name_prefix="kerngen-slow-grammar")
         self._compiling: dict[int, tuple[Submit, Future[Guide]]] = {}
         self._guides: Guides | None = None
 
@@ -228,7 +229,7 @@ class _Loop:
                         return
                     made += self._heed(told)
                 for number in [n for n, (_, guide) in self._compiling.items() if guide.done()]:
-                    made += self._submit(*self._compiling.pop(number))
+                    made += self._submit_guided(*self._compiling.pop(number))
                 if made:  # before the step: whose answer has ended waits for its last word
                     connection.send(Told(made, engine.load))
                 if not engine.has_work:
@@ -240,7 +241,7 @@ class _Loop:
         if isinstance(told, Submit):
             if told.guiding is None:
                 return self._submit(told)
-            self._compiling[told.number] = told, self._compiler.submit(self._guide, told.guiding)
+            self._compiling[told.number] = told, self._quick.submit(self._guide, told.guiding)
             return ()
         if (compiling := self._compiling.pop(told.number, None)) is not None:
             compiling[1].cancel()  # where it has not begun
@@ -251,26 +252,39 @@ class _Loop:
         self._engine.cancel(handle)
         return (Made(told.number, [], reason="cancelled", stats=handle.stats),)
 
-    def _guide(self, wanted: Guiding) -> Guide:
-        """In the compiler's thread."""
+    def _guide(self, wanted: Guiding, *, is_slow: bool = False) -> Guide:
+        """In a compiler's thread; the quick one is there first."""
+        from kerngen.runtime.serve.grammar_cost import MAX_COMPILE_S, QUICK_COMPILE_S
         from kerngen.runtime.serve.grammars import Guides
 
         if self._guides is None:
             session = self._session
             self._guides = Guides(session.codec, session.config.vocab_size, session.stop_ids)
-        return self._guides.guide(wanted.grammar, may_think=wanted.may_think, is_thinking=wanted.is_thinking)
+        return self._guides.guide(wanted.grammar, may_think=wanted.may_think, is_thinking=wanted.is_thinking,
+                                  within_s=MAX_COMPILE_S if is_slow else QUICK_COMPILE_S)  # fmt: skip
 
-    def _submit(self, told: Submit, guide: Future[Guide] | None = None) -> Sequence[Made]:
-        from kerngen.runtime.engine import Request
+    def _submit_guided(self, told: Submit, guide: Future[Guide]) -> Sequence[Made]:
+        from kerngen.runtime.serve.grammar_cost import GrammarTooSlow
+        from kerngen.runtime.serve.grammars import GuidesBusy
 
         try:
-            mask = None if guide is None else guide.result()
+            return self._submit(told, guide.result())
+        except GrammarTooSlow:
+            assert told.guiding is not None
+            self._compiling[told.number] = told, self._slow.submit(self._guide, told.guiding, is_slow=True)
+            return ()
+        except GuidesBusy as e:  # no fault of the request
+            return (Made(told.number, [], reason="error", error=e.message),)
         except KerngenError as e:
             return (Made(told.number, [], reason="refused", error=e.message),)
         except Exception as e:  # of a library, or a thread that could not start: the others' requests go on
             traceback.print_exc()
             error = f"the answer cannot be guided: {type(e).__name__}: {e}"
             return (Made(told.number, [], reason="error", error=error),)
+
+    def _submit(self, told: Submit, mask: Guide | None = None) -> Sequence[Made]:
+        from kerngen.runtime.engine import Request
+
         try:
             handle = self._engine.submit(Request(told.prompt, told.max_new_tokens, told.sampling, told.stop_ids,
                                                  logprobs=told.logprobs, mask=mask,

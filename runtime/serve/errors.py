@@ -16,15 +16,21 @@ from kerngen.errors import KerngenError, UsageError
 from kerngen.runtime.serve.engine_client import EngineFailed, EngineStopped
 
 log = logging.getLogger(__name__)
+SHOWN_CHARS, MOST_CHARS = 100, 2000  # of a name that a client gave, and of a message
 _TYPES = {
-    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 408: "timeout_error",
-    413: "invalid_request_error", 429: "rate_limit_error", 503: "service_unavailable_error",
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error", 503: "service_unavailable_error",
 }  # fmt: skip
 _ANTHROPIC_TYPES = {
     401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
 MESSAGES = "/v1/messages"
+
+
+def shortened(text: str, most: int = SHOWN_CHARS) -> str:
+    """`text` as far as it is shown to the client that sent it, or may have."""
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 class ClientGone(Exception):
@@ -50,7 +56,9 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        param = None if self.param is None else shortened(self.param)
+        return {"error": {"message": shortened(self.message, MOST_CHARS), "type": kind, "param": param,
+                          "code": self.code}}  # fmt: skip
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:

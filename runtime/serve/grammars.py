@@ -8,40 +8,52 @@ itself; tool_grammar.py has the grammar of tool calls, whose arguments are not J
 from __future__ import annotations
 
 import json
-import re
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
-from kerngen.errors import CheckpointError, UsageError
-from kerngen.runtime.serve.lark import MAX_GRAMMAR_CHARS, dumped, is_texts, literal, llguidance_library, regex
+from kerngen.errors import KerngenError, UsageError
+from kerngen.runtime.serve.grammar_compiler import GrammarCompiler, said_by
+from kerngen.runtime.serve.grammar_cost import MAX_COMPILE_S, GrammarCosts, GrammarTooCostly
+from kerngen.runtime.serve.lark import MAX_GRAMMAR_CHARS, dumped, is_texts, literal, regex
 from kerngen.runtime.serve.schema import require_small
 from kerngen.runtime.serve.tool_grammar import call_grammar
 from kerngen.runtime.text import TextCodec
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher
 
-# llguidance calls itself for each rule of a chain: 8 MB are too few for 2,000, and it would crash.
-STACK_BYTES = 256 * 1024 * 1024
-NUM_KEPT = 64  # compiled grammars: a chat with tools asks for the same one again and again
+# Compiled grammars that are kept: a chat with tools asks for the same one again and again.
+NUM_KEPT, MAX_KEPT_BYTES = 64, 256 * 1024 * 1024
+MAX_LIVE_BYTES = 512 * 1024 * 1024  # of those, and of those that answers under way follow
+NUM_REFUSED = 1024  # grammars that took too much, which is not tried again
 # Between the parts of JSON: with more a weak model fills each gap up to the bound. Outlines has the same.
 _WHITESPACE = r" "
-_LIMITS = {"verbose_errors": False}  # else its messages quote the grammar
-# In its messages: the place of an error, in a grammar that nobody wrote, and what it shows of that grammar.
-_PLACE, _SHOWN = re.compile(r"^at \d+\(\d+\): "), re.compile(r"\n *\d+ \| |\n<")
+
+
+class GuidesBusy(KerngenError):
+    """Answers under way follow as many costly grammars as there is memory for."""
+
+
+class _Compiled:
+    """A grammar that answers copy. is_spent: its states, which all its answers share, have reached their limit."""
+
+    def __init__(self, matcher: LLMatcher, size_bytes: int) -> None:
+        self.matcher, self.size_bytes, self.is_spent = matcher, size_bytes, False
 
 
 class Guide:
     """The engine's TokenMask for one answer."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        self._matcher, self._shape = matcher, (-(-vocab_size // 32),)
+    def __init__(self, compiled: _Compiled, vocab_size: int) -> None:
+        self._compiled, self._shape = compiled, (-(-vocab_size // 32),)
+        self._matcher = compiled.matcher.deep_copy()
 
     def accept(self, token: int) -> None:
         """Go on behind `token`. Raises UsageError where it is not allowed, or the grammar is too costly to follow."""
@@ -62,32 +74,39 @@ class Guide:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise UsageError(f"the answer cannot be guided on: {_said(self._matcher.get_error())}")
+            error = self._matcher.get_error()
+            self._compiled.is_spent |= "too many states" in error
+            raise UsageError(f"the answer cannot be guided on: {said_by(error)}")
 
 
 class Guides:
     """Makes guides for a checkpoint: `codec` and its model's vocab_size, of which the tokenizer may name fewer.
 
-    stop_ids: tokens that end an answer. Takes a second for Gemma-4's 262,144 tokens. Raises UsageError without
-    llguidance, CheckpointError for a tokenizer that it cannot read.
+    stop_ids: tokens that end an answer. Takes a second for Gemma-4's 262,144 tokens. Two threads may use it at once.
+    Raises UsageError without llguidance, CheckpointError for a tokenizer that it cannot read.
     """
 
     def __init__(self, codec: TextCodec, vocab_size: int, stop_ids: Sequence[int]) -> None:
-        llguidance = llguidance_library()
-        self._library, self._codec, self.vocab_size = llguidance, codec, vocab_size
-        try:
-            read = llguidance.LLTokenizer(codec.to_json(), n_vocab=vocab_size)
-            plain = llguidance.TokenizerWrapper(_PlainTokenizer(codec, read, stop_ids))
-            self._tokenizer = llguidance.LLTokenizer(plain, eos_token=list(stop_ids))
-        except Exception as e:  # whatever its Rust code finds wrong
-            raise CheckpointError(f"llguidance cannot read the tokenizer of {codec.folder}: {e}") from e
-        self._compiled = lru_cache(NUM_KEPT)(self._compile)
+        self._codec, self.vocab_size = codec, vocab_size
+        self._costs = GrammarCosts(codec.folder, codec.bos_id, vocab_size, stop_ids)
+        self._compiler = GrammarCompiler(codec, vocab_size, stop_ids)
+        self._lock = threading.Lock()  # around the three below
+        self._kept: OrderedDict[str, _Compiled] = OrderedDict()  # by grammar, the one that was asked for last is last
+        self._live: WeakValueDictionary[str, _Compiled] = WeakValueDictionary()
+        self._refused: OrderedDict[bytes, str] = OrderedDict()  # why, by the grammar's digest
 
-    def guide(self, grammar: str, *, may_think: bool = False, is_thinking: bool = False) -> Guide:
+    def close(self) -> None:
+        """End the processes that weigh grammars."""
+        self._costs.close()
+
+    def guide(
+        self, grammar: str, *, may_think: bool = False, is_thinking: bool = False, within_s: float = MAX_COMPILE_S
+    ) -> Guide:
         """A guide by `grammar`, the Lark rule `body` and what it needs: see json_grammar and the others.
 
         may_think: a thought may come first. is_thinking: the prompt has opened one, which ends first. Raises UsageError
-        for a grammar that llguidance refuses, or that allows nothing.
+        for a grammar that llguidance refuses, or that allows nothing, GrammarTooSlow where it takes more than
+        `within_s` to compile, GrammarTooCostly where it takes more than any may; GuidesBusy.
         """
         if may_think or is_thinking:
             if self._codec.channel_ids is None:
@@ -98,7 +117,7 @@ class Guides:
             grammar = f"{start}\nTHOUGHT: /(?s:.*)/\n{grammar}"
         else:
             grammar = f"start: body\n{grammar}"
-        return Guide(self._compiled(grammar).deep_copy(), self.vocab_size)
+        return Guide(self._compiled(grammar, within_s), self.vocab_size)
 
     def calls(self, tools: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """call_grammar's text with this checkpoint's tokens. Raises UsageError where it has none for calls."""
@@ -106,67 +125,44 @@ class Guides:
             raise UsageError(f"the tokenizer of {self._codec.folder} has no tokens for tool calls")
         return call_grammar(tools, self._codec.call_ids, **options).text
 
-    def _compile(self, grammar: str) -> LLMatcher:
+    def _compiled(self, grammar: str, within_s: float) -> _Compiled:
         if len(grammar) > MAX_GRAMMAR_CHARS:
             raise UsageError(f"the grammar has {len(grammar):,} characters; {MAX_GRAMMAR_CHARS:,} are allowed")
-        limits = self._library.LLParserLimits(**_LIMITS)
-        made: list[tuple[LLMatcher, LLMatcher]] = []
-        failed: list[BaseException] = []
+        digest = sha256(grammar.encode("utf-8", "surrogatepass")).digest()
+        with self._lock:
+            if (found := self._live.get(grammar)) is not None and not found.is_spent:
+                self._keep(grammar, found)
+                return found
+            if (refused := self._refused.get(digest)) is not None:
+                raise GrammarTooCostly(refused)
+        try:
+            size_bytes = self._costs.measure(grammar, within_s)
+        except GrammarTooCostly as e:
+            with self._lock:
+                self._refused[digest] = e.message
+                if len(self._refused) > NUM_REFUSED:
+                    self._refused.popitem(last=False)
+            raise
+        with self._lock:
+            self._make_room(size_bytes)
+        compiled = _Compiled(self._compiler.compile(grammar), size_bytes)
+        with self._lock:
+            self._live[grammar] = compiled
+            self._keep(grammar, compiled)
+        return compiled
 
-        def make() -> None:
-            try:
-                matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
-                probe = matcher.deep_copy()
-                if not probe.is_error():
-                    probe.compute_bitmask()
-                made.append((matcher, probe))
-            except BaseException as e:  # its Rust code may panic, which is no Exception
-                failed.append(e)
+    def _keep(self, grammar: str, compiled: _Compiled) -> None:
+        self._kept[grammar] = compiled
+        self._kept.move_to_end(grammar)
+        while len(self._kept) > NUM_KEPT or sum(c.size_bytes for c in self._kept.values()) > MAX_KEPT_BYTES:
+            self._kept.popitem(last=False)
 
-        with _STACK:
-            before = threading.stack_size(STACK_BYTES)
-            try:
-                thread = threading.Thread(target=make)
-                thread.start()
-            finally:
-                threading.stack_size(before)
-        thread.join()
-        if failed:
-            raise UsageError(f"the answer cannot be guided so: llguidance failed: {failed[0]}") from failed[0]
-        matcher, probe = made[0]
-        if matcher.is_error():
-            raise UsageError(f"the answer cannot be guided so: {_said(matcher.get_error())}")
-        if probe.is_error() or (probe.is_stopped() and not probe.is_accepting()):
-            raise UsageError("the answer cannot be guided so: nothing that ends satisfies it")
-        return matcher
-
-
-class _PlainTokenizer:
-    """The tokens as llguidance read them, and an encoder to which <turn|> in a grammar's texts is text.
-
-    Where only one text can follow, llguidance allows the tokens that encode it alone: its own would be the control one.
-    """
-
-    def __init__(self, codec: TextCodec, read: LLTokenizer, stop_ids: Sequence[int]) -> None:
-        self._encoder = Tokenizer.from_str(codec.to_json())
-        self._encoder.encode_special_tokens = True
-        self.bos_token_id, self.eos_token_id = codec.bos_id, stop_ids[0]
-        self.tokens = [read.decode_bytes([i]) for i in range(read.vocab_size)]
-        self.special_token_ids = [i for i in range(read.vocab_size) if read.is_special_token(i)]
-
-    def __call__(self, text: str) -> list[int]:
-        if not isinstance(text, str):
-            raise TypeError("texts, not bytes")  # how llguidance learns it
-        ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
-        return ids
-
-
-_STACK = threading.Lock()  # around what sets the stack of the threads to come
-
-
-def _said(error: str) -> str:
-    """llguidance's message without the place, the grammar and its state behind it."""
-    return _PLACE.sub("", _SHOWN.split(error)[0].strip())
+    def _make_room(self, size_bytes: int) -> None:
+        """For another grammar. What is kept and nobody uses goes first; raises GuidesBusy where that is not enough."""
+        while sum(c.size_bytes for c in list(self._live.values())) + size_bytes > MAX_LIVE_BYTES:
+            if not self._kept:
+                raise GuidesBusy(f"grammars of answers under way take {MAX_LIVE_BYTES >> 20} MB, and more is not taken")
+            self._kept.popitem(last=False)
 
 
 # ---- grammars --------------------------------------------------------------------------------------------------------

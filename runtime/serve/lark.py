@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from kerngen.errors import UsageError
+from kerngen.runtime.text import require_unicode
 
 MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_PATTERN_CHARS = 4096  # of a regular expression: compiling takes time with its square, 0.13 s for twice as many
@@ -30,6 +31,7 @@ def regex(pattern: str, *, from_end_to_end: bool = False) -> str:
     """
     if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN_CHARS:
         raise UsageError(f"a regular expression is a text of at most {MAX_PATTERN_CHARS:,} characters")
+    require_unicode(pattern)
     anything = "" if from_end_to_end else "(?s:.*)"
     branches = []
     for branch in _alternatives(pattern):

@@ -1,4 +1,4 @@
-"""Middleware of every request: API keys, and limits on a body's size and time.
+"""Middleware of every request: API keys, whose pages may ask, and limits on a body's size and time.
 
 All routes take JSON. A body is read as JSON whatever its content type, since curl sends another by default.
 """
@@ -6,19 +6,26 @@ All routes take JSON. A body is read as JSON whatever its content type, since cu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Callable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kerngen.runtime.serve.errors import ApiError, response_of
 from kerngen.runtime.serve.service import RETRY_AFTER_S, Limits
 
+# A surrogate without its other half, in JSON; behind an escaped backslash it is none.
+_LONE = re.compile(
+    rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F])"
+)
+
 
 class Gate:
-    """allowed: whether a path may be asked for with this Authorization header."""
+    """require: raises ApiError for a path that may not be asked for with these headers."""
 
-    def __init__(self, app: ASGIApp, *, limits: Limits, allowed: Callable[[str, bytes], bool]) -> None:
-        self._app, self._limits, self._allowed = app, limits, allowed
+    def __init__(self, app: ASGIApp, *, limits: Limits, require: Callable[[str, Mapping[bytes, bytes]], None]) -> None:
+        self._app, self._limits, self._require = app, limits, require
         self._held = 0  # bytes of all bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -35,17 +42,17 @@ class Gate:
         """held: takes what has come of the body."""
         try:
             headers = dict(scope["headers"])
-            # x-api-key: as Anthropic's clients send it
-            key = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
-            if not self._allowed(scope["path"], key):
-                raise ApiError(401, "a valid key is needed: Authorization: Bearer KEY, or x-api-key: KEY",
-                               code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
+            if b"content-length" in headers and b"transfer-encoding" in headers:
+                # A proxy before this server may go by the other of the two: RFC 9112, 6.1.
+                raise ApiError(400, "Content-Length and Transfer-Encoding contradict each other")
+            self._require(scope["path"], headers)
             body = b""
             if scope["method"] == "POST" and not await self._body(held, headers.get(b"content-length"), receive):
                 return  # the client has gone
             body = b"".join(held)
             held[:] = [body]
             self._require_few(body)
+            _require_unicode(body)
         except ApiError as e:
             # What is left of the body is not read: this connection can serve no other request.
             e.headers["Connection"] = "close"
@@ -96,3 +103,15 @@ class Gate:
 
     def _too_long(self) -> ApiError:
         return ApiError(413, f"the body has more than {self._limits.body_bytes:,} bytes", code="body_too_large")
+
+
+def _require_unicode(body: bytes) -> None:
+    """Raises ApiError for JSON with a lone surrogate: nothing that takes text as UTF-8 takes it."""
+    if _LONE.search(body) is None:
+        return
+    try:
+        json.dumps(json.loads(body), ensure_ascii=False).encode()
+    except UnicodeEncodeError as e:
+        raise ApiError(400, f"the body is not Unicode: it has the lone surrogate {e.object[e.start]!r}") from None
+    except (ValueError, RecursionError):
+        pass  # no JSON: whoever reads it says so

@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from h11 import IDLE
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kerngen.errors import UsageError
 from kerngen.runtime.config import read_model_config, read_sampling
@@ -24,23 +23,24 @@ from kerngen.runtime.hub import find_checkpoint
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.app import make_app
 from kerngen.runtime.serve.choice_stream import usual_values
+from kerngen.runtime.serve.connections import ACCEPTED_AT_ONCE, BACKLOG, Connection, Places, saying_what_is_lacking
 from kerngen.runtime.serve.engine_client import EngineClient, OnLoad
 from kerngen.runtime.serve.engine_process import Options, Ready, keep_out_of_collections
+from kerngen.runtime.serve.origins import allowed
 from kerngen.runtime.serve.service import Limits, Service
 from kerngen.runtime.serve.tracing import open_tracing
 from kerngen.runtime.session import Session, stop_ids_of
 from kerngen.runtime.text import TextCodec
 
 WATCH_S = 0.5  # how often it is seen that the engine has died
-HEAD_S = 20.0  # within which a client, once connected, has sent a request's head
 TOLD_S = 2.0  # in which those are told whose answers have not ended when the server must
-UNREAD_S = 60.0  # how long a client may leave unread what it asked for
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """load, opens, reproducible: see `Options`. control_tokens: see `Service`. drain_s: how long answers may take once
-    the server is told to stop. traces: where spans go (tracing.py).
+    the server is told to stop. traces: where spans go (tracing.py). origins, hosts: whose pages may ask where there are
+    no keys, and by which names, besides the server's own.
     """
 
     load: Mapping[str, Any]
@@ -56,6 +56,8 @@ class Settings:
     opens: Callable[..., Session] | None = None
     reproducible: bool = False
     control_tokens: bool = False
+    origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
 
 
 def run(
@@ -70,6 +72,7 @@ def run(
 
 async def _run(settings: Settings, on_load: OnLoad | None, say: Callable[[str], None]) -> int:
     tracing = open_tracing(settings.traces)
+    allowed(settings.origins, settings.hosts, settings.host)  # what is no origin is known before the weights are there
     listening = _listen(settings.host, settings.port)  # a port that is taken is known before the weights are there
     try:
         service = await _open(settings, on_load, say)
@@ -106,7 +109,7 @@ def _answer(listening: socket.socket) -> None:
     """Let clients connect, whose connections are not to keep the port from the next server."""
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.listen()
+        listening.listen(BACKLOG)
     except OSError as e:
         host, port = listening.getsockname()[:2]
         raise _not_there(host, port, e) from e
@@ -160,11 +163,14 @@ def _summary(ready: Ready) -> str:
 
 
 async def _serve(service: Service, settings: Settings, listening: socket.socket, say: Callable[[str], None]) -> int:
+    may_ask = allowed(settings.origins, settings.hosts, settings.host)
+    protocol: Any = partial(Connection, Places.there_are())  # which uvicorn calls, as it would a class
     config = uvicorn.Config(
-        make_app(service, settings.keys), http=Connection, ws="none", log_config=None, log_level="error",
-        access_log=False, lifespan="off", timeout_keep_alive=30,
+        make_app(service, settings.keys, may_ask), http=protocol, ws="none", log_config=None, log_level="error",
+        access_log=False, lifespan="off", timeout_keep_alive=30, backlog=ACCEPTED_AT_ONCE,
         timeout_graceful_shutdown=math.ceil(settings.drain_s + TOLD_S), h11_max_incomplete_event_size=65536,
     )  # fmt: skip
+    asyncio.get_running_loop().set_exception_handler(saying_what_is_lacking(say))
     server = _Server(config, service, settings.drain_s)
     _answer(listening)
     host, port = listening.getsockname()[:2]
@@ -172,6 +178,7 @@ async def _serve(service: Service, settings: Settings, listening: socket.socket,
     while not serving.done():
         if server.started and not is_said:
             is_said = True
+            listening.listen(BACKLOG)  # as uvicorn has told the socket how many to accept at once
             say(f"serving {', '.join(service.names)} at http://{f'[{host}]' if ':' in host else host}:{port} "
                 "(the page), /v1 (OpenAI's API); Ctrl-C ends it")  # fmt: skip
         if not service.client.is_alive and not server.should_exit:
@@ -180,55 +187,6 @@ async def _serve(service: Service, settings: Settings, listening: socket.socket,
         await asyncio.wait([serving], timeout=WATCH_S if is_said else 0.01)
     await serving
     return 0 if service.client.is_alive else 1
-
-
-class Connection(H11Protocol):
-    """A client's, which ends where that sends no whole head of a request, or does not read what it asked for: uvicorn
-    waits for ever, and with it a place in the queue.
-    """
-
-    _head: asyncio.TimerHandle | None = None
-    _unread: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._expect_head()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._expect_head()
-
-    def _expect_head(self) -> None:
-        is_there = self.conn.their_state is not IDLE
-        if self._head is not None and is_there:
-            self._head.cancel()
-            self._head = None
-        elif self._head is None and not is_there:  # bytes that come one by one do not begin it anew
-            self._head = self.loop.call_later(HEAD_S, self.transport.abort)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._unread is not None:
-            self._unread.cancel()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self.transport.get_write_buffer_size():  # of the last piece, too small for a pause
-            self.loop.call_later(UNREAD_S, self._require_read)
-
-    def _require_read(self) -> None:
-        if self.transport.get_write_buffer_size():
-            self.transport.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        for timer in (self._head, self._unread):
-            if timer is not None:
-                timer.cancel()
 
 
 class _Server(uvicorn.Server):

@@ -18,7 +18,7 @@ from kerngen.runtime.config import ModelConfig
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.engine_client import EngineClient
 from kerngen.runtime.serve.engine_process import Guiding, Made, Ready
-from kerngen.runtime.serve.errors import ApiError
+from kerngen.runtime.serve.errors import ApiError, shortened
 from kerngen.runtime.serve.metrics import Metrics
 from kerngen.runtime.serve.tracing import Trace, Tracing
 from kerngen.runtime.text import TextCodec
@@ -26,7 +26,6 @@ from kerngen.runtime.text import TextCodec
 RETRY_AFTER_S = 1
 # What is long, or takes a template long, waits for its like alone: beside it the others find a thread that is quick.
 QUICK_THREADS, QUICK_CHARS, QUICK_S = 2, 64 * 1024, 1.0
-LEAST_CHARS = 1 << 20  # of a request's text that are taken whatever the tokenizer and the context
 _T = TypeVar("_T")
 
 
@@ -77,7 +76,7 @@ class Service:
 
     def require_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
-            raise ApiError(404, f"the model {name!r} is not served here; there is {', '.join(self.names)}",
+            raise ApiError(404, f"the model {shortened(name)!r} is not served here; there is {', '.join(self.names)}",
                            param="model", code="model_not_found")  # fmt: skip
 
     def trace(self, request: Request) -> Trace:
@@ -98,7 +97,7 @@ class Service:
         """Raises ApiError for a text of so many characters, in field `param`, that a sequence cannot hold it: it is not
         even read.
         """
-        most = max(LEAST_CHARS, self.ready.max_len * self.codec.longest_token)
+        most = self.codec.most_chars(self.ready.max_len)
         if count > most:
             raise ApiError(400, f"this model's maximum context length is {self.ready.max_len} tokens; the text has "
                                 f"{count:,} {what}, and more than {most:,} are not even counted",
@@ -136,7 +135,8 @@ class Service:
         """Through the chat template; control tokens in what is said are text. Raises as `encode`."""
         size = size_of(messages) + size_of(variables)
         self.require_length(size, "messages")
-        encode = partial(self.codec.encode_chat, messages, variables, plain=True)
+        most = self.codec.most_chars(self.ready.max_len)
+        encode = partial(self.codec.encode_chat, messages, variables, plain=True, max_chars=most)
         if size <= QUICK_CHARS:
             try:
                 return await self.off_loop(partial(encode, within_s=QUICK_S))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -40,13 +41,15 @@ class Served:
 
 
 @contextmanager
-def served(*options: str, model: str = str(TINY)) -> Iterator[Served]:
-    """Ready to be asked, on a port of its own."""
+def served(*options: str, model: str = str(TINY), max_files: int | None = None) -> Iterator[Served]:
+    """Ready to be asked, on a port of its own. max_files: that it may have open."""
     process = subprocess.Popen(
         [sys.executable, "-m", "kerngen", "serve", model, "--port", "0", "--backend", "torch", "--context", "256",
          "--max-batch", "4", *options],
         stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
+    if max_files is not None:
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (max_files, max_files))
     found = Served(process)
     ready = threading.Event()
 

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,17 @@ def test_an_endless_line_is_not_kept() -> None:
     first, second = read_lines(io.BytesIO(raw))
     assert "more than 16,777,216 B" in str(first.asks)
     assert (second.number, second.asks) == (3, {"prompt": "a"})
+
+
+@pytest.mark.parametrize(("name", "why"), [
+    ("/dev/zero", "line 1 does not end within 268,435,456 B"),
+    ("/dev/urandom", "1000 of 1000 lines cannot be run; nothing was started"),
+])  # fmt: skip
+def test_what_has_no_end_is_no_file_of_prompts(kerngen: Kerngen, name: str, why: str) -> None:
+    began = time.monotonic()
+    code, out, err = kerngen(*RUN, "--prompts", name)
+    assert (code, out, why in err) == (2, "", True), err
+    assert time.monotonic() - began < 60
 
 
 def test_a_small_file_with_bad_lines_is_not_started(kerngen: Kerngen) -> None:

@@ -142,6 +142,8 @@ def test_what_is_no_chat_is_refused(folder: Path, messages: Any) -> None:
     "{{ 'x' | center(2000000000) }}",
     "{{ ('x' * 9999999) | replace('x', 'y' * 9999) }}",
     "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",  # more text than is taken
+    "{{ 'é' | urlencode * 10 ** 7 }}",
+    "{{ 'a' * 2 * 10 ** 6 }}",
 ])  # fmt: skip
 def test_a_template_cannot_leave_its_sandbox_nor_eat_memory(source: str) -> None:
     with pytest.raises(CheckpointError, match="template failed"):
@@ -161,11 +163,26 @@ def test_a_template_cannot_take_for_ever(source: str) -> None:
     assert render_chat("{{ 'and the next one is served' }}", {}) == "and the next one is served"
 
 
+def test_a_template_writes_what_came_in_accounts_for() -> None:
+    many = {"messages": [{"role": "user", "content": "é" * 100}] * 1000}
+    source = "{% for m in messages %}<|turn>{{ m.role }}\n{{ m.content }}<turn|>\n{% endfor %}"
+    text = render_chat(source, many)
+    assert len(text) == 1000 * 120
+    assert render_chat(source, many, max_chars=len(text)) == text
+    with pytest.raises(CheckpointError, match="more than 119,999 characters"):
+        render_chat(source, many, max_chars=len(text) - 1)
+    tool = {"x": 1}
+    for _ in range(15):
+        tool = {"x": tool}  # type: ignore[dict-item]
+    assert render_chat("{{ tools | tojson(indent=4) }}", {"tools": [tool] * 3000}).count("\n") > 3000 * 30
+
+
 def test_a_worker_ends_by_itself_where_nobody_ends_it() -> None:
     """kerngen was killed with -9 while a template ran in circles."""
     path = Path(chat.__file__).with_name("template_worker.py")
     code = f"import runpy, sys; g = runpy.run_path({str(path)!r}); g['main'].__globals__['ALARM_S'] = 1; g['main']()"
-    request = json.dumps({"source": "{% for i in range(99999) %}{{ lipsum(10 ** 9) }}{% endfor %}", "values": {}})
+    request = json.dumps({"source": "{% for i in range(99999) %}{{ lipsum(10 ** 9) }}{% endfor %}", "values": {},
+                          "max_chars": 1})  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", code], input=request + "\n", capture_output=True, text=True, timeout=30
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +19,22 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from kerngen.errors import UsageError
-from kerngen.runtime.serve.grammars import MAX_GRAMMAR_CHARS, Guide, Guides, choice_grammar, json_grammar, regex_grammar
+from kerngen.runtime.serve import grammar_cost
+from kerngen.runtime.serve.grammar_cost import GrammarTooCostly, GrammarTooSlow
+from kerngen.runtime.serve.grammars import (
+    MAX_GRAMMAR_CHARS,
+    Guide,
+    Guides,
+    GuidesBusy,
+    choice_grammar,
+    json_grammar,
+    regex_grammar,
+)
 from kerngen.runtime.serve.messages import template_tools
 from kerngen.runtime.serve.output_parser import ContentDelta, Output, ReasoningDelta, ToolCallDelta
 from kerngen.runtime.serve.tool_grammar import _ANNOTATIONS, _KNOWN, call_grammar
 from kerngen.runtime.text import TextCodec
+from kerngen.system.processes import Processes
 
 VOCAB_SIZE = 1040  # more than the tokenizer's 1,024, and no multiple of 32
 TINY = TextCodec(ROOT / "examples/tiny/gemma-4-tiny", 2)
@@ -530,8 +543,83 @@ def test_hostile_schemas_are_bounded(guides: Guides) -> None:
 
 def test_a_grammar_is_compiled_once(guides: Guides) -> None:
     grammar = json_grammar(SCHEMAS["nested"] | {"title": "once"})
-    before = guides._compiled.cache_info().misses
     one, other = guides.guide(grammar), guides.guide(grammar)
-    assert guides._compiled.cache_info().misses == before + 1
+    assert one._compiled is other._compiled
     one.accept(TINY.encode("{", plain=True)[1])
     assert allowed(one) != allowed(other)
+
+
+# ---- what compiling may cost -----------------------------------------------------------------------------------------
+
+
+def resident_mb() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+@pytest.mark.parametrize("schema", [
+    {"type": "integer", "multipleOf": 999_983},
+    {"type": "array", "items": {"anyOf": [{"type": "integer", "multipleOf": n} for n in (99_991, 999_983)]}},
+])  # fmt: skip
+def test_a_grammar_that_takes_too_much_costs_its_asker_alone(
+    guides: Guides, schema: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, began = resident_mb(), time.perf_counter()
+    with pytest.raises(GrammarTooSlow, match=r"more than 0\.2 s"):
+        guides.guide(json_grammar(schema), within_s=0.2)
+    monkeypatch.setattr(grammar_cost, "MAX_COMPILE_S", 1.0)
+    with pytest.raises(GrammarTooCostly, match="to compile"):
+        guides.guide(json_grammar(schema), within_s=1.0)
+    assert time.perf_counter() - began < 15
+    assert resident_mb() - before < 20
+    with pytest.raises(GrammarTooCostly):  # is known
+        guides.guide(json_grammar(schema), within_s=0.001)
+    assert allowed(guides.guide(json_grammar({"type": "null"}), within_s=0.2))
+
+
+def test_a_grammar_that_takes_too_much_memory_is_refused() -> None:
+    with Processes(1) as processes:
+        tokenizer = (TINY.folder, 2, VOCAB_SIZE, STOPS)
+        grammar = "start: body\n" + json_grammar({"type": "integer", "multipleOf": 299_993})
+        assert processes.submit(_measure_within, 1 << 28, tokenizer, grammar).result() > 50 << 20
+        with pytest.raises(GrammarTooCostly, match="16 MB"):
+            processes.submit(_measure_within, 1 << 24, tokenizer, grammar).result()
+
+
+def _measure_within(max_bytes: int, *arguments: Any) -> int:
+    """In a process."""
+    grammar_cost.MAX_COMPILE_BYTES = max_bytes
+    return grammar_cost._measure(*arguments, within_s=60.0)
+
+
+def test_what_is_kept_of_grammars_is_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    guides = Guides(TINY, VOCAB_SIZE, STOPS)
+    sizes: dict[str, int] = {}
+    monkeypatch.setattr(guides._costs, "measure", lambda grammar, _: sizes.setdefault(grammar, 100 << 20))
+    held = [guides.guide(choice_grammar([str(n)])) for n in range(4)]
+    assert len(guides._kept) == 2  # of 256 MB
+    held.append(guides.guide(choice_grammar(["4"])))
+    with pytest.raises(GuidesBusy, match="512 MB"):
+        guides.guide(choice_grammar(["5"]))
+    assert guides.guide(choice_grammar(["0"]))._compiled is held[0]._compiled
+    held.pop(1)
+    assert allowed(guides.guide(choice_grammar(["5"])))
+    guides.close()
+
+
+def test_a_grammar_whose_states_are_used_up_is_compiled_anew(guides: Guides) -> None:
+    grammar = regex_grammar("(.*a.{20}b.{20}c.*){3}")
+    letters = [TINY._tokenizer.token_to_id(letter) for letter in "abc"]
+    rng = np.random.default_rng(1)
+    first = guides.guide(grammar)
+
+    def use_up() -> None:
+        for _ in range(1000):
+            guide = guides.guide(grammar)
+            assert guide._compiled is first._compiled
+            for _ in range(60):
+                allowed(guide)
+                guide.accept(int(rng.choice(letters)))
+
+    with pytest.raises(UsageError, match="too many states"):
+        use_up()
+    assert guides.guide(grammar)._compiled is not first._compiled

@@ -21,11 +21,12 @@ from starlette.testclient import TestClient
 from kerngen.runtime.chat import TemplateTooSlow
 from kerngen.runtime.completion import UpToStop
 from kerngen.runtime.sampling import Sampling
-from kerngen.runtime.serve import server
+from kerngen.runtime.serve import connections, server
 from kerngen.runtime.serve.app import make_app
 from kerngen.runtime.serve.engine_process import Cancel, Guiding, Submit, _Loop
 from kerngen.runtime.serve.messages import template_tools
-from kerngen.runtime.serve.service import LEAST_CHARS, QUICK_CHARS, QUICK_S, Limits, Service, size_of
+from kerngen.runtime.serve.service import QUICK_CHARS, QUICK_S, Limits, Service, size_of
+from kerngen.runtime.text import LEAST_CHARS
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -90,6 +91,50 @@ def test_a_text_that_no_sequence_can_hold_is_not_read(path: str, body: dict[str,
         assert time.monotonic() - began < 3
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("source", ["{{ 'é' | urlencode * 10 ** 7 }}", "{{ 'a' * 2 * 10 ** 6 }}"])
+def test_a_template_that_writes_without_end_costs_one_request(
+    client: TestClient, played: tuple[Service, PlayedEngine], monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    codec = played[0].codec
+    monkeypatch.setattr(codec, "_encode", lambda *_: pytest.fail("it was tokenized"))
+    monkeypatch.setattr(codec._template, "source", source)
+    began = time.monotonic()
+    for path in (CHAT, "/tokenize"):
+        answer = client.post(path, json=HI)
+        assert (answer.status_code, "it wrote more than" in answer.text) == (400, True)
+    assert time.monotonic() - began < 30  # it was minutes
+
+
+_TOOL = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string", "pattern": "\ud800"}}}}
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    (CHAT, HI | {"guided_regex": "\ud800"}),
+    (CHAT, HI | {"structured_outputs": {"regex": "(\udc00|a)"}, "stream": True}),
+    (CHAT, HI | {"guided_choice": ["a", "\ud83d"]}),
+    (CHAT, HI | {"guided_json": {"properties": {"\ude00\ud83d": {}}}}),
+    (CHAT, HI | {"tools": [{"type": "function", "function": _TOOL}], "tool_choice": "required"}),
+    (CHAT, HI | {"user": "\ud800", "stop": ["\ud800"]}),
+    (TEXT, {"prompt": "a", "guided_regex": "\ud800"}),
+    (TEXT, {"prompt": "a\ud800"}),
+    ("/tokenize", {"prompt": "\ud800"}),
+])  # fmt: skip
+def test_a_lone_surrogate_is_refused(
+    client: TestClient, path: str, body: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    answer = client.post(path, content=json.dumps(body))
+    assert (answer.status_code, "lone surrogate" in answer.text) == (400, True)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("text", ["\U0001f600", "\U0001f600" * 3, "\\ud800", "\\\\ud800\\udc00", "\ue000\ud7ff"])
+def test_what_looks_like_a_lone_surrogate_is_text(
+    client: TestClient, played: tuple[Service, PlayedEngine], text: str
+) -> None:
+    answer = client.post("/tokenize", content=json.dumps({"prompt": text}))
+    assert answer.json()["tokens"] == played[0].codec.encode(text, plain=True)
 
 
 def test_more_sequences_than_places_are_refused_before_they_are_read(
@@ -250,7 +295,7 @@ def test_a_grammar_that_nobody_waits_for_is_not_compiled(monkeypatch: pytest.Mon
     loop = _Loop(None, None, None)  # type: ignore[arg-type]
     goes_on, compiled = threading.Event(), []
 
-    def guide(wanted: Guiding) -> Any:
+    def guide(wanted: Guiding, *, is_slow: bool = False) -> Any:
         compiled.append(wanted.grammar)
         assert goes_on.wait(30)
 
@@ -259,7 +304,7 @@ def test_a_grammar_that_nobody_waits_for_is_not_compiled(monkeypatch: pytest.Mon
         loop._heed(Submit(number, [1], 1, Sampling(), guiding=Guiding(str(number))))  # type: ignore[arg-type]
     assert [made.reason for made in loop._heed(Cancel(1))] == ["cancelled"]
     goes_on.set()
-    loop._compiler.shutdown()
+    loop._quick.shutdown()
     assert compiled == ["0", "2"]
 
 
@@ -273,8 +318,8 @@ def test_a_grammar_that_breaks_its_compiler_is_one_requests_fault(
 
     monkeypatch.setattr(loop, "_guide", guide)
     loop._heed(Submit(7, [1], 1, Sampling(), guiding=Guiding("")))  # type: ignore[arg-type]
-    loop._compiler.shutdown()
-    (made,) = loop._submit(*loop._compiling.pop(7))
+    loop._quick.shutdown()
+    (made,) = loop._submit_guided(*loop._compiling.pop(7))
     assert (made.number, made.reason) == (7, "error")
     assert "can't start new thread" in made.error
     assert "Traceback" in capfd.readouterr().err
@@ -321,29 +366,30 @@ def _answer(address: tuple[str, int], sent: bytes) -> bytes:
     return b"".join(parts)
 
 
-_POST = b"POST /tokenize HTTP/1.1\r\nHost: x\r\n"
+_POST = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n"
 _BODY = b'{"prompt": "hello"}'
 _CHUNKS = b'Transfer-Encoding: chunked\r\n\r\n5\r\n{"pro\r\nE\r\nmpt": "hello"}\r\n0\r\n\r\n'
-_LAST = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+_LAST = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 _RAW: dict[bytes, tuple[int, ...]] = {
     _POST + _CHUNKS + _LAST: (200, 200),
     _POST + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n": (400,),
     _POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n": (501, 400),
     _POST + b"Content-Length: -3\r\n\r\nabc": (400,),
     _POST + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabc": (400,),
+    _POST + b"Content-Length: 19\r\n" + _CHUNKS + _LAST: (400,),
     _POST + b"Content-Length: %d\r\n\r\n" % 10**30: (400,),
     _POST + b"Content-Length: %d\r\n\r\n" % 10**15: (413,),
     _POST + b"Connection: close\r\nExpect: 100-continue\r\nContent-Length: 19\r\n\r\n" + _BODY: (100, 200),
     (_POST + b"Content-Length: 19\r\n\r\n" + _BODY) * 20 + _LAST: (200,) * 21,
-    b"HEAD /version HTTP/1.1\r\nHost: x\r\n\r\n" + _LAST: (405, 200),
-    b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n" + _LAST: (404, 200),
-    b"BREW /tokenize HTTP/1.1\r\nHost: x\r\n\r\n" + _LAST: (405, 200),
+    b"HEAD /version HTTP/1.1\r\nHost: localhost\r\n\r\n" + _LAST: (405, 200),
+    b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n\r\n" + _LAST: (404, 200),
+    b"BREW /tokenize HTTP/1.1\r\nHost: localhost\r\n\r\n" + _LAST: (405, 200),
     b"GET /version HTTP/1.0\r\n\r\n": (200,),
     b"GET /version HTTP/1.1\r\n\r\n": (400,),
-    b"GET /%ff%fe%00 HTTP/1.1\r\nHost: x\r\n\r\n" + _LAST: (404, 200),
-    b"GET /v1/models/%ed%a0%80 HTTP/1.1\r\nHost: x\r\n\r\n" + _LAST: (404, 200),
-    b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 10**6 + b"\r\n\r\n": (400,),
-    b"GET /version HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n" + _LAST: (200, 200),
+    b"GET /%ff%fe%00 HTTP/1.1\r\nHost: localhost\r\n\r\n" + _LAST: (404, 200),
+    b"GET /v1/models/%ed%a0%80 HTTP/1.1\r\nHost: localhost\r\n\r\n" + _LAST: (404, 200),
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nA: " + b"a" * 10**6 + b"\r\n\r\n": (400,),
+    b"GET /version HTTP/1.1\r\nHost: localhost\r\nUpgrade: h2c\r\nConnection: Upgrade\r\n\r\n" + _LAST: (200, 200),
     b"\x16\x03\x01\x02\x00" + bytes(100) + b"\r\n\r\n": (400,),
 }  # fmt: skip
 
@@ -363,6 +409,32 @@ def test_whatever_comes_over_a_connection(capfd: pytest.CaptureFixture[str]) -> 
     assert capfd.readouterr().err == ""
 
 
+def test_more_clients_than_places_are_told_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 4)
+
+    def ask(address: tuple[str, int]) -> None:
+        kept = [socket.create_connection(address, timeout=20) for _ in range(4)]
+        kept[0].sendall(_LAST.replace(b"Connection: close\r\n", b""))
+        while not (told := kept[0].recv(65536)).endswith(b"}"):
+            assert told
+        for sent in (_LAST, _POST + b"Content-Length: 19\r\n\r\n" + _BODY, b""):
+            told = _answer(address, sent)
+            assert told.startswith(b"HTTP/1.1 503 ")
+            assert json.loads(told.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_many_connections"
+        kept[0].sendall(_LAST)
+        assert kept[0].recv(65536).startswith(b"HTTP/1.1 200")
+        for client in kept:
+            client.close()
+        end = time.monotonic() + 10
+        while not _answer(address, _LAST).startswith(b"HTTP/1.1 200"):
+            assert time.monotonic() < end
+
+    _serving(played_service()[0], ask)
+    assert capfd.readouterr().err == ""
+
+
 def _is_over(client: socket.socket, more: bytes) -> bool:
     try:
         client.sendall(more)
@@ -377,10 +449,10 @@ def _is_over(client: socket.socket, more: bytes) -> bool:
 
 def test_who_sends_no_request_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing at all, a head byte by byte, and one that begins behind an answer."""
-    monkeypatch.setattr(server, "HEAD_S", 0.4)
+    monkeypatch.setattr(connections, "HEAD_S", 0.4)
 
     def ask(address: tuple[str, int]) -> None:
-        for before in (b"", b"GET / HT", b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"):
+        for before in (b"", b"GET / HT", b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"):
             with socket.create_connection(address, timeout=0.1) as client:
                 client.sendall(before)
                 began = time.monotonic()
@@ -392,7 +464,7 @@ def test_who_sends_no_request_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_who_reads_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "UNREAD_S", 0.4)
+    monkeypatch.setattr(connections, "UNREAD_S", 0.4)
     service, engine = played_service()
     step = words(service.codec, "a")[0]
     engine.script = lambda prompt: [step] * MAX_LEN
@@ -403,7 +475,7 @@ def test_who_reads_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) ->
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(address)
             client.sendall(
-                b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (TEXT.encode(), len(body)) + body
+                b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (TEXT.encode(), len(body)) + body
             )
             end = time.monotonic() + 20
             while not service._num_inside:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import time
@@ -11,12 +12,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx2
 import pytest
 from command import Kerngen
 from served import TINY, Served, served
 
 from kerngen.errors import UsageError
 from kerngen.runtime.serve import server as serving
+from kerngen.runtime.serve.connections import REFUSED_S
 
 ASKED = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0, "max_tokens": 40}
 LONG = {"prompt": "The", "max_tokens": 120, "ignore_eos": True, "temperature": 0}
@@ -130,7 +133,8 @@ def test_who_leaves_frees_what_it_held(server: Served, stream: bool) -> None:
     body = json.dumps(LONG | {"stream": stream, "n": 3}).encode()
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port))) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+        client.sendall(head % len(body) + body)
         _until(lambda: server.metric("num_requests_running") == 3)
     _until(lambda: server.metric("num_requests_running") == 0)
     assert server.metric("num_requests_waiting") == 0
@@ -143,7 +147,7 @@ def test_it_ends_once_answers_have(tmp_path: Path) -> None:
         _until(lambda: found.metric("num_requests_running") == 1)
         host, _, port = found.url.removeprefix("http://").partition(":")
         with socket.create_connection((host, int(port)), timeout=30) as idle:
-            idle.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            idle.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert idle.recv(4096).startswith(b"HTTP/1.1 200")
             found.process.send_signal(signal.SIGTERM)
             assert idle.recv(4096) == b"", "it is closed"
@@ -220,3 +224,60 @@ def test_what_cannot_be_served(kerngen: Kerngen, tmp_path: Path) -> None:
         code, out, err = kerngen("serve", *arguments, "--port", "0", "--backend", "torch")
         assert (code, out) == (status, ""), (arguments, err)
         assert says in err
+
+
+def test_more_clients_than_descriptors_keep_nobody_waiting() -> None:
+    """It cannot raise its limit. asyncio said so in thousands of tracebacks, and a kept connection waited for 28 s."""
+    most = 300
+    with served(max_files=most) as found, httpx2.Client(timeout=60) as kept:
+        assert kept.get(f"{found.url}/version").status_code == 200
+        host, _, port = found.url.removeprefix("http://").partition(":")
+        idle = [socket.create_connection((host, int(port)), timeout=60) for _ in range(2 * most)]
+        try:
+            began = time.monotonic()
+            assert kept.post(f"{found.url}/v1/completions", json=LONG | {"max_tokens": 3}).status_code == 200
+            assert time.monotonic() - began < 10
+            time.sleep(2 * REFUSED_S)  # of those that came at once some are cut off; who comes now is told
+            assert httpx2.get(f"{found.url}/version").status_code == 503
+        finally:
+            for client in idle:
+                client.close()
+        _until(lambda: httpx2.get(f"{found.url}/version").status_code == 200)
+        assert not any("Traceback" in line or "warning: clients" in line for line in found.said), found.said
+
+
+def test_the_limit_of_descriptors_is_raised_where_it_may_be(server: Served) -> None:
+    soft, hard = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+    assert soft >= min(hard, 4096 + 256)
+
+
+def test_pages_of_others_may_not_ask(server: Served) -> None:
+    url, port = f"{server.url}/v1/completions", server.url.rpartition(":")[2]
+    asked = json.dumps(LONG | {"max_tokens": 2}).encode()
+
+    def status(**headers: str) -> int:
+        sent = {"Content-Type": "text/plain", **{name.capitalize(): value for name, value in headers.items()}}
+        return int(server.http.post(url, content=asked, headers=sent).status_code)
+
+    assert status() == status(origin=server.url) == status(host=f"localhost:{port}") == 200
+    assert status(origin="http://other.example") == status(origin="null") == 403
+    assert status(host=f"rebound.example:{port}") == 403
+    assert status(host=f"rebound.example:{port}", origin=f"http://rebound.example:{port}") == 403
+
+
+@pytest.mark.parametrize("more", [
+    {"guided_json": '{"enum": ["\\ud800"]}'}, {"guided_json": '{"type": "string", "pattern": "\\ud800"}'},
+    {"guided_json": '{"properties": {"\\ud800": {}}, "required": ["\\ud800"]}'},
+    {"guided_json": {"type": "integer", "multipleOf": 999_983}},
+])  # fmt: skip
+def test_what_no_answer_can_follow_is_refused(server: Served, more: dict[str, object]) -> None:
+    """A lone surrogate in JSON that is a text of the request, and what takes too long to compile."""
+    began = time.monotonic()
+    with ThreadPoolExecutor(1) as threads:
+        refused = threads.submit(server.http.post, f"{server.url}/v1/chat/completions", json=ASKED | more)
+        time.sleep(0.5)
+        quick = server.http.post(f"{server.url}/v1/chat/completions", json=ASKED | {"guided_choice": ["yes", "no"]})
+        assert quick.json()["choices"][0]["message"]["content"] in ("yes", "no")
+        assert refused.result().status_code == 400, refused.result().text
+    assert time.monotonic() - began < 60
+    assert not any("Traceback" in line for line in server.said)

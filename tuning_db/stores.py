@@ -21,7 +21,7 @@ def default_stores(targets: Sequence[Target] | None = None) -> list[Store]:
 
     targets: whose shipped results are read; None for those of every board, which takes seconds a board where
     they are not made a database of yet. One that is not there is left out; one that cannot be opened, or is not to be
-    trusted, with a warning.
+    trusted, with a warning. Raises DatabaseError where the user named a server and none answers.
     """
     found: list[Store] = []
     for where, name, override in places.searched():
@@ -30,6 +30,8 @@ def default_stores(targets: Sequence[Target] | None = None) -> list[Store]:
         except TrustError as e:
             log.warning("%s; looking on without it%s", e.message, f" ({e.hint})" if e.hint else "")
         except DatabaseError as e:
+            if "://" in where:
+                raise
             log.warning("%s; looking on without it", e.message)
     wanted = shipped_boards() if targets is None else [nearest_board(t.device) for t in targets]
     for board in {b.name: b for b in wanted if b is not None}.values():

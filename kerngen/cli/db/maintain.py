@@ -158,13 +158,14 @@ def revoke(
     require_utf8("the reason", reason)
     what, id = _subject(subject, fields, arch_name, device_name)
     with Store.open(url or default_path()) as store:
+        where = store.where
         store.revoke(id, reason)
         changed = choose_everywhere(store, static_keys_of(store, [id]))
     if as_json:
-        echo_json({"revoked": id, "what": what, "reason": reason, "store": url or default_path(), "winners": changed})
+        echo_json({"revoked": id, "what": what, "reason": reason, "store": where, "winners": changed})
         return
     click.echo(f"{what} {id[:ID_CHARS]} is revoked: {reason}")
-    click.echo(f"noted in {url or default_path()}; {changed} tuned points there have another winner now")
+    click.echo(f"noted in {where}; {changed} tuned points there have another winner now")
 
 
 def _subject(subject: str, fields: str, arch_name: str | None, device_name: str | None) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from kerngen.cli.db.common import boards_for, echo_json, reading
 from kerngen.cli.signing import signers, signing_options
 from kerngen.errors import DatabaseError, UsageError
 from kerngen.system.cores import usable_cores
+from kerngen.system.urls import without_password
 
 if TYPE_CHECKING:
     from kerngen.tuning_db.dist.export import Selection
@@ -231,6 +232,7 @@ def _merge(into: str, files: Sequence[str], dry_run: bool, allow_unsigned: bool,
     with ExitStack() as stack:
         others = [stack.enter_context(open_any(file, allow_unsigned=allow_unsigned, own=True)) for file in files]
         done = unite(stack.enter_context(Store.open(into)), others, dry_run=dry_run)
+    into = without_password(into)
     if as_json:
         echo_json({"into": into, "dry_run": dry_run, "added": dict(done.added), "mended": dict(done.mended),
                    "winners": done.winners, "damaged": done.damaged, "conflicts": done.conflicts})  # fmt: skip

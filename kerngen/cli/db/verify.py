@@ -14,6 +14,7 @@ from kerngen.cli.draft_options import draft_weights_option
 from kerngen.cli.duration import Duration
 from kerngen.errors import DeviceError, UsageError
 from kerngen.system.cores import usable_cores
+from kerngen.system.urls import without_password
 
 if TYPE_CHECKING:
     from kerngen.arch import Target
@@ -87,7 +88,7 @@ def verify(
     failed = any(v.ok is False for v in verdicts)
     if as_json:
         about = {"digest": sealed.digest, "header": sealed.header} if sealed is not None else {}
-        echo_json({"file": file, "ok": not failed, "verdicts": [asdict(v) for v in verdicts]} | about)
+        echo_json({"file": without_password(file), "ok": not failed, "verdicts": [asdict(v) for v in verdicts]} | about)
     else:
         for v in verdicts:
             click.echo(f"{'--' if v.ok is None else 'ok' if v.ok else 'NO'}  {v.level:10} {v.text}")

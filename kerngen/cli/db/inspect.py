@@ -23,7 +23,7 @@ from kerngen.cli.db.common import (
     reading_options,
     require_known,
 )
-from kerngen.cli.tables import Table, new_console, say
+from kerngen.cli.tables import Table, echo, new_console, say
 from kerngen.system.urls import without_password
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ def _say_empty(stores: Sequence[Store], url: str | None, what: str, fix: str) ->
     place = without_password(url or default_path())
     is_there = "://" in place or os.path.exists(place)
     where = ", ".join(s.where for s in stores) or (place if is_there else f"{place} (not there yet)")
-    click.echo(f"{what} in {where}\n  fill it: {fix}", err=True)
+    echo(f"{what} in {where}\n  fill it: {fix}", err=True)
 
 
 def find(

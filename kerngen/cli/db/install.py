@@ -11,6 +11,7 @@ import click
 
 from kerngen.arch import find_arch
 from kerngen.cli.db.common import echo_json
+from kerngen.cli.tables import echo
 from kerngen.errors import TrustError, UsageError
 from kerngen.system.cores import usable_cores
 
@@ -82,12 +83,12 @@ def install(
                     "versions": list(b.versions)} for b in found])  # fmt: skip
         return
     for line in said:
-        click.echo(line)
+        echo(line)
     if listed or not said:
         for b in found:
-            click.echo(_words(b))
+            echo(_words(b))
         if not found:
-            click.echo("nothing is installed")
+            echo("nothing is installed")
 
 
 def _boards(arch_names: str | None, devices: Sequence[str]) -> list[Board]:
@@ -152,4 +153,4 @@ def uninstall(names: tuple[str, ...], as_json: bool) -> None:
         echo_json([{"name": b.name, "digest": b.digest} for b in gone])
         return
     for b in gone:
-        click.echo(f"removed {_words(b)}")
+        echo(f"removed {_words(b)}")

@@ -12,6 +12,7 @@ import click
 from kerngen.cli.db.common import echo_json
 from kerngen.cli.draft_options import draft_weights_option
 from kerngen.cli.duration import Duration
+from kerngen.cli.tables import echo
 from kerngen.errors import DeviceError, UsageError
 from kerngen.system.cores import usable_cores
 from kerngen.system.urls import without_password
@@ -91,13 +92,13 @@ def verify(
         echo_json({"file": without_password(file), "ok": not failed, "verdicts": [asdict(v) for v in verdicts]} | about)
     else:
         for v in verdicts:
-            click.echo(f"{'--' if v.ok is None else 'ok' if v.ok else 'NO'}  {v.level:10} {v.text}")
+            echo(f"{'--' if v.ok is None else 'ok' if v.ok else 'NO'}  {v.level:10} {v.text}")
             for fault in v.faults[:_LISTED]:
-                click.echo(f"      {fault}")
+                echo(f"      {fault}")
             if len(v.faults) > _LISTED:
                 click.echo(f"      and {len(v.faults) - _LISTED:,} more (--json names all)")
         if sealed is not None:
-            click.echo(f"digest {sealed.digest}")
+            echo(f"digest {sealed.digest}")
     if failed:
         raise click.exceptions.Exit(1)
 

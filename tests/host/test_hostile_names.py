@@ -31,13 +31,15 @@ def kerngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def fill(path: Path, kernel: str, board: str) -> None:
-    """A database with one winner of such a kernel on such a board; its digests are as they should be."""
+    """A database with one winner of such a kernel on such a board; its digests are as they should be. Some names are
+    refused as they are read, and then there is no winner.
+    """
     device = replace(H200, name=board)
     with Store.open(path) as store:
         build = store.add_build(make_cubin(), kernel, source_of(0), {"block_n": 0}, STATIC, options=OPTIONS)
         key = replace(key_of(), kernel=kernel)
         store.add_measurement(measured(build, 0, 10.0, problem=key, device=device))
-        assert store.recompute_winners(kernel, key.static_key, Target.of(device))
+        store.recompute_winners(kernel, key.static_key, Target.of(device))
 
 
 @pytest.mark.parametrize(("kernel", "board"), [

@@ -24,13 +24,43 @@ KerngenError                 exit 1
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+# What is no text for a terminal: control characters but tab and line feed, what turns the direction of writing, and
+# lone surrogates, which are bytes of a path or a damaged file that no UTF-8 stream takes.
+_UNPRINTABLE = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_LINE_CHARS = 2000  # of a line of a message: what a file holds may be quoted in it
+NAME_CHARS = 200  # of a name that is quoted
+
 
 def printable(text: str) -> str:
-    r"""`text` with lone surrogates escaped (`\udc80`): bytes of a path or a damaged file that no UTF-8 stream takes."""
-    return text.encode("utf-8", "backslashreplace").decode()
+    r"""`text` with everything escaped (`\x1b`, `\udc80`) that a terminal might obey or a stream refuse; tabs and line
+    feeds stay.
+    """
+    return _UNPRINTABLE.sub(_escape, text)
+
+
+def printable_name(name: str) -> str:
+    """A name that a file gave, to be quoted in a line: as `printable`, without line feeds, and not longer than one."""
+    shown = printable(name[:NAME_CHARS]).replace("\n", "\\n").replace("\t", "\\t")
+    return shown if len(name) <= NAME_CHARS else f"{shown}… ({len(name):,} characters)"
+
+
+def is_printable_name(name: object) -> bool:
+    """True for text that can be quoted as it is: on one line, of NAME_CHARS at most, and not empty."""
+    return isinstance(name, str) and 0 < len(name) <= NAME_CHARS and printable_name(name) == name
+
+
+def _escape(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+
+def _clipped(text: str) -> str:
+    lines = printable(text).split("\n")
+    return "\n".join(line if len(line) <= _LINE_CHARS else f"{line[:_LINE_CHARS]}…" for line in lines)
 
 
 class KerngenError(Exception):
@@ -39,8 +69,8 @@ class KerngenError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        self.message = printable(message)
-        self.hint = hint
+        self.message = _clipped(message)
+        self.hint = hint and _clipped(hint)
         super().__init__(self.message)
 
     def __str__(self) -> str:

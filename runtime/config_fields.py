@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kerngen.errors import CheckpointError, UsageError
+from kerngen.errors import CheckpointError, UsageError, printable_name
 
 MAX_JSON_BYTES = 16 * 1024 * 1024  # an index of 35,000 tensors has 4 MB; more would take long to parse
 # Bounds on what one field may ask for, far above any released model: sizes are products of them.
@@ -81,7 +81,7 @@ def nothing_among(names: Iterable[str], where: str, what: str) -> CheckpointErro
     there = sorted(names)
     for suffixes, words, hint in _OTHER_FORMATS:
         if found := [name for name in there if name.endswith(suffixes)]:
-            return CheckpointError(f"{where} holds {what}, but {words}: {found[0]}", hint=hint)
+            return CheckpointError(f"{where} holds {what}, but {words}: {printable_name(found[0])}", hint=hint)
     return CheckpointError(f"{where} holds {what}", hint=GET_AGAIN if there else "name a folder with a checkpoint")
 
 

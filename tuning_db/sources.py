@@ -8,6 +8,7 @@ import os
 from kerngen.errors import DatabaseError
 from kerngen.tuning_db.read import places
 from kerngen.tuning_db.read.boards import PerBoard
+from kerngen.tuning_db.read.installed import Revocations
 from kerngen.tuning_db.read.reader import Reader
 from kerngen.tuning_db.read.source import Source
 from kerngen.tuning_db.shipped import Shipped
@@ -48,6 +49,9 @@ def default_sources() -> list[Source | PerBoard]:
             found.append(open_source(where, name=name, override=override))
         except DatabaseError as e:
             log.warning("%s; looking on without it%s", e.message, f" ({e.hint})" if e.hint else "")
+    opened = [source for source in found if not isinstance(source, PerBoard)]
+    if (beyond := Revocations.beyond(opened)) is not None:
+        found.append(beyond)
     return [*found, Shipped()]
 
 

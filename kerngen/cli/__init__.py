@@ -15,7 +15,8 @@ import click
 
 import kerngen
 from kerngen.cli.process import settle_home, settle_notes, settle_streams, settle_threads, stopped_by
-from kerngen.errors import KerngenError
+from kerngen.errors import KerngenError, printable
+from kerngen.system.logs import settle_logging
 
 TEMPLATES_VARIABLE = "KERNGEN_TEMPLATES"  # of kerngen.templates, which --help does not wait for
 COMPLETE_VARIABLE = "_KERNGEN_COMPLETE"  # set by the shell while it completes a line (docs/quick-start.md)
@@ -99,6 +100,7 @@ def run_command(command: click.Command | None = None, name: str = "kerngen") -> 
     with stopped_by() as received:
         try:
             settle_streams()
+            settle_logging()
             settle_home()
             settle_threads()
             settle_notes()
@@ -124,5 +126,5 @@ def run_command(command: click.Command | None = None, name: str = "kerngen") -> 
             if debug:
                 raise
             where = f"{e.filename}: " if e.filename else ""
-            click.echo(f"error: {where}{e.strerror or e}", err=True)
+            click.echo(printable(f"error: {where}{e.strerror or e}"), err=True)
             return 1

@@ -20,6 +20,7 @@ from kerngen.cli.step_options import step_of, step_options
 from kerngen.cli.tables import Table, fitted, new_console, say
 from kerngen.runtime.config import in_int4
 from kerngen.system.cores import usable_cores
+from kerngen.system.urls import without_password
 
 if TYPE_CHECKING:
     from kerngen.system.progress import Reporter
@@ -277,7 +278,7 @@ def step(
 
     model = find_model(name, draft, draft_weights)
     made = RunPage("step", page, against, {"model": model.name})
-    contenders = {url: sources_for(url) for url in db_urls} or {"yours": sources_for(None)}
+    contenders = {without_password(url): sources_for(url) for url in db_urls} or {"yours": sources_for(None)}
     if untuned or len(contenders) == 1:
         contenders = {"untuned": [], **contenders}
     use_gpu(device)

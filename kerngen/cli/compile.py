@@ -15,6 +15,7 @@ import click
 from kerngen.arch import Target, find_device, parse_arches
 from kerngen.cli.draft_options import draft_weights_option
 from kerngen.cli.signing import signers, signing_options
+from kerngen.cli.tables import echo
 from kerngen.compiler.compile import Cubin
 from kerngen.errors import CacheError, UsageError
 from kerngen.system.cores import usable_cores
@@ -205,28 +206,28 @@ def _print(made: dict[str, Any], output: Path | None, *, is_bundle: bool) -> Non
         text = (
             f"{device:8} {kernel:16} {len(rows):4} builds, {sum(r['bytes'] for r in rows) / 1e6:6.2f} MB, {tuned} tuned"
         )
-        click.echo(f"{text}, {spills} with spills" if spills else text)
+        echo(f"{text}, {spills} with spills" if spills else text)
     for source, count in sum((Counter(r["chosen_by"]) for r in made["builds"]), Counter()).most_common():
-        click.echo(f"{count:6} problems run what was chosen by: {source}")
+        echo(f"{count:6} problems run what was chosen by: {source}")
     for note in made["notes"]:
-        click.echo(f"note: {note}")
+        echo(f"note: {note}")
     failures: dict[tuple[str, str], list[str]] = {}  # one fault fails many sources, on every arch: it is said once
     for failure in made["failures"]:
         reason = re.sub(r"^NVRTC rejected the source for \w+: ", "", failure["reason"])
         failures.setdefault((failure["kernel"], reason), []).append(failure["arch"])
     for (kernel, reason), arches in failures.items():
         sources = f"{len(arches)} source{'s' * (len(arches) > 1)}"
-        click.echo(f"failed: {kernel} on {', '.join(dict.fromkeys(arches))} ({sources}): {reason}")
+        echo(f"failed: {kernel} on {', '.join(dict.fromkeys(arches))} ({sources}): {reason}")
     code = Counter(r["code_from"] for r in made["builds"])
     if not made["builds"]:
-        click.echo("nothing was built")
+        echo("nothing was built")
         return
-    click.echo(f"{len(made['builds'])} builds: " + ", ".join(f"{n} from: {where}" for where, n in code.most_common()))
+    echo(f"{len(made['builds'])} builds: " + ", ".join(f"{n} from: {where}" for where, n in code.most_common()))
     if output is None:
-        click.echo("in the compile cache only (-o FILE makes a bundle to take elsewhere)")
+        echo("in the compile cache only (-o FILE makes a bundle to take elsewhere)")
     elif is_bundle and made["failures"]:
-        click.echo(f"{output} was not written: it would lack what failed")
+        echo(f"{output} was not written: it would lack what failed")
     elif is_bundle:
-        click.echo(f"{output} is a bundle: kerngen run MODEL --bundle {output}, or export KERNGEN_BUNDLE={output}")
+        echo(f"{output} is a bundle: kerngen run MODEL --bundle {output}, or export KERNGEN_BUNDLE={output}")
     else:
-        click.echo(f"{output} is a compile cache: KERNGEN_CACHE_DIR={output}")
+        echo(f"{output} is a compile cache: KERNGEN_CACHE_DIR={output}")

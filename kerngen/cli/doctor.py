@@ -151,7 +151,7 @@ def _database() -> Finding:
         if "://" not in path:
             require_own(Path(path))
         with Store.open(path, read_only=True) as store:
-            return Finding("database", True, f"{path}: {len(store.winners())} winners")
+            return Finding("database", True, f"{store.where}: {len(store.winners())} winners")
     except KerngenError as e:
         return Finding("database", False, e.message, e.hint or "")
 

@@ -14,6 +14,7 @@ import click
 
 from kerngen.arch import Target
 from kerngen.cli.signing import signers, signing_options
+from kerngen.cli.tables import echo
 from kerngen.errors import UsageError
 from kerngen.system.cores import usable_cores
 
@@ -149,12 +150,12 @@ def _release(job: _Job, cache: CompileCache, bar: Reporter) -> dict[str, Any]:
 
 def _print(made: dict[str, Any]) -> None:
     for failure in made["failures"]:
-        click.echo(f"failed: {failure['kernel']}: {failure['reason']}", err=True)
+        echo(f"failed: {failure['kernel']}: {failure['reason']}", err=True)
     if made["failures"]:
-        click.echo(f"{made['file']} was not written: it would lack what failed", err=True)
+        echo(f"{made['file']} was not written: it would lack what failed", err=True)
         return
     winners = ", ".join(f"{count} {how}" for how, count in made["winners"].items()) or "no"
-    click.echo(f"{made['file']}: {made['bytes'] / 1e6:.1f} MB for {', '.join(made['boards'])}: {made['builds']} builds "
+    echo(f"{made['file']}: {made['bytes'] / 1e6:.1f} MB for {', '.join(made['boards'])}: {made['builds']} builds "
                f"({made['image_bytes'] / 1e6:.1f} MB of machine code), {winners} winners")  # fmt: skip
     signed = f"signed by {', '.join(made['signed_by'])}" if made["signed_by"] else "not signed"
-    click.echo(f"  digest {made['digest']}, {signed}")
+    echo(f"  digest {made['digest']}, {signed}")

@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from kerngen.system.urls import without_password
+
 MAX_GROWTH = 64.0  # MB
 OPTIONS = (
     click.option("--concurrency", type=click.IntRange(1), default=32, show_default=True, help="Clients at once."),
@@ -54,7 +56,7 @@ def soak_server(
         )
     said = found.as_dict()
     if as_json:
-        click.echo(json.dumps({"server": url, "concurrency": concurrency, **said}))
+        click.echo(json.dumps({"server": without_password(url), "concurrency": concurrency, **said}))
     else:
         click.echo("\n".join(_lines(said, minutes, concurrency)))
     if said["num_faults"]:

@@ -7,9 +7,11 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from kerngen.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -51,12 +53,17 @@ def wrapped(text: str, columns: int | None, indent: int = 0) -> str:
                          break_on_hyphens=False)  # fmt: skip
 
 
+def echo(text: str, *, err: bool = False) -> None:
+    """Print text that quotes what a file or a database holds, as `printable`, on lines as they are."""
+    click.echo(printable(text), err=err)
+
+
 def say(text: str, indent: int = 2, *, fg: str | None = None, err: bool = False) -> None:
     """Print a line, wrapped to the terminal; whole where another program reads it. fg: its colour on a terminal.
 
     err: to stderr, without a colour.
     """
-    line = fitted(text, indent, err=err)
+    line = fitted(printable(text), indent, err=err)
     if err:
         print(line, file=sys.stderr, flush=True)
         return
@@ -70,12 +77,12 @@ class Table:
     """
 
     def __init__(self, title: str, *columns: str) -> None:
-        self.title, self.rows = title, list[Sequence[str]]()
-        self._names = [name.lstrip(">") for name in columns]
+        self.title, self.rows = printable(title), list[Sequence[str]]()
+        self._names = [_cell(name.lstrip(">")) for name in columns]
         self._right = [name.startswith(">") for name in columns]
 
     def add_row(self, *cells: str) -> None:
-        self.rows.append(cells)
+        self.rows.append([_cell(cell) for cell in cells])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
@@ -126,6 +133,10 @@ class Table:
                 yield line, ""
 
 
+def _cell(text: str) -> str:
+    return printable(text).replace("\n", " ").replace("\t", " ")
+
+
 def _cell_lines(cell: str, room: int) -> list[str]:
     if len(cell) <= room:
         return [cell]
@@ -133,10 +144,14 @@ def _cell_lines(cell: str, room: int) -> list[str]:
 
 
 def new_console() -> Console:
-    """On stdout, as wide as its terminal or $COLUMNS; PIPED_WIDTH where neither says."""
+    """On stdout, as wide as its terminal or $COLUMNS; PIPED_WIDTH where neither says. It prints text as `printable`."""
     from rich.console import Console
 
-    return Console(highlight=False, markup=False, emoji=False, width=width(PIPED_WIDTH))
+    class Plain(Console):
+        def print(self, *objects: Any, **how: Any) -> None:
+            super().print(*(printable(o) if isinstance(o, str) else o for o in objects), **how)
+
+    return Plain(highlight=False, markup=False, emoji=False, width=width(PIPED_WIDTH))
 
 
 def share_bar(share: float) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kerngen.cli.tables import echo
 from kerngen.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,14 +48,12 @@ def submitted(
         queue = stack.enter_context(Queue.open(url))
         store = stack.enter_context(Store.open(url))
         ids = submit(queue, plan)
-        click.echo(f"{len(ids)} jobs in the queue; look at them with: kerngen tune --status", err=True)
+        echo(f"{len(ids)} jobs in the queue; look at them with: kerngen tune --status", err=True)
         try:
             with Reporter(f"tune {target.arch}", quiet=as_json) as progress:
                 states = wait(queue, ids, progress)
         except KeyboardInterrupt:
-            click.echo(
-                "the jobs go on; the same command waits for them again, kerngen tune --cancel ends them", err=True
-            )
+            echo("the jobs go on; the same command waits for them again, kerngen tune --cancel ends them", err=True)
             raise
         return collect(store, plan, states), store.where
 
@@ -76,7 +75,7 @@ def show(url: str | None, arch: str | None, model: str | None, *, cancel: bool, 
         click.echo(json.dumps({"jobs": [_state(s) for s in states], "workers": [_worker(w) for w in workers]}))
         return
     for line in status_lines(states, workers):
-        click.echo(line)
+        echo(line)
 
 
 def _state(s: State) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from kerngen.cli.tables import echo
 from kerngen.system.cores import usable_cores
 
 KINDS = {"measure": "measured", "predict": "predicted", "compile": "compile"}
@@ -41,9 +42,9 @@ def worker(
     arches = able_arches(None if arch_names is None else arch_names.split(","))
 
     def say(line: str) -> None:
-        click.echo(line, err=True)  # in one write: several workers may share a log
+        echo(line, err=True)  # in one write: several workers may share a log
 
     options = Options(url or default_path(), tuple(KINDS[k] for k in chosen), arches, jobs or usable_cores(),
                       until_empty, heartbeat, say)  # fmt: skip
     count = work(options)
-    click.echo(f"{count} jobs done")
+    echo(f"{count} jobs done")

@@ -23,6 +23,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
@@ -53,6 +54,7 @@ log = logging.getLogger(__name__)
 
 MAGIC = "kerngen-cache 1"
 _LAYOUT = "v1"
+_KEY = re.compile(r"[0-9a-f]{64}")
 _Image = TypeVar("_Image", Cubin, Ptx)
 
 
@@ -74,6 +76,11 @@ class CompileCache:
         self.distrusted = False  # what others may have written was passed over, which was said once
 
     def path(self, key: str, kind: str = "cubin") -> Path:
+        """Where the image of `key` lies, whether it is there or not. Raises CacheError for what is no key: those of a
+        database may be anything, and this one would lie elsewhere.
+        """
+        if _KEY.fullmatch(key) is None:
+            raise CacheError(f"{key!r:.80} is no key of a compiled image: it has 64 hex digits")
         return self.dir / _LAYOUT / key[:2] / f"{key}.{kind}"
 
     def get(self, key: str) -> Cubin | None:

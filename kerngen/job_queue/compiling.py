@@ -13,7 +13,7 @@ from sqlalchemy import delete, select
 from kerngen.arch import Arch
 from kerngen.compiler.render import render
 from kerngen.compiler.source_digest import source_digest_of
-from kerngen.errors import CompileError, ConfigRefused, CorruptRecord
+from kerngen.errors import CacheError, CompileError, ConfigRefused, CorruptRecord
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import fields_of, static_fields
 from kerngen.tuning.plan import rank
@@ -75,11 +75,11 @@ def fetch_images(store: Store, cache: CompileCache, job: Job, arch: Arch) -> int
     """Take what others compiled of this job's kernel into the cache. Returns how many."""
     count = 0
     for build in store.builds(_static_key(job)).values():
-        if build.status != "ok" or build.arch != arch.name or cache.path(build.key).exists():
+        if build.status != "ok" or build.arch != arch.name:
             continue
         try:
-            image = store.image(build)
-        except CorruptRecord:
+            image = None if cache.path(build.key).exists() else store.image(build)
+        except (CorruptRecord, CacheError):
             continue  # it is compiled here, then
         count += image is not None and cache.put(image)
     return count

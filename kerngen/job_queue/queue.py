@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from kerngen.errors import DatabaseError, UsageError
 from kerngen.job_queue.job import Job
+from kerngen.system.urls import hide_password, without_password
 from kerngen.tuning_db.read.places import NO_ANSWER
 
 if TYPE_CHECKING:
@@ -292,7 +293,7 @@ def _conninfo(url: str, schema: str | None = None) -> str:
         parsed = make_url(url)
     except (exc.ArgumentError, ValueError):
         parsed = None
-    if parsed is None or parsed.get_backend_name() != "postgresql":
+    if parsed is None or parsed.get_backend_name() != "postgresql" or "@" in (parsed.host or ""):
         raise UsageError("a cluster fills a tuning database on PostgreSQL",
                          hint="--db postgresql+psycopg://USER@HOST/NAME")  # fmt: skip
     told: dict[str, Any] = {k: v if isinstance(v, str) else ",".join(v) for k, v in parsed.query.items()}
@@ -343,15 +344,11 @@ def _clear(where: str, hint: str | None = None) -> Iterator[None]:
     try:
         yield
     except procrastinate.exceptions.ConnectorException as e:
-        raise DatabaseError(f"{_hidden(where)}: {_line(e.__cause__ or e)}", hint=hint) from e
+        raise DatabaseError(f"{without_password(where)}: {_line(e.__cause__ or e, where)}", hint=hint) from e
     except psycopg.Error as e:
-        raise DatabaseError(f"{_hidden(where)}: {_line(e)}", hint=hint) from e
+        raise DatabaseError(f"{without_password(where)}: {_line(e, where)}", hint=hint) from e
 
 
-def _hidden(where: str) -> str:
-    return re.sub(r"(?<=://)([^/@]*):[^/@]*@", r"\1:***@", where)
-
-
-def _line(e: BaseException) -> str:
-    text = str(e).strip()
+def _line(e: BaseException, url: str) -> str:
+    text = hide_password(str(e).strip(), url)
     return text.splitlines()[0] if text else type(e).__name__

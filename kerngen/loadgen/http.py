@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kerngen.errors import KerngenError, UsageError
+from kerngen.system.urls import hide_password, without_password
 
 READ_BYTES = 1 << 16
 _BLANK = re.compile(rb"\r?\n\r?\n")  # ends a server-sent event; some servers end lines as HTTP does
@@ -42,9 +43,9 @@ class Server:
             (found.hostname or "").encode("idna")  # as it will be looked up
             found.path.encode()
         except ValueError as e:
-            raise UsageError(f"{url}: {e}") from None
+            raise UsageError(f"{without_password(url)}: {hide_password(str(e), url)}") from None
         if found.scheme != "http" or not found.hostname:
-            raise UsageError(f"{url} is no address of a server", hint="http://127.0.0.1:8000")
+            raise UsageError(f"{without_password(url)} is no address of a server", hint="http://127.0.0.1:8000")
         return Server(found.hostname, port, found.path.rstrip("/").removesuffix("/v1"), key)
 
     def __str__(self) -> str:

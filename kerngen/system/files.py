@@ -7,6 +7,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -23,6 +24,7 @@ from kerngen.system.owner import trusts_all
 
 _SCRATCH = ".kerngen-scratch-"
 _SCRATCH_LIFE_S = 3600.0  # a scratch file older than this was left by a process that was killed
+_NAME_CHARS = 100  # of `file_name`: file systems take 255 bytes
 
 
 def cache_dir() -> Path:
@@ -103,6 +105,16 @@ def publish_texts(texts: Mapping[Path, str]) -> dict[Path, int]:
     for path, data in encoded.items():
         publish(data, path)
     return {path: len(data) for path, data in encoded.items()}
+
+
+def file_name(text: str) -> str:
+    """What a file is called after `text`, which may come from a database or a file: one name in its folder.
+
+    ASCII letters, digits and -_. stay, other characters become "-". It begins with no dot, is not empty, and is short
+    enough for a suffix.
+    """
+    name = re.sub(r"[^A-Za-z0-9_.-]", "-", text)[:_NAME_CHARS]
+    return re.sub(r"^\.+", lambda dots: "-" * len(dots[0]), name) or "-"
 
 
 def publish_with(write: Callable[[BinaryIO], object], target: Path) -> None:

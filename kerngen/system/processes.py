@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
 from typing import Any, TypeVar
 
+from kerngen.system.logs import settle_logging
+
 _T = TypeVar("_T")
 _READY = "ready"
 _REAP_S = 5.0  # within which what was killed is gone
@@ -162,6 +164,7 @@ class _Process:
 
 def _serve(pipe: Connection) -> None:
     _end_with_parent()
+    settle_logging()
     pipe.send(_READY)
     while True:
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import time
 import traceback
 import warnings
@@ -20,8 +21,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kerngen.errors import KerngenError, UsageError
+from kerngen.errors import KerngenError, UsageError, printable
 from kerngen.runtime.sampling import Sampling
+from kerngen.system.logs import settle_logging
 
 if TYPE_CHECKING:
     from kerngen.runtime.engine import Engine, Event, Handle, Load, Stats, TokenLogprobs
@@ -150,6 +152,7 @@ class Told:
 
 def serve(connection: Connection, options: Options) -> None:
     """The process: until `connection` ends, or says None."""
+    settle_logging()
     for number in (signal.SIGINT, signal.SIGTERM):  # a group gets them together, and it is the other that stops
         signal.signal(number, signal.SIG_IGN)
     with suppress(BrokenPipeError, EOFError, ConnectionResetError):
@@ -160,7 +163,7 @@ def serve(connection: Connection, options: Options) -> None:
         except KerngenError as e:
             connection.send(Failed(e.message, e.hint, is_misuse=isinstance(e, UsageError)))
         except Exception as e:
-            traceback.print_exc()  # for whoever must mend it
+            print(printable(traceback.format_exc()), file=sys.stderr, flush=True)  # for whoever must mend it
             connection.send(Failed(f"{type(e).__name__}: {e}"))
 
 

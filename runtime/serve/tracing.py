@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import kerngen
 from kerngen.errors import KerngenError, UsageError
 from kerngen.runtime.serve.errors import ApiError, of
+from kerngen.system.urls import without_password
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
@@ -59,7 +60,7 @@ def open_tracing(endpoint: str | None) -> Tracing | None:
                          ) from e  # fmt: skip
     where = endpoint or next(found for name in ENDPOINTS if (found := os.environ.get(name)))
     if protocol == "http/protobuf" and not where.startswith(("http://", "https://")):
-        raise UsageError(f"spans cannot be sent to {where}: it is no http:// or https:// address",
+        raise UsageError(f"spans cannot be sent to {without_password(where)}: it is no http:// or https:// address",
                          hint="for example http://localhost:4318/v1/traces")  # fmt: skip
     return Tracing(BatchSpanProcessor(exporter.OTLPSpanExporter(endpoint=endpoint)))
 

@@ -12,7 +12,7 @@ import json
 import mmap
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerngen.errors import CheckpointError
-from kerngen.runtime.config_fields import GET_AGAIN, nothing_there, open_file, read_json, require_content
+from kerngen.errors import CheckpointError, is_printable_name, printable_name
+from kerngen.runtime.config_fields import GET_AGAIN, nothing_there, open_file, read_json, require_content, short
 
 MAX_HEADER_BYTES = 32 * 1024 * 1024  # of 35,000 tensors, the experts of a 26B one by one, there are 5 MB
 PIECE_BYTES = 32 * 1024 * 1024  # of a tensor on its way to the device
@@ -141,6 +141,7 @@ def _read_header(path: Path, head: bytes, f: Any, size: int) -> tuple[dict[str, 
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the header is not a JSON object")
     metadata = header.pop("__metadata__", None)
+    _require_names(path, header)
     entries = {name: _entry(path, name, raw, 8 + length) for name, raw in header.items()}
     end = 8 + length
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
@@ -161,7 +162,7 @@ def _entry(path: Path, name: str, raw: Any, data_start: int) -> Entry:
         raise CheckpointError(f"{path}: {name} lacks one of dtype, shape, data_offsets")
     dtype, shape, offsets = raw["dtype"], raw["shape"], raw["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise CheckpointError(f"{path}: {name} has the unknown dtype {dtype!r}")
+        raise CheckpointError(f"{path}: {name} has the unknown dtype {short(dtype)}")
     if not _is_sizes(shape) or len(shape) > 8:
         raise CheckpointError(f"{path}: {name} has the impossible shape {str(shape)[:80]}")
     if not _is_sizes(offsets) or len(offsets) != 2:
@@ -175,10 +176,25 @@ def _entry(path: Path, name: str, raw: Any, data_start: int) -> Entry:
     return Entry(dtype, tuple(shape), data_start + begin, need)
 
 
+def _require_names(path: Path, names: Iterable[str]) -> None:
+    """Raises CheckpointError for a tensor's name that no message could quote: too long, or not printable."""
+    for name in names:
+        if not is_printable_name(name):
+            raise CheckpointError(f"{path}: '{printable_name(name)}' is no name of a tensor")
+
+
 def _is_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 1 << 48 for v in value
     )
+
+
+def _is_there(path: Path) -> bool:
+    """Raises CheckpointError where a file system cannot say: a name of 200 characters may have more than 255 bytes."""
+    try:
+        return path.exists()
+    except OSError as e:
+        raise CheckpointError(f"{path} cannot be read: {e.strerror or e}") from e
 
 
 class Checkpoint:
@@ -201,12 +217,13 @@ class Checkpoint:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index}: weight_map is missing or empty")
+        _require_names(index, weight_map)
         shards: dict[str, SafetensorsFile] = {}
         for name, shard in weight_map.items():
-            if not isinstance(shard, str) or Path(shard).name != shard:
-                raise CheckpointError(f"{index}: {name} lies in {shard!r}, which is not a file name")
+            if not is_printable_name(shard) or Path(shard).name != shard or shard == "..":
+                raise CheckpointError(f"{index}: {name} lies in {short(shard)}, which is not a file name")
             if shard not in shards:
-                if not (self.folder / shard).exists():
+                if not _is_there(self.folder / shard):
                     raise CheckpointError(
                         f"{self.folder / shard} is missing; {index.name} puts {name} there", hint=GET_AGAIN
                     )

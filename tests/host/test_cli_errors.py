@@ -145,18 +145,14 @@ def test_a_users_database_that_cannot_be_opened_is_named_and_passed_over(
     assert caplog.messages == [f"{'x' * 300}: File name too long; looking on without it"]
 
 
-def test_a_server_that_accepts_and_stays_silent_is_given_up(
-    kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What only looks in it goes on without; what needs it says so."""
+def test_a_server_that_accepts_and_stays_silent_is_given_up(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever names a server is told that it does not answer, and not shown what else there is."""
     monkeypatch.setattr("kerngen.tuning_db.store.engine.CONNECT_S", 2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"postgresql+psycopg://me@127.0.0.1:{server.getsockname()[1]}/name"
         monkeypatch.setenv("KERNGEN_DB", url)
-        code, out, _ = kerngen("db", "ls", "--kernel", "rmsnorm", "--arch", "sm90")
-        assert (code, bool(re.search("^rmsnorm +sm90 ", out, re.MULTILINE))) == (0, True)
-        assert caplog.messages == [f"{url}: connection timeout expired; looking on without it"]
-        _require_message(kerngen(*TUNE), 1, "DatabaseError: .*: connection timeout expired\n  is that server up")
+        for command in (("db", "ls", "--kernel", "rmsnorm", "--arch", "sm90"), TUNE):
+            _require_message(kerngen(*command), 1, "DatabaseError: .*: connection timeout expired\n  is that server up")
 
 
 def _ship_little(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from command import Kerngen
 from test_merge import FACTS, derive
+from test_tuning_db_cli import tune_rmsnorm
 
 from kerngen.arch import Target, find_device
-from kerngen.errors import DatabaseError, UsageError
-from kerngen.tuning_db import Store, default_stores
+from kerngen.errors import DatabaseError, TrustError, UsageError
+from kerngen.templates import find_kernel
+from kerngen.templates.kernel import parse_fields
+from kerngen.tuning_db import Store, Winner, default_stores, lookup
 from kerngen.tuning_db.dist.export import Selection, export
 from kerngen.tuning_db.dist.keys import user_key
+from kerngen.tuning_db.dist.seal import seal
 from kerngen.tuning_db.read import installed as bundles
 from kerngen.tuning_db.read.boards import at_hand
 from kerngen.tuning_db.read.sealed import Sealed
@@ -85,7 +91,7 @@ def test_a_pinned_version_stays(kerngen: Kerngen) -> None:
     assert served() == {"bundle mine": [0]}
     assert bundles.install(second, name="mine", pin=True).active == 1
     bundles.change("mine", pinned=False)
-    assert bundles.install(first, name="mine").versions[-1] == Sealed.open(first).digest
+    assert bundles.install(first, name="mine", force=True).versions[-1] == Sealed.open(first).digest
     assert served() == {"bundle mine": [0]}
 
 
@@ -155,3 +161,112 @@ def test_several_install_at_once(kerngen: Kerngen) -> None:
     running = [subprocess.Popen([sys.executable, "-c", code, f"b{n}.kgdb"]) for n in range(4)]
     assert [p.wait(timeout=120) for p in running] == [0] * 4
     assert sorted(b.name for b in bundles.installed()) == ["b0", "b1", "b2", "b3"]
+
+
+# ---- an older one
+
+
+@pytest.fixture
+def editions(kerngen: Kerngen) -> tuple[Path, Path, str]:
+    """Two editions of one bundle: with a winner of rmsnorm, and later with that revoked; and its build's id."""
+    tune_rmsnorm(Path("theirs.db"), "")
+    keys = [user_key()]
+    with Store.open("theirs.db") as store:
+        export([store], Selection(), Path("first.kgdb"), keys=keys)
+        (build_id,) = {w.build_id for w in store.winners("rmsnorm")}
+        FACTS[1](store)
+        derive(store)
+        store.revoke(build_id, "it was wrong")
+        export([store], Selection(kernels={"toy"}), Path("second.kgdb"), keys=keys)
+    return Path("first.kgdb"), Path("second.kgdb"), build_id
+
+
+def rmsnorm() -> Winner | None:
+    """What a run is answered."""
+    kernel = find_kernel("rmsnorm")
+    target = Target.of(find_device("H200"))
+    found = lookup(default_sources(), kernel, parse_fields(kernel.problem_type, ""), target)
+    with ExitStack() as stack:
+        stores = [stack.enter_context(s) for s in default_stores()]
+        again = lookup(stores, kernel, parse_fields(kernel.problem_type, ""), target)
+    assert (found and found.build_id) == (again and again.build_id), "a run is answered what the commands show"
+    return found
+
+
+def test_an_older_one_is_refused_and_what_was_revoked_stays(kerngen: Kerngen, editions: tuple[Path, Path, str]) -> None:
+    first, second, build_id = editions
+    assert 0 < Sealed.open(first).sequence < Sealed.open(second).sequence
+    kerngen.ok("db", "install", str(first), "--name", "x")
+    assert (found := rmsnorm()) is not None
+    assert found.build_id == build_id
+    kerngen.ok("db", "install", str(second), "--name", "x")
+    assert rmsnorm() is None
+    code, _, err = kerngen("db", "install", str(first), "--name", "x")
+    assert code == 1
+    assert "TrustError: x was installed with results up to 20" in err
+    assert "--force" in err
+    assert bundles.installed()[0].digest == Sealed.open(second).digest
+    for command in (("db", "install", "--rollback", "x"), ("db", "install", str(second), "--name", "x"),
+                    ("db", "install", str(first), "--name", "x", "--force")):  # fmt: skip
+        kerngen.ok(*command)
+        assert rmsnorm() is None, "its digest is as it was signed, and it was revoked all the same"
+    kerngen.ok("db", "uninstall", "x")
+    kerngen.ok("db", "install", str(first), "--name", "x")
+    assert rmsnorm() is not None, "whoever removes it starts anew"
+
+
+def test_a_revocation_outlives_the_file_that_it_came_in(
+    kerngen: Kerngen, editions: tuple[Path, Path, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second, _ = editions
+    kerngen.ok("db", "import", str(first))
+    assert rmsnorm() is not None
+    kerngen.ok("db", "install", str(second))
+    assert rmsnorm() is None
+    made = bundles.installed()[0]
+    made.path.chmod(0o644)
+    made.path.write_bytes(b"damaged")
+    assert rmsnorm() is None
+    made.path.unlink()
+    assert rmsnorm() is None
+    assert "looking on without it" in caplog.text
+
+
+def test_what_an_older_kerngen_installed_and_cannot_be_read_is_replaced_by_force_alone(
+    kerngen: Kerngen, editions: tuple[Path, Path, str]
+) -> None:
+    first, second, _ = editions
+    made = bundles.install(second, name="x")
+    listed = bundles.folder() / "installed.json"
+
+    def forget() -> None:
+        stated = json.loads(listed.read_text())
+        for b in stated["bundles"]:
+            del b["sequence"], b["revoked"]
+        listed.write_text(json.dumps(stated))
+
+    forget()
+    code, _, err = kerngen("db", "install", str(first), "--name", "x")
+    assert (code, "x was installed with results up to" in err) == (1, True), "its file says so"
+    data = made.path.read_bytes()
+    made.path.chmod(0o644)
+    made.path.write_bytes(b"damaged")
+    code, _, err = kerngen("db", "install", str(first), "--name", "x")
+    assert (code, "what x revoked is not known" in err) == (1, True)
+    made.path.write_bytes(data)
+    kerngen.ok("db", "install", str(first), "--name", "x", "--force")
+    assert rmsnorm() is None, "what could be read of it is known again"
+
+
+def test_what_says_nothing_of_its_age_is_the_oldest(kerngen: Kerngen, editions: tuple[Path, Path, str]) -> None:
+    """As one that an older kerngen sealed."""
+    first, second, _ = editions
+    shutil.copyfile("theirs.db", "copy.db")
+    seal("copy.db", "old.kgdb", {"schema": Sealed.open(first).header["schema"], "name": "x"}, keys=[user_key()],
+         stored=sorted(Sealed.open(first).header["stored"]))  # fmt: skip
+    assert Sealed.open("old.kgdb").sequence == 0
+    bundles.install("old.kgdb", name="x")
+    bundles.install(first, name="x")
+    with pytest.raises(TrustError, match=r"and old\.kgdb has none after an unknown date"):
+        bundles.install("old.kgdb", name="x")
+    assert bundles.install(second, name="x").revoked

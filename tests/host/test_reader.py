@@ -240,6 +240,74 @@ def resealed(path: Path, **changed: Any) -> None:
     alter(path, f"UPDATE line SET {', '.join(f'{n} = ?' for n in COLUMNS)}", *row.values())
 
 
+def _point(**now: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda body: body["points"][0].update(now)
+
+
+def _build(**now: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda body: body["builds"][body["points"][0]["build"]].update(now)
+
+
+def _board(**now: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda body: body["boards"][body["points"][0]["board"]].update(now)
+
+
+FORGED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "dynamic is text": (_point(dynamic="x"), "dynamic field is 'x'"),
+    "dynamic is true": (_point(dynamic=True), "dynamic field is True"),
+    "dynamic below zero": (_point(dynamic=-64), "dynamic field is -64"),
+    "us is text": (_point(us="x"), "time of what is measured is 'x'"),
+    "us below zero": (_point(us=-1), "time of what is measured is -1"),
+    "us is zero": (_point(us=0), "time of what is measured is 0"),
+    "us is missing": (_point(us=None), "time of what is measured is None"),
+    "a gift": (_point(how="gift"), "provenance is 'gift'"),
+    "carried with a time": (_point(how="carried"), "time of what is carried is"),
+    "margin is text": (_point(margin="x"), "margin is 'x'"),
+    "reason is a list": (_point(reason=[1]), r"reason is \[1\]"),
+    "runtime is a list": (_point(runtime={"batch": [1]}), r"batch among its runtime fields is \[1\]"),
+    "id is a path": (_point(id="../x"), "id is '../x'"),
+    "stale is text": (_point(stale="no"), "stale is 'no'"),
+    "a build from the end": (_point(build=-1), "build is -1"),
+    "a board from the end": (_point(board=-1), "board is -1"),
+    "entries are text": (_build(entries={"toy": "x"}), "cannot be read"),
+    "registers below zero": (
+        lambda body: body["builds"][body["points"][0]["build"]]["entries"]["toy"].update(registers=-1),
+        "registers is -1",
+    ),
+    "entry point of an escape": (_build(entries={"\x1b[2J": dict.fromkeys(
+        ("registers", "spill_store_bytes", "spill_load_bytes", "stack_bytes", "static_smem_bytes"), 1)}),
+        r"entry point is '\\x1b\[2J'"),
+    "key is a path": (_build(key="../../../x"), "key is '../../../x'"),
+    "image is a path": (_build(image="../x"), "image is '../x'"),
+    "source is text": (_build(source="x"), "source is 'x'"),
+    "target is an option": (_build(target="--x"), "target is '--x'"),
+    "nvrtc is text": (_build(nvrtc=["x", 1]), r"NVRTC is \('x', 1\)"),
+    "config is a list": (_build(config={"block_n": [1]}), r"block_n among its configuration is \[1\]"),
+    "SMs are text": (_board(num_sms="132"), "num_sms is '132'"),
+    "board of an escape": (_board(name="\x1b]0;x\a"), r"board's name is '\\x1b"),
+    "bandwidth below zero": (_board(mem_gbps=-1), "mem_gbps is -1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_what_was_forged_with_a_seal_of_its_own_is_not_served(
+    path: Path, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Types and values are looked at, and a lookup raises nothing."""
+    forge, says = FORGED[case]
+    with closing(sqlite3.connect(path)) as c:
+        body = json.loads(c.execute("SELECT body FROM line").fetchone()[0])
+    forge(body)
+    resealed(path, body=json.dumps(body, sort_keys=True, separators=(",", ":")))
+    with opened(path) as r:
+        with pytest.raises(CorruptRecord, match=says):
+            r.line("toy", KEY, "sm90")
+        assert ask(r) is None
+        assert r.winners() == []
+    assert "looking on without it" in caplog.text
+    assert "\x1b" not in caplog.text
+
+
 def test_a_line_of_something_else_is_not_served(path: Path) -> None:
     """Though its seal holds: an index that is damaged finds another row."""
     with closing(sqlite3.connect(path)) as c:

@@ -294,6 +294,19 @@ FILES: dict[str, tuple[Callable[[Path], None], str]] = {
         "does not account for",
     ),
     "shard elsewhere": (lambda f: misplace(f, "../../../etc/passwd"), "is not a file name"),
+    "shard of 300 characters": (lambda f: misplace(f, "x" * 300), "is not a file name"),
+    "shard of 300 bytes": (lambda f: misplace(f, "é" * 150), "cannot be read: File name too long"),
+    "shard of a NUL": (lambda f: misplace(f, "x\0y"), "is not a file name"),
+    "shard of an escape": (lambda f: misplace(f, "\x1b]0;x\a"), r"lies in '\x1b]0;x\x07', which"),
+    "shard above": (lambda f: misplace(f, ".."), "is not a file name"),
+    "tensor of an escape": (
+        lambda f: edit_header(f, lambda h: h.update({"\x1b[2J\n\ud800": h[NORM]})),
+        r"\x1b[2J\n\ud800",
+    ),
+    "tensor of 10,000 characters": (
+        lambda f: edit_header(f, lambda h: h.update({"x" * 10_000: h[NORM]})),
+        "xxx… (10,000 characters)' is no name of a tensor",
+    ),
     "tensor in the wrong shard": (lambda f: misplace(f, "model-00001-of-00002.safetensors"), f"lacks {NORM}"),
 }
 

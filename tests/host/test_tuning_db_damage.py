@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 import shutil
 import sqlite3
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import zstandard
 from command import Kerngen
 from sqlalchemy import Text
 from test_tuning_db import H200, STATIC, add_build, key_of, measured
@@ -22,7 +24,9 @@ from kerngen.errors import DatabaseError
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import fields_of, static_fields
 from kerngen.tuning_db import Measurement, Store, lookup, problem_key, static_key
+from kerngen.tuning_db.read.reader import Reader
 from kerngen.tuning_db.store import schema as t
+from kerngen.tuning_db.store.rows import _seal, to_json
 
 TEXTS = [
     (table.name, c.name)
@@ -210,3 +214,36 @@ def test_flipped_bits_never_raise_past_lookup(pristine: Path, tmp_path: Path) ->
         assert (found.config, found.build_id) == (right.config, right.build_id)
         assert found.cubin is None or found.cubin.image == right.cubin.image  # type: ignore[union-attr]
     assert min(refused, missed, served) > 0, (refused, missed, served)
+
+
+@pytest.mark.parametrize("forge", ["no entry points", "entry points of another", "machine code of another"])
+def test_machine_code_of_another_kernel_is_not_served(path: Path, forge: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Though all digests hold: whoever writes rows can make those, too."""
+    kernel, other = find_kernel("rmsnorm"), find_kernel("gelu_gate")
+    problem, target = kernel.problem_type(), Target.of(H200)
+    theirs = other.problem_type()
+    taken = compile_cubin(render(other, theirs, other.default_config(theirs, target), target), target.arch)
+    with Store.open(path) as store:
+        winner = lookup([store], kernel, problem, target)
+        assert winner is not None
+        assert winner.cubin is not None
+        build = store.build(winner.build_id)
+        if forge == "machine code of another":
+            forged = replace(build, image_sha=hashlib.sha256(taken.image).hexdigest())
+        else:
+            forged = replace(build, entries={} if forge == "no entry points" else taken.entries)
+        entries = {name: asdict(r) for name, r in forged.entries.items()}
+        with store.writing() as connection:
+            values = {"image_sha": forged.image_sha, "entries": to_json(entries), "seal": _seal(forged, entries)}
+            connection.execute(t.build.update().where(t.build.c.id == build.id).values(values))
+            if forge == "machine code of another":
+                blob = zstandard.ZstdCompressor().compress(taken.image)
+                row = {"sha": forged.image_sha, "kind": "cubin", "codec": "zstd", "raw_bytes": len(taken.image)}
+                connection.execute(t.artifact.insert(), row | {"blob": blob})
+        store.rewrite_lines()
+    for source in (Store.open(path, read_only=True), Reader.open(path)):
+        assert source is not None
+        with source:
+            caplog.clear()
+            assert lookup([source], kernel, problem, target) is None
+            assert "it is of another kernel" in caplog.text

@@ -14,10 +14,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Table, select
+from sqlalchemy import Table, func, select
 
 from kerngen import __version__
 from kerngen.arch import Target
@@ -123,10 +124,28 @@ class Shipment:
         """
         if not has_lines:
             self.store.rewrite_lines()
+        sequence = self._sequence()
         self.store.close()
         engines.leave_log(self.path)
-        header = {"schema": t.SCHEMA, "kerngen": __version__, "name": out.stem, **about}
+        header = {"schema": t.SCHEMA, "kerngen": __version__, "name": out.stem, "sequence": sequence, **about}
         return seal(self.path, out, header, keys=keys, stored=sorted(t.metadata.tables))
+
+
+    def _sequence(self) -> int:
+        """Of two files of one name the later has the higher: when its newest observation or revocation was made, in
+        microseconds since 1970. So the same rows have the same, and what is only added to goes up.
+        """
+        with self.store.reading() as connection:
+            newest = [connection.execute(select(func.max(table.c.at))).scalar() for table in (t.measurement, t.revocation)]
+        return max(map(_microseconds, newest))
+
+
+def _microseconds(at: str | None) -> int:
+    try:
+        told = datetime.fromisoformat(at or "")
+    except ValueError:  # a row may say anything
+        return 0
+    return max(0, round(told.replace(tzinfo=told.tzinfo or UTC).timestamp() * 1e6))
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from kerngen.compiler.compile import Cubin
 from kerngen.compiler.render import source_of
 from kerngen.compiler.source_digest import source_digest_of
 from kerngen.errors import DatabaseError, KerngenError
-from kerngen.system.files import read_regular
+from kerngen.system.files import file_name, read_regular
 from kerngen.system.interrupts import heed, result_of
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Kernel, fields_of, filled, static_fields, trimmed
@@ -61,15 +61,12 @@ def dump(sources: Sequence[Store], selection: Selection) -> dict[str, str]:
     """The selected winners and their rivals as text, by path: BOARD/KERNEL.txt. The first source of a point counts."""
     files: dict[str, str] = {}
     for file in results_of(sources, selection):
-        path = f"{_file_name(file.board)}/{file.kernel}{SUFFIX}"
-        if path in files:  # a profile and a probe of one board are two files
-            path = f"{_file_name(file.board)}/{file.kernel}-{digest(file.device)[:8]}{SUFFIX}"
+        path = f"{file_name(file.board)}/{file_name(file.kernel)}{SUFFIX}"
+        if path in files:  # a profile and a probe of a board; or names that make one file name
+            told_apart = digest([file.kernel, file.device])[:8]
+            path = f"{file_name(file.board)}/{file_name(file.kernel)}-{told_apart}{SUFFIX}"
         files[path] = results_file.dump(file)
     return files
-
-
-def _file_name(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
 
 
 def results_of(sources: Sequence[Store], selection: Selection, *, rivals: bool = True) -> list[ResultsFile]:

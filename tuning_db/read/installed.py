@@ -4,7 +4,8 @@
     <data>/kerngen/bundles/installed.json   which are installed, in what version, newest first
     <data>/kerngen/bundles/<digest>.kgdb    those, and the versions that they can be rolled back to
 
-Each is opened read-only and verified like any other: to be here is not to be trusted.
+Each is opened read-only and verified like any other: to be here is not to be trusted. The list keeps what each bundle,
+in any version that was installed, revoked: that holds whatever becomes of its file.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from kerngen.errors import DatabaseError, UsageError
+from kerngen.errors import DatabaseError, TrustError, UsageError, printable_name
 from kerngen.system.files import locked, make_folder, open_regular, publish
 from kerngen.system.owner import TRUST_HINT, why_distrusted
 from kerngen.tuning_db.read.sealed import SUFFIX, Sealed, is_sealed_file
+from kerngen.tuning_db.read.source import ClosedAtEnd, Source
+from kerngen.tuning_db.read.values import Build, Winner
 
 log = logging.getLogger(__name__)
 
@@ -33,13 +38,17 @@ _KEPT = 8  # versions of one bundle
 class Installed:
     """versions: digests of one bundle's, the oldest first. active: the index of the one that is served.
 
-    pinned: another version does not take its place unless that is asked for.
+    pinned: another version does not take its place unless that is asked for. sequence: the highest that was installed
+    (Sealed.sequence). revoked: what any of them revoked, each with the reason; None of what an older kerngen installed,
+    which noted none.
     """
 
     name: str
     versions: tuple[str, ...]
     active: int
     pinned: bool = False
+    sequence: int = 0
+    revoked: dict[str, str] | None = None
 
     @property
     def digest(self) -> str:
@@ -89,7 +98,8 @@ def installed() -> list[Installed]:
     try:
         if stated["kerngen_installed"] != 1:
             raise ValueError(f"it is of version {stated['kerngen_installed']!r:.20}")
-        found = [Installed(str(b["name"]), tuple(map(str, b["versions"])), int(b["active"]), bool(b["pinned"]))
+        found = [Installed(str(b["name"]), tuple(map(str, b["versions"])), int(b["active"]), bool(b["pinned"]),
+                           int(b.get("sequence", 0)), _revoked(b.get("revoked")))
                  for b in stated["bundles"]]  # fmt: skip
         if not all(0 <= b.active < len(b.versions) and all(map(_is_digest, b.versions)) for b in found):
             raise ValueError("it names versions that there are not")
@@ -98,28 +108,105 @@ def installed() -> list[Installed]:
     return found
 
 
-def install(file: str | os.PathLike[str], *, name: str = "", pin: bool = False) -> Installed:
+def _revoked(stated: Any) -> dict[str, str] | None:
+    return None if stated is None else {str(subject): str(reason) for subject, reason in stated.items()}
+
+
+def revoked() -> dict[str, str]:
+    """What installed bundles revoked, in any of their versions, each with the reason. Raises DatabaseError."""
+    return {subject: reason for b in installed() for subject, reason in (b.revoked or {}).items()}
+
+
+class Revocations(ClosedAtEnd):
+    """A Source that has nothing but what installed bundles revoked whose files do not say so (any more)."""
+
+    name, override = "installed", False
+
+    def __init__(self, revoked: dict[str, str]) -> None:
+        self.where = str(folder() / _LIST)
+        self._revoked = revoked
+
+    @classmethod
+    def beyond(cls, sources: Iterable[Source]) -> Revocations | None:
+        """Of what no source revokes itself; None where there is none of that."""
+        with contextlib.suppress(DatabaseError, OSError):  # which search_path said
+            left = revoked()
+            for source in sources if left else ():
+                with contextlib.suppress(DatabaseError):
+                    left = {subject: why for subject, why in left.items() if subject not in source.revoked()}
+            return cls(left) if left else None
+        return None
+
+    def line(self, kernel: str, static_key: str, arch: str) -> None:
+        return None
+
+    def image(self, build: Build) -> None:
+        return None
+
+    def winners(self, kernel: str | None = None) -> list[Winner]:
+        return []
+
+    def revoked(self) -> dict[str, str]:
+        return self._revoked
+
+    def renamed(self, ids: Collection[str]) -> set[str]:
+        return set()
+
+    def close(self) -> None:
+        pass
+
+
+def install(file: str | os.PathLike[str], *, name: str = "", pin: bool = False, force: bool = False) -> Installed:
     """Copy a sealed file that was verified to where every run looks. name: the one in its header unless given.
 
-    Raises UsageError where another version is pinned, DatabaseError, OSError.
+    force: though it is older than what was installed by that name, or that cannot be read any more, and so what it
+    revoked. Raises UsageError where another version is pinned, TrustError without force, DatabaseError, OSError.
     """
     sealed = Sealed.open(file)
-    called = name or str(sealed.header.get("name") or Path(file).stem)
+    called = name or printable_name(str(sealed.header.get("name") or Path(file).stem))
     with _changing() as found:
         old = next((b for b in found if b.name == called), None)
         if old is not None and old.pinned and old.digest != sealed.digest and not pin:
             raise UsageError(
                 f"{called} is pinned to {old.digest[:_DIGITS]}", hint="--pin replaces it and pins this one"
             )
+        known = old and _known(old, sealed, force)
         before = old.versions[: old.active + 1] if old is not None else ()
         versions = (*(v for v in before if v != sealed.digest), sealed.digest)[-_KEPT:]
-        new = Installed(called, versions, len(versions) - 1, pin or (old is not None and old.pinned))
+        new = Installed(called, versions, len(versions) - 1, pin or (old is not None and old.pinned),
+                        max(sealed.sequence, old.sequence if old is not None else 0),
+                        (known or {}) | sealed.revocations())  # fmt: skip
         with open_regular(file) as f:
             publish(f.read(), new.path)
         if Sealed.open(new.path).digest != sealed.digest:
             raise DatabaseError(f"{os.fspath(file)} was changed while it was copied")
         found[:] = [new, *(b for b in found if b.name != called)]
     return new
+
+
+def _known(old: Installed, sealed: Sealed, force: bool) -> dict[str, str]:
+    """What is known to be revoked by what `sealed` takes the place of. Raises TrustError unless force."""
+    known, newest, why = dict(old.revoked or {}), old.sequence, ""
+    for digest in old.versions if old.revoked is None else ():  # an older kerngen's: what its files say
+        try:
+            before = Sealed.open(_path(digest))
+            known |= before.revocations()
+            newest = max(newest, before.sequence)
+        except DatabaseError as e:
+            why = f"what {old.name} revoked is not known, and would be served: {e.message}"
+    if sealed.sequence < newest:
+        why = f"{old.name} was installed with results up to {_when(newest)}, and {sealed.path} has none after "
+        why += f"{_when(sealed.sequence)}: what was corrected since would come back"
+    if why and not force:
+        raise TrustError(why, hint="--force installs it all the same; --rollback NAME goes back to what was installed")
+    return known
+
+
+def _when(sequence: int) -> str:
+    try:
+        return datetime.fromtimestamp(sequence / 1e6, UTC).isoformat(" ", "seconds") if sequence else "an unknown date"
+    except (OverflowError, ValueError):
+        return str(sequence)
 
 
 def change(name: str, *, rollback: bool = False, pinned: bool | None = None) -> Installed:

@@ -24,6 +24,7 @@ from kerngen.tuning_db.read.canonical_fields import (
     filed_kernel,
     named_kernel,
 )
+from kerngen.tuning_db.read.checks import require_build, require_device, require_indices, require_winner
 from kerngen.tuning_db.read.ids import ID_VERSION, ProblemKey, digest, static_key_as_filed
 from kerngen.tuning_db.read.values import Build, Winner
 
@@ -125,15 +126,23 @@ def _line(stated: dict[str, Any], kernel: str, static: dict[str, Any], arch: str
         )
         for b in stated["builds"]
     ]  # fmt: skip
+    for build in builds:
+        require_build(build)
     boards = [_device(tuple(sorted(b.items()))) for b in stated["boards"]]
+    require_indices("spare", stated["spare"], len(builds))
     points = []
     for p in stated["points"]:
+        require_indices("build", [p["build"]], len(builds))
+        require_indices("board", [p["board"]], len(boards))
         build = builds[p["build"]]
         key = ProblemKey(kernel, static, p["runtime"], p["dynamic"], static | p["fields"]).filled()
         winner = Winner(
             p["id"], kernel, key, build.config, found, boards[p["board"]], p["how"], p["us"], build.id, None,
             p["reason"], "", p["margin"], p["stale"], {}, p["closure"],
         )  # fmt: skip
+        require_winner(winner)
+        if not isinstance(p["measurement"], str):
+            raise ValueError(f"its measurement is {p['measurement']!r:.80}")
         switch = tuple((int(upto), None if at is None else int(at)) for upto, at in p.get("switch", ()))
         points.append(Point(winner, p["measurement"], switch))
     closures = {b["id"]: frozenset(b["closures"]) for b in stated["builds"]}
@@ -143,7 +152,9 @@ def _line(stated: dict[str, Any], kernel: str, static: dict[str, Any], arch: str
 
 @lru_cache(maxsize=64)
 def _device(stated: tuple[tuple[str, Any], ...]) -> Device:
-    return device_from(dict(stated))
+    found = device_from(dict(stated))
+    require_device(found)
+    return found
 
 
 def named(line: KernelIndex, where: str) -> KernelIndex:

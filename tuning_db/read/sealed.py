@@ -14,6 +14,7 @@ damaged row costs that row. dist/seal.py makes such files.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -138,6 +139,7 @@ class Sealed:
         tables = header["tables"].values()
         shas = [header["image"]["sha256"], *(t["digest"] for t in tables)]
         whole = all(_SHA.fullmatch(s) for s in shas) and all(type(t["rows"]) is int and t["rows"] >= 0 for t in tables)
+        whole = whole and type(header.get("sequence", 0)) is int
         if encode_header(header) != head or not whole or len(set(header["stored"])) != len(header["stored"]):
             raise ValueError("its header is not as it is written")
         f.seek(0)
@@ -151,6 +153,22 @@ class Sealed:
         values: all columns, in the order that the schema has them. False for every row of a table without leaves.
         """
         return table in self._sets and leaf(table, values) in self._sets[table]
+
+    @property
+    def sequence(self) -> int:
+        """Of files of one name the later has the higher (dist/export.py); 0 of one that an older kerngen wrote."""
+        return int(self.header.get("sequence", 0))
+
+    def revocations(self) -> dict[str, str]:
+        """Ids that it revokes, each with the reason. Raises DatabaseError where not all can be read."""
+        try:
+            with contextlib.closing(self.connect()) as connection:
+                rows = connection.execute("SELECT subject_id, reason FROM revocation").fetchall()
+        except QUERY_ERRORS as e:
+            raise DatabaseError(f"{self.path}: its revocations cannot be read: {e}") from e
+        if len(rows) != self.rows("revocation"):
+            raise DatabaseError(f"{self.path}: {len(rows)} of {self.rows('revocation')} revocations are there")
+        return {str(subject): str(reason) for subject, reason in rows}
 
     def rows(self, table: str) -> int:
         """How many rows `table` had when it was sealed."""

@@ -31,11 +31,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kerngen.arch import Arch, Target
+from kerngen.arch import Arch, Target, find_arch
 from kerngen.boards import distance
 from kerngen.compiler import source_digest
 from kerngen.compiler.compile import Cubin
-from kerngen.errors import CorruptRecord, DatabaseError
+from kerngen.errors import CorruptRecord, DatabaseError, KerngenError
 from kerngen.templates.kernel import Kernel, describe, fields_of
 from kerngen.tuning_db.read.boards import PerBoard, at_hand
 from kerngen.tuning_db.read.canonical_fields import finer
@@ -67,8 +67,18 @@ class _Read:
         """Its machine code, if it was kept, and for this very GPU. Raises DatabaseError."""
         if build.id not in self._images:
             image = self.source.image(build) if build.target == self._arch.nvrtc_target else None
+            if isinstance(image, Cubin) and (lacking := self._entry_points(build) - image.entries.keys()):
+                raise CorruptRecord(f"{self.source.where}: the machine code of build {build.id} has no "
+                                    f"{', '.join(sorted(lacking))}: it is of another kernel")  # fmt: skip
             self._images[build.id] = image if isinstance(image, Cubin) else None
         return self._images[build.id]
+
+    def _entry_points(self, build: Build) -> set[str]:
+        """What the kernel launches in that configuration; nothing where it has no such body any more."""
+        try:
+            return set(self.kernel.body(self.kernel.config_type(**build.config), find_arch(build.arch)).args)
+        except (KerngenError, TypeError, LookupError):
+            return set()
 
     def code(self, problem: Any, config: dict[str, Any]) -> Cubin | None:
         """The machine code of a current build of this configuration. Raises DatabaseError."""

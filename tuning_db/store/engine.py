@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.pool import QueuePool
 
 from kerngen.errors import DatabaseError, UsageError
+from kerngen.system.urls import hide_password, without_password
 from kerngen.tuning_db.read.files import BUSY_S, decode_text, is_absent, require_whole, uri_of, wal_of
 from kerngen.tuning_db.read.places import NO_ANSWER, PREBUILT
 
@@ -66,15 +66,15 @@ _MEANINGS = (
 
 
 @contextlib.contextmanager
-def clear_errors(where: str, hint: str | None = None) -> Iterator[None]:
+def clear_errors(where: str, hint: str | None = None, url: str = "") -> Iterator[None]:
     """Turn what the database driver raises into a DatabaseError of one clear line that names `where`.
 
-    hint: for what is not known here by its words.
+    hint: for what is not known here by its words. url: the server's, whose password the driver may repeat.
     """
     try:
         yield
     except (exc.DBAPIError, sqlite3.Error) as e:
-        text = str(e.orig if isinstance(e, exc.DBAPIError) else e).strip()
+        text = hide_password(str(e.orig if isinstance(e, exc.DBAPIError) else e).strip(), url)
         for sign, meaning, way_on in _MEANINGS:
             if sign in text:
                 raise DatabaseError(f"{where} {meaning}", hint=way_on) from e
@@ -163,24 +163,27 @@ def open_server(url: str) -> Engine:
     Nothing waits for ever: what _KEEPALIVE and _SESSION say holds unless the URL says otherwise, in its parameters
     (?keepalives_idle=) or its options (?options=-cstatement_timeout%3D0).
     """
+    where = without_password(url)
     try:
         url.encode()  # bytes of a command line that are no UTF-8 are lone surrogates, which no driver takes
         parsed = make_url(url)
         if parsed.get_backend_name() != "postgresql":
-            raise UsageError(f"{parsed.render_as_string()}: neither SQLite nor PostgreSQL",
+            raise UsageError(f"{where}: neither SQLite nor PostgreSQL",
                              hint="a path, sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME")  # fmt: skip
+        if "@" in (parsed.host or ""):
+            raise ValueError("a password with an @, of which a part would be looked up, and shown, as the host")
         waiting = {k: v for k, v in {"connect_timeout": CONNECT_S, **_KEEPALIVE}.items() if k not in parsed.query}
         engine = create_engine(parsed, pool_pre_ping=True, connect_args=waiting)
         event.listen(
             engine, "connect", lambda connection, _: _set_session(connection, str(parsed.query.get("options")))
         )
-    except (exc.ArgumentError, ValueError) as e:  # ValueError: a port that is no number, or a surrogate
-        hidden = re.sub(r"(?<=://)[^/]*@", "***@", url)
-        raise UsageError(f"{hidden!r} is not a database URL",
-                         hint="a path, sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME") from e  # fmt: skip
+    except (exc.ArgumentError, ValueError):  # ValueError: a port that is no number, or a surrogate
+        raise UsageError(f"{where!r} is not a database URL",
+                         hint="a path, sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME; an @ in a password is "
+                              "written %40") from None  # fmt: skip
     except ModuleNotFoundError as e:
         raise DatabaseError(f"{e.name} is not installed", hint="pip install 'kerngen[pg]'") from e
-    with clear_errors(parsed.render_as_string(), NO_ANSWER), engine.connect():
+    with clear_errors(where, NO_ANSWER, url), engine.connect():
         return engine
 
 

@@ -28,6 +28,13 @@ from kerngen.tuning_db.read.canonical_fields import (
     filed_kernel,
     named_kernel,
 )
+from kerngen.tuning_db.read.checks import (
+    require_build,
+    require_device,
+    require_fields,
+    require_measurement,
+    require_winner,
+)
 from kerngen.tuning_db.read.freshness import source_sha
 from kerngen.tuning_db.read.ids import (
     ID_VERSION,
@@ -282,6 +289,7 @@ def read_build(row: Row[Any], where: str) -> Build:
             build.source_sha, is_filed=True,
         )  # fmt: skip
         if sound:
+            require_build(build)
             of = canonical_fields_of(build.kernel)
             return replace(build, kernel=named_kernel(build.kernel), config=filled(build.config, of.config),
                            static=filled(build.static, of.static))  # fmt: skip
@@ -303,6 +311,7 @@ def read_measurement(row: Row[Any], where: str) -> Observation | None:
         problem_id = ids_as_filed(m.problem).problem
         named = measurement_id_of(m, problem_id, json.loads(row.device_props)) == row.id
         if named and is_sealed(t.measurement, row):
+            require_measurement(m)
             config = filled(m.config, canonical_fields_of(row.kernel).config)
             return Observation(row.id, replace(m, problem=m.problem.filled(), config=config))
     except Exception as e:
@@ -331,17 +340,16 @@ def read_winner(row: Row[Any], where: str) -> Winner | None:
         device, device_id = device_of(row.device_props)
         if device_id != row.device_id:
             raise ValueError("its device does not match its digest")
-        is_carried, us = row.provenance == "carried", row.latency_us
-        if is_carried != (us is None) or not (us is None or 0 < us < math.inf):
-            raise ValueError(f"{row.provenance}, and latency_us={us!r}")
-        if not (row.margin is None or math.isfinite(row.margin)):
-            raise ValueError(f"margin={row.margin!r}")
         why, config = json.loads(row.why), filled(json.loads(row.config), canonical_fields_of(row.kernel).config)
-        return Winner(
+        found = Winner(
             row.id, named_kernel(row.kernel), key.filled(), config, find_arch(row.arch), device,
             row.provenance, row.latency_us, row.build_id, None, row.reason, where, row.margin,
             bool(why.get("stale")), why, row.closure,
         )  # fmt: skip
+        require_winner(found)
+        require_fields("compiled-in fields", key.static)
+        require_device(device)
+        return found
     except Exception as e:
         warn_skipped(where, "winner", row.id, f"cannot be read ({e})")
         return None

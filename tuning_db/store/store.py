@@ -18,6 +18,7 @@ from kerngen.compiler import source_digest as closures
 from kerngen.compiler.compile import DEFAULT_OPTIONS, Cubin, Ptx, nvrtc_version
 from kerngen.errors import CorruptRecord, DatabaseError, UnknownName, UsageError
 from kerngen.system.interrupts import held
+from kerngen.system.urls import without_password
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning_db.read.canonical_fields import filed_device, filed_kernel, named_kernel
@@ -96,7 +97,7 @@ class Store(ClosedAtEnd):
         path = chosen.removeprefix("sqlite:///")
         if "://" in path:
             engine = engines.open_server(path)
-            where = engine.url.render_as_string()
+            where = without_password(path)
         else:
             where = path
             read_only = read_only or sealed
@@ -109,7 +110,7 @@ class Store(ClosedAtEnd):
         except BaseException:
             engine.dispose()  # and leave the file as it is
             raise
-        return cls(engine, where, name=name or Path(path).stem, read_only=read_only, override=override)
+        return cls(engine, where, name=name or Path(where).stem, read_only=read_only, override=override)
 
     def close(self) -> None:
         """Close the connections. Of a file that was opened to write, the write-ahead log goes into the file."""

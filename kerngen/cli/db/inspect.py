@@ -23,7 +23,8 @@ from kerngen.cli.db.common import (
     reading_options,
     require_known,
 )
-from kerngen.cli.tables import Table, new_console, say
+from kerngen.cli.tables import Table, echo, new_console, say
+from kerngen.system.urls import without_password
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -220,10 +221,10 @@ def _filling(kernel_name: str | None, arches: set[str] | None) -> str:
 def _say_empty(stores: Sequence[Store], url: str | None, what: str, fix: str) -> None:
     from kerngen.tuning_db import default_path
 
-    place = url or default_path()
+    place = without_password(url or default_path())
     is_there = "://" in place or os.path.exists(place)
     where = ", ".join(s.where for s in stores) or (place if is_there else f"{place} (not there yet)")
-    click.echo(f"{what} in {where}\n  fill it: {fix}", err=True)
+    echo(f"{what} in {where}\n  fill it: {fix}", err=True)
 
 
 def find(

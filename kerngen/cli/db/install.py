@@ -11,6 +11,7 @@ import click
 
 from kerngen.arch import find_arch
 from kerngen.cli.db.common import echo_json
+from kerngen.cli.tables import echo
 from kerngen.errors import TrustError, UsageError
 from kerngen.system.cores import usable_cores
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 @click.option("--unpin", "unpinned", default=None, metavar="NAME", help="Other versions may take its place again.")
 @click.option("--rollback", "back", default=None, metavar="NAME", help="Serve the version before.")
 @click.option("--list", "listed", is_flag=True, help="List what is installed. As without any argument.")
+@click.option("--force", is_flag=True, help="Install it though it is older than what is there, or that cannot be read.")
 @click.option("--allow-unsigned", is_flag=True, help="Trust this file alone, whoever signed it or nobody.")
 @click.option("--prebuilt", is_flag=True, help="Compile what kerngen is shipped with, and install that.")
 @click.option("--arch", "arch_names", default=None, help="With --prebuilt: only boards of these arches.")
@@ -34,14 +36,15 @@ if TYPE_CHECKING:
 @click.option("--jobs", type=click.IntRange(1), default=None, help="With --prebuilt: compiler processes.")
 @click.option("--json", "as_json", is_flag=True, help="Print what is installed, as JSON.")
 def install(
-    file: Path | None, name: str, pin: bool, unpinned: str | None, back: str | None, listed: bool,
+    file: Path | None, name: str, pin: bool, unpinned: str | None, back: str | None, listed: bool, force: bool,
     allow_unsigned: bool, prebuilt: bool, arch_names: str | None, devices: tuple[str, ...], models: tuple[str, ...],
     jobs: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Verify a sealed FILE and have every run of this user look in it, after his own database and before the shipped.
 
     A file of the same name takes the place of the one that is there, to which --rollback goes back. It is installed by
-    name: what happens to FILE later does not matter.
+    name: what happens to FILE later does not matter. One that is older than what was installed by that name is refused
+    without --force; what that revoked stays revoked in any case.
 
     With --prebuilt and no FILE: the winners that kerngen is shipped with, compiled ahead, which a run would compile as
     it launches them; signed with the user's own key, and installed as prebuilt-BOARD.
@@ -58,8 +61,8 @@ def install(
         raise UsageError("FILE, --prebuilt, --unpin and --rollback are four things to do", hint="give one of them")
     if not prebuilt and (arch_names or devices or models or jobs):
         raise UsageError("--arch, --device, --model and --jobs go with --prebuilt")
-    if file is None and (pin or name or allow_unsigned):
-        raise UsageError("--pin, --name and --allow-unsigned go with a FILE")
+    if file is None and (pin or name or force or allow_unsigned):
+        raise UsageError("--pin, --name, --force and --allow-unsigned go with a FILE")
     if file is not None:
         verdicts = verify(str(file), LEVELS[:2] if allow_unsigned else LEVELS[:3])
         if (last := verdicts[-1]).ok is not True:
@@ -67,7 +70,7 @@ def install(
             raise TrustError(f"{file} is not installed: {last.level}: {why}", hint=f"kerngen db verify {file}")
         if allow_unsigned:
             trust_digest(Sealed.open(file).digest)
-        made = bundles.install(file, name=name, pin=pin)
+        made = bundles.install(file, name=name, pin=pin, force=force)
         said.append(f"installed {_words(made)} as {made.path}")
     if prebuilt:
         for board in _boards(arch_names, devices):
@@ -82,12 +85,12 @@ def install(
                     "versions": list(b.versions)} for b in found])  # fmt: skip
         return
     for line in said:
-        click.echo(line)
+        echo(line)
     if listed or not said:
         for b in found:
-            click.echo(_words(b))
+            echo(_words(b))
         if not found:
-            click.echo("nothing is installed")
+            echo("nothing is installed")
 
 
 def _boards(arch_names: str | None, devices: Sequence[str]) -> list[Board]:
@@ -127,7 +130,7 @@ def _install_prebuilt(board: Board, models: Sequence[str], jobs: int, *, quiet: 
         file = Path(scratch) / f"prebuilt-{board.name}{SUFFIX}"
         with Reporter(f"compile {board.name}", quiet=quiet) as bar, CachedCompiler(jobs, CompileCache()) as compiler:
             done = compile_board(board, file, compiler, [user_key()], cells=cells, say=bar.update)
-        made = bundles.install(file)
+        made = bundles.install(file, force=True)  # the kerngen that is here decides what it ships
         left = f", {len(done.stale)} left out, whose bodies have another revision today" if done.stale else ""
         return f"installed {_words(made)}: {done.winners} winners{left}, {file.stat().st_size / 1e6:.1f} MB"
 
@@ -152,4 +155,4 @@ def uninstall(names: tuple[str, ...], as_json: bool) -> None:
         echo_json([{"name": b.name, "digest": b.digest} for b in gone])
         return
     for b in gone:
-        click.echo(f"removed {_words(b)}")
+        echo(f"removed {_words(b)}")

@@ -20,7 +20,7 @@ from kerngen.cli.db.common import (
     require_known,
 )
 from kerngen.cli.db.inspect import find, one_winner
-from kerngen.cli.tables import Table, new_console, say
+from kerngen.cli.tables import Table, echo, new_console, say
 from kerngen.cli.utf8 import require_utf8
 from kerngen.errors import UsageError
 
@@ -135,7 +135,7 @@ def stats(url: str | None, as_json: bool) -> None:
             f"{told['runs']} measured runs{last}; {rows['revocation']:,} revocations, "
             f"{rows['artifact']:,} images ({told['image_bytes'] / 1e6:.2f} MB)")  # fmt: skip
     if not found:
-        click.echo("no database: kerngen tune fills one")
+        echo("no database: kerngen tune fills one")
 
 
 @click.command()
@@ -158,13 +158,14 @@ def revoke(
     require_utf8("the reason", reason)
     what, id = _subject(subject, fields, arch_name, device_name)
     with Store.open(url or default_path()) as store:
+        where = store.where
         store.revoke(id, reason)
         changed = choose_everywhere(store, static_keys_of(store, [id]))
     if as_json:
-        echo_json({"revoked": id, "what": what, "reason": reason, "store": url or default_path(), "winners": changed})
+        echo_json({"revoked": id, "what": what, "reason": reason, "store": where, "winners": changed})
         return
-    click.echo(f"{what} {id[:ID_CHARS]} is revoked: {reason}")
-    click.echo(f"noted in {url or default_path()}; {changed} tuned points there have another winner now")
+    echo(f"{what} {id[:ID_CHARS]} is revoked: {reason}")
+    echo(f"noted in {where}; {changed} tuned points there have another winner now")
 
 
 def _subject(subject: str, fields: str, arch_name: str | None, device_name: str | None) -> tuple[str, str]:
@@ -231,4 +232,4 @@ def _tell(done: Pruned, where: str, dry_run: bool, as_json: bool) -> None:
         return
     what = ", ".join(f"{count:,} of {table}" for table, count in done.removed.items()) or "nothing"
     size = f" ({done.image_bytes / 1e6:.2f} MB of machine code)" if done.image_bytes else ""
-    click.echo(f"{where} {'would lose' if dry_run else 'lost'} {what}{size}")
+    echo(f"{where} {'would lose' if dry_run else 'lost'} {what}{size}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kerngen.cli.db.common import changing, echo_json
+from kerngen.cli.tables import echo
 from kerngen.system.cores import usable_cores
 
 if TYPE_CHECKING:
@@ -72,14 +73,14 @@ def _print(found: list[Rebuilt], where: str) -> None:
         FAILED: "do not compile",
     }
     counts = Counter(r.outcome for r in found)
-    click.echo(f"{len(found)} winners in {where}")
+    echo(f"{len(found)} winners in {where}")
     for outcome, words in what.items():
         if counts[outcome]:
-            click.echo(f"{counts[outcome]:6} {words}")
+            echo(f"{counts[outcome]:6} {words}")
     reasons = Counter((r.outcome, r.winner.kernel, r.winner.arch.name, r.reason) for r in found if r.reason)
     for (outcome, kernel, arch, reason), count in reasons.items():
-        click.echo(f"{outcome}: {kernel} on {arch} ({count}): {reason}")
+        echo(f"{outcome}: {kernel} on {arch} ({count}): {reason}")
     changed = sorted({(r.winner.arch.name, r.winner.kernel) for r in found if r.now is not None and r.now.stale})
     for arch in dict.fromkeys(a for a, _ in changed):
-        click.echo(f"tune again: kerngen tune --arch {arch} --model NAME --kernel "
+        echo(f"tune again: kerngen tune --arch {arch} --model NAME --kernel "
                    + ",".join(k for a, k in changed if a == arch))  # fmt: skip

@@ -12,8 +12,10 @@ import click
 
 from kerngen.cli.db.common import boards_for, echo_json, reading
 from kerngen.cli.signing import signers, signing_options
+from kerngen.cli.tables import echo
 from kerngen.errors import DatabaseError, UsageError
 from kerngen.system.cores import usable_cores
+from kerngen.system.urls import without_password
 
 if TYPE_CHECKING:
     from kerngen.tuning_db.dist.export import Selection
@@ -81,12 +83,12 @@ def export(
                    "damaged": done.merged.damaged, "conflicts": done.merged.conflicts})  # fmt: skip
         return
     winners = ", ".join(f"{count} {how}" for how, count in done.contents["winners"].items())
-    click.echo(f"{output}: {winners} winners of {len(done.contents['kernels'])} kernels for "
+    echo(f"{output}: {winners} winners of {len(done.contents['kernels'])} kernels for "
                f"{', '.join(board for _, board, _ in done.contents['boards'])}, {done.size / 1e6:.2f} MB")  # fmt: skip
     if done.lacking and not no_images:
-        click.echo(f"of {done.lacking} the machine code was not kept: it is compiled where it is run")
+        echo(f"of {done.lacking} the machine code was not kept: it is compiled where it is run")
     _tell(done.merged)
-    click.echo(f"digest {done.digest}\n" + ("\n".join(f"signed by {k.public}" for k in keys) or "not signed"))
+    echo(f"digest {done.digest}\n" + ("\n".join(f"signed by {k.public}" for k in keys) or "not signed"))
 
 
 @click.command()
@@ -116,8 +118,8 @@ def dump(
         echo_json({"files": sizes})
         return
     for path, size in sizes.items():
-        click.echo(f"{path}  {size / 1e3:.1f} kB")
-    click.echo(f"{len(sizes)} files, {sum(sizes.values()) / 1e3:.1f} kB")
+        echo(f"{path}  {size / 1e3:.1f} kB")
+    echo(f"{len(sizes)} files, {sum(sizes.values()) / 1e3:.1f} kB")
 
 
 @click.command()
@@ -164,10 +166,10 @@ def build(
                    "winners": done.winners, "stale": done.stale})  # fmt: skip
         return
     for line in done.stale[:_LISTED]:
-        click.echo(f"left out, as its body has another revision today: {line}", err=True)
+        echo(f"left out, as its body has another revision today: {line}", err=True)
     if len(done.stale) > _LISTED:
         click.echo(f"left out: {len(done.stale) - _LISTED:,} more (--json names all)", err=True)
-    click.echo(f"{output}: {done.winners} winners of {done.trials} trials, {size / 1e6:.2f} MB\ndigest {digest}")
+    echo(f"{output}: {done.winners} winners of {done.trials} trials, {size / 1e6:.2f} MB\ndigest {digest}")
 
 
 def cells_of(model: str, arch: Any) -> set[str]:
@@ -231,21 +233,22 @@ def _merge(into: str, files: Sequence[str], dry_run: bool, allow_unsigned: bool,
     with ExitStack() as stack:
         others = [stack.enter_context(open_any(file, allow_unsigned=allow_unsigned, own=True)) for file in files]
         done = unite(stack.enter_context(Store.open(into)), others, dry_run=dry_run)
+    into = without_password(into)
     if as_json:
         echo_json({"into": into, "dry_run": dry_run, "added": dict(done.added), "mended": dict(done.mended),
                    "winners": done.winners, "damaged": done.damaged, "conflicts": done.conflicts})  # fmt: skip
         return
     came = ", ".join(f"{count:,} of {table}" for table, count in done.added.items()) or "nothing that was not there"
-    click.echo(f"{into} {'would get' if dry_run else 'got'} {came}")
+    echo(f"{into} {'would get' if dry_run else 'got'} {came}")
     if done.mended:
-        click.echo("put right or replaced: " + ", ".join(f"{n:,} of {table}" for table, n in done.mended.items()))
-    click.echo(f"{done.winners:,} tuned points have another winner, or their first")
+        echo("put right or replaced: " + ", ".join(f"{n:,} of {table}" for table, n in done.mended.items()))
+    echo(f"{done.winners:,} tuned points have another winner, or their first")
     _tell(done)
 
 
 def _tell(done: Merged) -> None:
     for what, lines in (("damaged, and left out", done.damaged), ("conflict", done.conflicts)):
         for line in lines[:_LISTED]:
-            click.echo(f"{what}: {line}", err=True)
+            echo(f"{what}: {line}", err=True)
         if len(lines) > _LISTED:
             click.echo(f"{what}: {len(lines) - _LISTED:,} more (--json names all)", err=True)

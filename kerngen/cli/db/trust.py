@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from kerngen.cli.db.common import echo_json
+from kerngen.cli.tables import echo
 from kerngen.errors import TrustError, UsageError
 
 
@@ -31,8 +32,8 @@ def keygen(file: Path | None, comment: str | None, as_json: bool) -> None:
         echo_json({"key": key.public.id, "comment": key.comment, "secret": str(path),
                    "public": f"{path}.pub", "line": key.public.line.strip()})  # fmt: skip
         return
-    click.echo(f"{key.public}\n  secret  {path}      keep it, and show it to nobody\n  public  {path}.pub")
-    click.echo(f"whoever is to run what it signs: kerngen db trust {path}.pub")
+    echo(f"{key.public}\n  secret  {path}      keep it, and show it to nobody\n  public  {path}.pub")
+    echo(f"whoever is to run what it signs: kerngen db trust {path}.pub")
 
 
 @click.command()
@@ -72,15 +73,15 @@ def trust(files: tuple[Path, ...], digests: tuple[str, ...], ids: tuple[str, ...
         echo_json({"keys": rows, "digests": bundles, "places": places})
         return
     for line in said:
-        click.echo(line)
+        echo(line)
     if listed or not said:
         for key in found.values():
-            click.echo(f"key     {key}")
+            echo(f"key     {key}")
         for digest in bundles:
-            click.echo(f"digest  {digest}")
+            echo(f"digest  {digest}")
         if not found and not bundles:
-            click.echo("nobody is trusted: what others signed is not run")
-        click.echo(f"looked in {', '.join(places)}")
+            echo("nobody is trusted: what others signed is not run")
+        echo(f"looked in {', '.join(places)}")
 
 
 @click.command()
@@ -103,4 +104,4 @@ def sign(file: Path, key_files: tuple[Path, ...], as_json: bool) -> None:
     if as_json:
         echo_json({"file": str(file), "digest": sealed.digest, "signed_by": list(sealed.signatures)})
         return
-    click.echo(f"{file} is signed by {', '.join(sealed.signatures)}\ndigest {sealed.digest}")
+    echo(f"{file} is signed by {', '.join(sealed.signatures)}\ndigest {sealed.digest}")

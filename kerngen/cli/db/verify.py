@@ -12,8 +12,10 @@ import click
 from kerngen.cli.db.common import echo_json
 from kerngen.cli.draft_options import draft_weights_option
 from kerngen.cli.duration import Duration
+from kerngen.cli.tables import echo
 from kerngen.errors import DeviceError, UsageError
 from kerngen.system.cores import usable_cores
+from kerngen.system.urls import without_password
 
 if TYPE_CHECKING:
     from kerngen.arch import Target
@@ -87,16 +89,16 @@ def verify(
     failed = any(v.ok is False for v in verdicts)
     if as_json:
         about = {"digest": sealed.digest, "header": sealed.header} if sealed is not None else {}
-        echo_json({"file": file, "ok": not failed, "verdicts": [asdict(v) for v in verdicts]} | about)
+        echo_json({"file": without_password(file), "ok": not failed, "verdicts": [asdict(v) for v in verdicts]} | about)
     else:
         for v in verdicts:
-            click.echo(f"{'--' if v.ok is None else 'ok' if v.ok else 'NO'}  {v.level:10} {v.text}")
+            echo(f"{'--' if v.ok is None else 'ok' if v.ok else 'NO'}  {v.level:10} {v.text}")
             for fault in v.faults[:_LISTED]:
-                click.echo(f"      {fault}")
+                echo(f"      {fault}")
             if len(v.faults) > _LISTED:
                 click.echo(f"      and {len(v.faults) - _LISTED:,} more (--json names all)")
         if sealed is not None:
-            click.echo(f"digest {sealed.digest}")
+            echo(f"digest {sealed.digest}")
     if failed:
         raise click.exceptions.Exit(1)
 

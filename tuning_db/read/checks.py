@@ -55,7 +55,11 @@ def require_winner(w: Winner) -> None:
     _require("build", w.build_id, _matches(_SHA, w.build_id))
     _require("provenance", w.provenance, w.provenance in PROVENANCES)
     us, is_carried = w.latency_us, w.provenance == "carried"
-    _require(f"time of what is {w.provenance}", us, us is None if is_carried else _is_number(us) and us > 0)
+    _require(
+        f"time of what is {w.provenance}",
+        us,
+        us is None if is_carried else us is not None and _is_number(us) and us > 0,
+    )
     _require("margin", w.margin, w.margin is None or _is_number(w.margin))
     _require("reason", w.reason, isinstance(w.reason, str))
     _require("closure", w.closure, isinstance(w.closure, str))

@@ -96,9 +96,9 @@ class Arguments:
     def _word(self, c: str) -> str:
         """A key up to its colon, or a value up to what ends it."""
         if self._is_key and c == ":":
-            return self._end_bare(_quoted(self._bare.strip())) + self._colon(c)
+            return self._end_bare(_quoted(self._bare.strip(_SPACE))) + self._colon(c)
         if not self._is_key and c in ",]}":
-            return self._end_bare(_value(self._bare.strip())) + self._after(c)
+            return self._end_bare(_value(self._bare.strip(_SPACE))) + self._after(c)
         if c in "{}[],":
             return self._break(c)
         self._bare += c
@@ -122,10 +122,12 @@ class Arguments:
     def _single(self, c: str) -> str:
         """A key or a value in single quotation marks, as in Python. One ends it that stands before what may follow."""
         if c == ":" if self._is_key else c in (",", self._closer):
-            inner = self._bare[1:].rstrip()
+            inner = self._bare[1:].rstrip(_SPACE)
             before = inner.removesuffix("'")
             if inner != before and (len(before) - len(before.rstrip("\\"))) % 2 == 0:
                 return self._end_bare(_of_single_quoted(before)) + self._take(c)
+            if self._is_key:  # an apostrophe, not a quotation mark
+                return self._end_bare(_quoted(self._bare.strip(_SPACE))) + self._colon(c)
         self._bare += c
         return ""
 

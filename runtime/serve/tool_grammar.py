@@ -87,7 +87,7 @@ def _shared(quote: int) -> list[str]:
     ]
 
 
-_BARE = r"""[^\s:,{}\[\]"<>|]+"""  # of a key: what call_arguments.py reads as one
+_BARE = r"""[^\s:,{}\[\]"<>|'][^\s:,{}\[\]"<>|]*"""  # of a key: what call_arguments.py reads as one
 _ANNOTATIONS = {
     "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$schema", "$id",
     "$comment", "$defs", "definitions", "$anchor", "$vocabulary", "strict", "contentEncoding", "contentMediaType",

@@ -106,6 +106,8 @@ def test_a_call_comes_in_pieces() -> None:
     ("{a:'x, y'}", {"a": "x, y"}),
     ("{'a':'it's \\'so\\', or \"so\"' , b:['', 'x]'],c:'tis}", {"a": "it's 'so', or \"so\"", "b": ["", "x]"],
       "c": "'tis"}),
+    ("{'tis:1,'b':2}", {"'tis": 1, "b": 2}),
+    ("{\x1f: \x1fx\x1f }", {"\x1f": "\x1fx\x1f"}),
     ("{a:,b:1}", {"a": "", "b": 1}), ("{a:}", {"a": ""}), ("{a:{b: },c:}", {"a": {"b": ""}, "c": ""}),
     ("{a:True,b:False,c:[True,None]}", {"a": True, "b": False, "c": [True, None]}),
     ("{a:108.,b:-.5,c:.,d:1.2.3,e:00.5,f:+5}",

@@ -176,14 +176,15 @@ def _chat(body: CountedMessage) -> tuple[Turns, ChatCompletion]:
             400, "the last message is the assistant's: an answer is a turn of its own, and goes on with none"
         )
     tools, choice = _tools(body)
+    created = body if isinstance(body, CreateMessage) else None
     wanted = body.output_config.format if body.output_config else None
     return turns, chat_body(turns, {
         "model": body.model, "tools": tools, "tool_choice": choice,
         "parallel_tool_calls": False if body.tool_choice and body.tool_choice.disable_parallel_tool_use else None,
         "chat_template_kwargs": {THINKING: _THINKS[body.thinking.type]} if body.thinking else None,
         "response_format": wanted and {"type": "json_schema", "json_schema": {"schema": wanted.schema_}},
-        "max_completion_tokens": getattr(body, "max_tokens", None), "stop": getattr(body, "stop_sequences", None),
-        **{name: getattr(body, name, None) for name in ("temperature", "top_p", "top_k", "stream")},
+        **({"max_completion_tokens": created.max_tokens, "stop": created.stop_sequences, "stream": created.stream,
+            "temperature": created.temperature, "top_p": created.top_p, "top_k": created.top_k} if created else {}),
     })  # fmt: skip
 
 

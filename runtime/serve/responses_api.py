@@ -160,7 +160,8 @@ def _chat(body: CountedResponse) -> tuple[Turns, ChatCompletion]:
     for name, (off, instead) in _REFUSED.items():
         if (body.model_extra or {}).get(name) not in off:
             raise ApiError(400, f"{name} is not there: {instead}", param=name)
-    if "message.output_text.logprobs" in (getattr(body, "include", None) or ()):
+    created = body if isinstance(body, CreateResponse) else None
+    if created and "message.output_text.logprobs" in (created.include or ()):
         raise ApiError(400, "message.output_text.logprobs: /v1/chat/completions has logprobs", param="include")
     turns = Turns()
     if body.instructions:
@@ -174,8 +175,8 @@ def _chat(body: CountedResponse) -> tuple[Turns, ChatCompletion]:
     return turns, chat_body(turns, {
         "model": body.model, "tools": tools, "tool_choice": choice, "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": body.reasoning.effort if body.reasoning else None, "response_format": _format(body),
-        "stream": getattr(body, "stream", None), "max_completion_tokens": getattr(body, "max_output_tokens", None),
-        "temperature": getattr(body, "temperature", None), "top_p": getattr(body, "top_p", None),
+        **({"stream": created.stream, "max_completion_tokens": created.max_output_tokens,
+            "temperature": created.temperature, "top_p": created.top_p} if created else {}),
     })  # fmt: skip
 
 
@@ -234,7 +235,7 @@ def _tools(body: CountedResponse) -> tuple[list[dict[str, Any]] | None, Any]:
     allowed = [tool.get("name") for tool in choice.tools]
     if unknown := [name for name in allowed if name not in [tool["function"].get("name") for tool in found]]:
         raise ApiError(400, f"tool_choice allows {unknown[0]!r:.80}, which is none of the tools", param="tool_choice")
-    return [tool for tool in found if tool["function"]["name"] in allowed], choice.mode
+    return [tool for tool in found if tool["function"].get("name") in allowed], choice.mode
 
 
 def _format(body: CountedResponse) -> dict[str, Any] | None:

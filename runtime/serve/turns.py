@@ -93,7 +93,7 @@ def not_text(kind: Any, where: str, kinds: Sequence[str] | Mapping[str, str]) ->
     """Of a part that the model cannot read."""
     if isinstance(kind, str) and ("image" in kind or "audio" in kind):
         return ApiError(400, f"{where}: images and sounds are not read yet; the model here reads text", param=where)
-    if kind in kinds:
+    if isinstance(kind, str) and kind in kinds:
         return ApiError(400, f"{where} is of type {kind!r:.80} and has no text", param=where)
     return ApiError(400, f"{where} is of type {kind!r:.80}; read here: {', '.join(kinds)}", param=where)
 

@@ -116,6 +116,7 @@ def test_turns_reach_the_template(talk: Talk) -> None:
     ({"messages": [*HI["messages"], {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]},
                    *HI["messages"]]}, "another server encrypted"),
     ({"messages": [{"role": "user", "content": []}]}, "there are no messages"),
+    ({"system": [{"type": [], "text": "Hi"}]}, "system[0] is of type []"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "which does not run here"),
     ({"tools": [LOOK, LOOK]}, "two functions named look"),
     ({"tool_choice": {"type": "tool"}, "tools": [LOOK]}, "has no name"),

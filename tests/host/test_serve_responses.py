@@ -121,6 +121,8 @@ def test_turns_before_it_come_in_the_request(talk: Talk) -> None:
     ({"tools": [{"type": "function"}]}, "tools.0.function.name", "Field required"),
     ({"tool_choice": {"type": "function", "name": "g"}, "tools": [LOOK]}, "tools", "g"),
     ({"tool_choice": {"type": "allowed_tools", "tools": [{"name": "g"}]}, "tools": [LOOK]}, "tool_choice", "'g'"),
+    ({"tool_choice": {"type": "allowed_tools", "tools": [{}]}, "tools": [{"type": "function"}]},
+     "tools.0.function.name", "Field required"),
     ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]",
      "images and sounds are not read yet"),
@@ -196,6 +198,11 @@ def test_errors_of_the_engine(talk: Talk) -> None:
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
     assert last["response"]["error"] == {"code": "server_error", "message": "the model computed NaN"}
     assert "I see." in json.dumps(last["response"]["output"])
+
+
+def test_what_is_not_counted_is_let_pass(talk: Talk) -> None:
+    for more in ({"include": 3}, {"temperature": "hot"}, {"max_output_tokens": []}):
+        assert talk[0].post(f"{PATH}/input_tokens", json={"input": "Hi"} | more).status_code == 200
 
 
 @pytest.mark.parametrize("ask", [

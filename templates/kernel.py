@@ -666,7 +666,8 @@ def parse_problem(problem_type: type[Any], text: str, arch: Arch) -> Any:
     """As parse_fields, with the dtypes that go together on `arch`: where `dtype` is named fp16, or is not named and
     `arch` has no bf16, those that `text` leaves out are what the runtime has beside fp16.
     """
-    named = dict(map(str.strip, part.partition("=")[::2]) for part in text.split(","))
+    parts = [part.partition("=") for part in text.split(",")]
+    named = {name.strip(): value.strip() for name, _, value in parts}
     if named.get("dtype", arch.dtype) == "fp16":
         own = [f.name for f in dataclasses.fields(problem_type) if f.name in _FP16 and f.name not in named]
         text = ",".join([*filter(None, [text]), *(f"{name}={_FP16[name]}" for name in own)])

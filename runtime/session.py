@@ -354,6 +354,10 @@ def open_checkpoint(
         raise CheckpointError(
             f"{folder}: tokenizer.json has {codec.vocab_size} tokens, config.json says vocab_size {config.vocab_size}"
         )
+    if ops.name != "torch":
+        from kerngen.runtime.served_shapes import require_served
+
+        require_served(folder, config, ops, draft, drafter_config)
     weights = load_model(folder, config, ops, advance=advance, keep_repacked=keep_repacked)
     model = Gemma4(config, weights, ops, suppressed_ids=read_suppressed_ids(folder))
     drafter = None

@@ -71,6 +71,17 @@ def load_drafter(folder: Path, config: DrafterConfig, ops: Ops, *, advance: Adva
     return weights
 
 
+def planned_model(folder: Path, config: ModelConfig, ops: Ops) -> ModelWeights:
+    """What load_model gives, as shapes alone: only headers are read. Raises CheckpointError."""
+    source = CheckpointSource(Checkpoint(folder), config, ops)
+    return build_model(Planned(source), _find_prefix(source.checkpoint))
+
+
+def planned_drafter(folder: Path, config: DrafterConfig, ops: Ops) -> DrafterWeights:
+    """As planned_model, of load_drafter."""
+    return build_drafter(Planned(CheckpointSource(Checkpoint(folder), config.text, ops)), config)
+
+
 def _find_prefix(checkpoint: Checkpoint) -> str:
     known = ("model.language_model.", "model.", "language_model.model.")
     for prefix in known:

@@ -1,0 +1,59 @@
+"""Whether kernels serve a model's shapes, asked before its weights are loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kerngen.errors import ProblemError, UsageError
+from kerngen.runtime.batch import Batch
+from kerngen.runtime.cache import KVCache
+from kerngen.runtime.config import DrafterConfig, ModelConfig
+from kerngen.runtime.drafting import MtpDrafter
+from kerngen.runtime.executors.layer_dedup import DedupedLayers
+from kerngen.runtime.executors.record import Record
+from kerngen.runtime.executors.shapes import ShapesAlone
+from kerngen.runtime.model import Gemma4
+from kerngen.runtime.ops import Ops
+from kerngen.runtime.ops.kernels import KernelOps
+from kerngen.runtime.weights.loader import planned_drafter, planned_model
+from kerngen.templates import find_kernel
+
+WAY_ON = "the torch backend serves any: --backend torch"
+
+
+def require_served(
+    folder: Path, config: ModelConfig, ops: Ops, draft: Path | None = None, drafter: DrafterConfig | None = None
+) -> None:
+    """Raises UsageError, with the way on, where a forward of the model in `folder`, or a draft of the one in `draft`,
+    would ask a kernel for a shape that it does not serve; CheckpointError as loading does.
+
+    Nothing is computed: headers of the checkpoint are read, and layers that are alike are asked for once.
+    """
+    if not isinstance(ops, KernelOps):
+        return
+    here = ops.executor.target
+
+    def note(name: str, problem: Any, place: str) -> None:
+        if here is not None and (why := find_kernel(name).why_unsupported(problem, here)) is not None:
+            raise ProblemError(f"{name}: {why}")
+
+    record = Record(note, lambda _: None)
+    shapes = KernelOps(record, ops.dtype)
+    try:
+        with torch.inference_mode(), ShapesAlone():
+            model = Gemma4(config, planned_model(folder, config, shapes), shapes)
+            model.stack = DedupedLayers(model.stack, record)
+            cache = KVCache.whole(config, shapes, batch=1, max_len=2)
+            ids = torch.zeros(1, dtype=torch.int64, device=shapes.device)
+            states = model.forward(Batch.decode(ids[None], ids, cache, 2, shapes), cache)
+            model.greedy(states)
+            model.forward(Batch.prefill(ids, 0, cache), cache, outputs="last")
+            if draft is not None and drafter is not None:
+                small = MtpDrafter(drafter, planned_drafter(draft, drafter, shapes), model)
+                small.stack = DedupedLayers(small.stack, record)
+                small.greedy(small.step(ids, states, ids, cache, 2))
+    except ProblemError as e:
+        raise UsageError(f"no kernel serves the model in {folder}: {e.message}", hint=WAY_ON) from e

@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 import kerngen
 from kerngen.ops import W4Weights
+from kerngen.runtime.weights.safetensors import SafetensorsFile
 
 CHECKPOINT = Path(__file__).parent / "tiny" / "gemma-4-tiny-w4a16" / "model.safetensors"
 LAYER = "model.language_model.layers.0"
@@ -23,14 +23,13 @@ LAYER = "model.language_model.layers.0"
 
 def read_mlp() -> tuple[W4Weights, W4Weights]:
     """gate_proj and up_proj as one matrix, and down_proj, with scales in bf16."""
-    with safe_open(CHECKPOINT, "pt") as file:
+    file = SafetensorsFile(CHECKPOINT)
 
-        def tensor(projection: str, part: str) -> Tensor:
-            found: Tensor = file.get_tensor(f"{LAYER}.mlp.{projection}_proj.weight_{part}")
-            return found
+    def tensor(projection: str, part: str) -> Tensor:
+        return file.tensor(f"{LAYER}.mlp.{projection}_proj.weight_{part}")
 
-        gate_up = [torch.cat([tensor(p, part) for p in ("gate", "up")]) for part in ("packed", "scale")]
-        down = [tensor("down", part) for part in ("packed", "scale")]
+    gate_up = [torch.cat([tensor(p, part) for p in ("gate", "up")]) for part in ("packed", "scale")]
+    down = [tensor("down", part) for part in ("packed", "scale")]
     return kerngen.ops.pack_w4(*gate_up), kerngen.ops.pack_w4(*down)
 
 

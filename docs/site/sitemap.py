@@ -90,6 +90,7 @@ MODULES = (
         ("Arch", "Device", "Target", "find_arch", "find_device"),
     ),
     Module("kerngen.runtime.sampling", "What may be asked of a token.", ("Sampling",)),
+    Module("kerngen.runtime.weights.safetensors", "Tensors of a checkpoint's file, mapped.", ("SafetensorsFile",)),
     Module("kerngen.runtime.engine", "Many requests at once, token by token."),
     Module("kerngen.tuning_db", "What was measured and predicted, and what is chosen by it."),
     Module("kerngen.compiler.render", "A kernel's source for a problem, a configuration and a target.", ("render",)),

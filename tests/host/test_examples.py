@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
 import sys
+import tomllib
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -275,6 +277,22 @@ def test_the_training_script_runs_anywhere(tmp_path: Path) -> None:
 
 
 # ---- the scripts, and kerngen on the checkpoint
+
+
+@pytest.mark.parametrize("name", ["../docs/library.md", "compile_a_kernel.py", "lookup_a_winner.py", "use_the_ops.py"])
+def test_what_an_example_imports_is_installed_with_kerngen(name: str) -> None:
+    """Whoever installed kerngen and no extra for developers can run it."""
+    text = (EXAMPLES / name).read_text()
+    if name.endswith(".md"):
+        text = "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    asked = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text())["project"]["dependencies"]
+    installed = {re.match(r"\w+", line)[0] for line in asked}  # type: ignore[index]
+    imported = {
+        name.split(".")[0]
+        for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])
+    }  # fmt: skip
+    assert {"kerngen"} <= imported <= {"kerngen", *installed, *sys.stdlib_module_names}
 
 
 def test_compile_a_kernel() -> None:

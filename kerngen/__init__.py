@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kerngen.runtime.session import Completion, CompletionStream, Session, load
     from kerngen.tuning_db import Winner
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "CacheError",
     "CheckpointError",

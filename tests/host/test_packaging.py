@@ -67,6 +67,7 @@ def test_versions_and_the_licence_agree() -> None:
     sections = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert sections[0] == "Unreleased"
     assert len(sections) == len(set(sections))
+    assert sections[1] == kerngen.__version__, "what a version changed is written down"
 
 
 def test_an_index_shows_a_readme_whose_links_lead_somewhere() -> None:

@@ -97,7 +97,7 @@ async def chat_completions(request: Request, body: ChatCompletion) -> Response:
             return [
                 {"index": part.index, "delta": delta, "logprobs": found if i == last else None,
                  "finish_reason": part.finish_reason if i == last else None,
-                 "stop_reason": part.stop_reason if i == last else None} for i, delta in enumerate(deltas)
+                 "stop_reason": part.stop_reason_of_chat if i == last else None} for i, delta in enumerate(deltas)
             ]  # fmt: skip
 
         answer = await send_events(request, service, body.stream_options, heading, usage, trace, generators, chunks)

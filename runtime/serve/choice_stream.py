@@ -19,7 +19,7 @@ from kerngen.runtime.serve.protocol import MAX_STOP_CHARS, Generation
 from kerngen.runtime.serve.service import Service
 from kerngen.runtime.text import TextCodec
 
-MALFORMED_CALL = "malformed_tool_call"  # the stop_reason of an answer in which a call cannot be read
+MALFORMED_CALL = "malformed_tool_call"  # the stop_reason of a chat's answer in which a call cannot be read
 _T = TypeVar("_T")
 _MORE = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
 _SUGGESTED = ("temperature", "top_k", "top_p")  # where generation_config.json says more than OpenAI's defaults
@@ -28,7 +28,7 @@ _SUGGESTED = ("temperature", "top_k", "top_p")  # where generation_config.json s
 @dataclass(frozen=True, slots=True)
 class Part:
     """Of choice `index`: what came with these tokens. finish_reason and stats come with the last part, and stop_reason,
-    the stop string that ended it, or MALFORMED_CALL; prompt_logprobs with the first.
+    the stop string that ended it, and whether a call in it cannot be read; prompt_logprobs with the first.
     """
 
     index: int
@@ -39,6 +39,12 @@ class Part:
     stats: Stats | None = None
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     stop_reason: str | None = None
+    has_unread_call: bool = False
+
+    @property
+    def stop_reason_of_chat(self) -> str | None:
+        """As a chat's choice tells it."""
+        return MALFORMED_CALL if self.has_unread_call else self.stop_reason
 
 
 class Reader(Protocol):
@@ -176,14 +182,13 @@ async def choice(
                 deltas += reader.finish()
             has_calls = has_calls or any(isinstance(d, ToolCallDelta) for d in deltas)
             reason, stop = made.reason or None, reader.ended_by if made.reason else None
+            has_unread_call = reason == "stop" and stop is None and reader.has_unread_call
             if stop is not None:
                 reason = "stop"
-            elif reason == "stop" and reader.has_unread_call:
-                stop = MALFORMED_CALL
-            elif reason == "stop" and has_calls:
+            elif reason == "stop" and has_calls and not has_unread_call:
                 reason = "tool_calls"
             yield Part(index, made.tokens[:count], made.logprobs[:count], deltas, reason, made.stats,
-                       made.prompt_logprobs, stop)  # fmt: skip
+                       made.prompt_logprobs, stop, has_unread_call)  # fmt: skip
 
 
 async def merged(generators: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[_T, None]:

@@ -107,7 +107,7 @@ class Message:
                                    "function": {"name": delta.name, "arguments": delta.arguments}})  # fmt: skip
             else:
                 self.calls[delta.index]["function"]["arguments"] += delta.arguments
-        self.finish_reason, self.stop_reason = part.finish_reason, part.stop_reason
+        self.finish_reason, self.stop_reason = part.finish_reason, part.stop_reason_of_chat
 
     def body(self, index: int, codec: TextCodec, *, with_reasoning: bool) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self.content or (None if self.calls else "")}

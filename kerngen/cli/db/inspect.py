@@ -238,7 +238,7 @@ def find(
     from kerngen.errors import TuningMiss, UsageError
     from kerngen.runtime.selection import Selector
     from kerngen.templates import find_kernel, kernel_names
-    from kerngen.templates.kernel import describe, fields_of, parse_problem
+    from kerngen.templates.kernel import describe, fields_of, parse_fields, parse_problem
     from kerngen.tuning_db import lookup
 
     if subject not in kernel_names():
@@ -257,6 +257,7 @@ def find(
     if arch_name is None:
         tuned = sorted({w.arch.name for s in stores for w in s.winners(subject)})
         if len(tuned) != 1:
+            parse_fields(kernel.problem_type, fields)  # what is wrong on any arch is the clearer complaint
             raise UsageError(f"--arch is needed: {subject} has winners for {', '.join(tuned) or 'no arch'}")
         arch_name = tuned[0]
     arch = find_arch(arch_name)

@@ -9,6 +9,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,25 +22,34 @@ _LONE = re.compile(
 )
 
 
+@dataclass(slots=True)
+class _Body:
+    """What has come of one, and how many values are in it."""
+
+    parts: list[bytes] = field(default_factory=list)
+    num_values: int = 0
+
+
 class Gate:
     """require: raises ApiError for a path that may not be asked for with these headers."""
 
     def __init__(self, app: ASGIApp, *, limits: Limits, require: Callable[[str, Mapping[bytes, bytes]], None]) -> None:
         self._app, self._limits, self._require = app, limits, require
-        self._held = 0  # bytes of all bodies
+        self._held = self._num_values = 0  # bytes of all bodies, and values in them
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        held: list[bytes] = []
+        held = _Body()
         try:
             await self._pass(held, scope, receive, send)
         finally:
-            self._held -= sum(map(len, held))
+            self._held -= sum(map(len, held.parts))
+            self._num_values -= held.num_values
 
-    async def _pass(self, held: list[bytes], scope: Scope, receive: Receive, send: Send) -> None:
-        """held: takes what has come of the body."""
+    async def _pass(self, held: _Body, scope: Scope, receive: Receive, send: Send) -> None:
+        """held: takes what comes of the body."""
         try:
             headers = dict(scope["headers"])
             if b"content-length" in headers and b"transfer-encoding" in headers:
@@ -47,11 +57,11 @@ class Gate:
                 raise ApiError(400, "Content-Length and Transfer-Encoding contradict each other")
             self._require(scope["path"], headers)
             body = b""
-            if scope["method"] == "POST" and not await self._body(held, headers.get(b"content-length"), receive):
+            if scope["method"] == "POST" and not await self._body(held.parts, headers.get(b"content-length"), receive):
                 return  # the client has gone
-            body = b"".join(held)
-            held[:] = [body]
-            self._require_few(body)
+            body = b"".join(held.parts)
+            held.parts[:] = [body]
+            held.num_values = self._require_few(body)
             _require_unicode(body)
         except ApiError as e:
             # What is left of the body is not read: this connection can serve no other request.
@@ -88,21 +98,31 @@ class Gate:
                     if size > most:
                         raise self._too_long()
                     if self._held > self._limits.all_bytes:
-                        raise ApiError(429, "there are too many long requests at once", code="queue_full",
-                                       headers={"Retry-After": str(RETRY_AFTER_S)})  # fmt: skip
+                        raise _too_much_at_once()
                     if not message.get("more_body"):
                         return True
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {self._limits.body_s:g} s") from None
 
-    def _require_few(self, body: bytes) -> None:
-        """Commas and brackets in its texts count as if they were JSON's: there are fewer of them than tokens."""
+    def _require_few(self, body: bytes) -> int:
+        """Values in `body`, which are held from here on. Commas and brackets in its texts count as if they were JSON's:
+        there are fewer of them than tokens.
+        """
         if (values := body.count(b",") + body.count(b"[") + body.count(b"{")) > self._limits.values:
             raise ApiError(413, f"the body holds some {values:,} values; {self._limits.values:,} are taken",
                            code="body_too_large")  # fmt: skip
+        if self._num_values + values > self._limits.all_values:
+            raise _too_much_at_once()
+        self._num_values += values
+        return values
 
     def _too_long(self) -> ApiError:
         return ApiError(413, f"the body has more than {self._limits.body_bytes:,} bytes", code="body_too_large")
+
+
+def _too_much_at_once() -> ApiError:
+    return ApiError(429, "there are too many long requests at once", code="queue_full",
+                    headers={"Retry-After": str(RETRY_AFTER_S)})  # fmt: skip
 
 
 def _require_unicode(body: bytes) -> None:

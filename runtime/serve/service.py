@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 class Limits:
     """queue: sequences that are at work or wait; more are sent away. body_bytes: of a request, which must have come
     within body_s seconds. all_bytes: of all requests' bodies that are held at once. values: that one may hold, since
-    reading them keeps all others waiting.
+    reading them keeps all others waiting, and all_values: that all may hold at once, each of up to 150 B.
     """
 
     queue: int = 256
@@ -41,6 +41,7 @@ class Limits:
     body_s: float = 30.0
     all_bytes: int = 128 * 1024 * 1024
     values: int = 500_000
+    all_values: int = 2_000_000
 
 
 @dataclass(slots=True)

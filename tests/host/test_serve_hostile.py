@@ -154,10 +154,14 @@ def test_a_body_of_too_many_values_is_not_read() -> None:
         assert client.post(CHAT, json=HI).status_code == 200
 
 
-def test_bodies_that_are_held_at_once_have_an_end() -> None:
-    service, engine = played_service(limits=Limits(all_bytes=5000))
+@pytest.mark.parametrize(("limits", "more"), [
+    (Limits(all_bytes=5000), {"user": "a" * 3000}),
+    (Limits(all_values=500), {"x": [0] * 300}),
+])  # fmt: skip
+def test_bodies_that_are_held_at_once_have_an_end(limits: Limits, more: dict[str, Any]) -> None:
+    service, engine = played_service(limits=limits)
     engine.pause_s = 0.2
-    long = HI | {"user": "a" * 3000}
+    long = HI | more
     with TestClient(make_app(service)) as client, ThreadPoolExecutor(1) as threads:
         first = threads.submit(client.post, CHAT, json=long)
         while not engine.asked:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeGuard
 
 from kerngen.arch import Device
 from kerngen.compiler.compile import Resources
@@ -116,7 +116,7 @@ def require_fields(what: str, values: Mapping[str, Any]) -> None:
 def require_indices(what: str, indices: Iterable[object], length: int) -> None:
     """Places in a list: one below zero would be counted from its end."""
     for index in indices:
-        _require(what, index, _is_count(index) and index < length)  # type: ignore[operator]
+        _require(what, index, _is_count(index) and index < length)
 
 
 def _require_name(what: str, name: object) -> None:
@@ -137,9 +137,9 @@ def _matches(pattern: re.Pattern[str], value: object) -> bool:
     return isinstance(value, str) and pattern.fullmatch(value) is not None
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and value >= 0

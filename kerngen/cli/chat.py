@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import select
+import shutil
 import signal
 import sys
+import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING
+
+from rich.cells import cell_len
 
 from kerngen.cli.model_options import chosen_lines
 from kerngen.cli.tables import fitted
@@ -76,6 +81,67 @@ class CtrlC:
             signal.signal(signal.SIGINT, before)
 
 
+class Words:
+    """Text that comes in pieces, broken between words where a line of `width` cells ends.
+
+    A word waits until it is whole, or fills half a line. An ideograph is a word by itself.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self._column = 0
+        self._blanks = self._word = ""
+
+    def add(self, text: str) -> str:
+        """What may be written now."""
+        written = ""
+        for part in re.findall(r"\n|[^\S\n]+|\S+", text):
+            if part == "\n":
+                written += self.flush() + part
+                self._column, self._blanks = 0, ""
+            elif part.isspace():
+                written += self.flush()
+                self._blanks += part
+            else:
+                for char in part:
+                    self._word += char
+                    if cell_len(char) > 1 or 2 * cell_len(self._word) > self.width:
+                        written += self.flush()
+        return written
+
+    def flush(self) -> str:
+        """The word that waits, on the next line where this one has no room for it."""
+        if not self._word:
+            return ""
+        word, blanks = self._word, self._blanks
+        self._word = self._blanks = ""
+        cells, gap = cell_len(word), len(blanks.expandtabs())
+        if self._column and self._column + gap + cells > self.width:
+            self._column = cells
+            return f"\n{word}"
+        self._column += gap + cells
+        return blanks + word
+
+
+@contextmanager
+def unechoed() -> Iterator[None]:
+    """Within it, keys are not shown: what is typed ahead, or Ctrl-C, would stand in the middle of an answer. The next
+    line that is read shows them.
+    """
+    try:
+        before = termios.tcgetattr(sys.stdin)
+    except (termios.error, OSError, ValueError):  # no terminal
+        yield
+        return
+    within = [*before]
+    within[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, within)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
 class Screen:
     """The terminal: lines that are typed, and text in two shades."""
 
@@ -84,6 +150,7 @@ class Screen:
         self._has_shades = os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("NO_COLOR")
         self._is_dim = False
         self._column = 0  # 0 at the start of a line
+        self._words: Words | None = None  # of an answer
         self._waiting: str | None = None  # a command that was pasted behind a message
         if readline is not None:
             readline.parse_and_bind("tab: self-insert")  # not the names of files
@@ -98,6 +165,20 @@ class Screen:
         sys.stdout.flush()
         self._column = 0 if text.endswith("\n") else 1
 
+    def stream(self, text: str, *, dim: bool = False) -> None:
+        """A piece of an answer, in lines that end between words where this is a terminal."""
+        if not sys.stdout.isatty():
+            self.show(text, dim=dim)
+            return
+        if self._words is None:
+            self._words = Words(shutil.get_terminal_size().columns)
+        self.show(self._words.add(text), dim=dim)
+
+    def _end_words(self) -> None:
+        if self._words is not None:
+            self.show(self._words.flush(), dim=self._is_dim)
+            self._words = None
+
     def line(self, text: str, *, dim: bool = True) -> None:
         """`text` on lines of its own, as long as the terminal is wide."""
         self.end_line()
@@ -105,10 +186,12 @@ class Screen:
         self.show_plainly()
 
     def end_line(self) -> None:
+        self._end_words()
         if self._column:
             self.show("\n", dim=self._is_dim)
 
     def show_plainly(self) -> None:
+        self._end_words()
         if self._is_dim and self._has_shades:
             sys.stdout.write(PLAIN)
             sys.stdout.flush()
@@ -206,7 +289,8 @@ def _answer(
     try:
         reply = conversation.say(said)
         try:
-            _stream(reply, screen, ctrl_c, hide_thinking)
+            with unechoed():
+                _stream(reply, screen, ctrl_c, hide_thinking)
         finally:
             reply.close()
     except ContextFull as e:
@@ -232,7 +316,7 @@ def _stream(reply: Reply, screen: Screen, ctrl_c: CtrlC, hide_thinking: bool) ->
             else:
                 if piece.is_thought != before.is_thought:
                     screen.end_line()
-                screen.show(piece.text, dim=piece.is_thought)
+                screen.stream(piece.text, dim=piece.is_thought)
             before = piece
         if ctrl_c.count:
             reply.stop()

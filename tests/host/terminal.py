@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import IO
 
+_SEQUENCE = re.compile(r"\x1b\[[?\d;]*[A-Za-z]")
 LIMIT_S = 60.0  # for anything to happen; only a failure takes so long
 
 
@@ -72,7 +74,7 @@ class Terminal:
     def until_more(self) -> None:
         """Wait for anything that can be seen, which stays for the next `until`."""
         deadline = time.monotonic() + LIMIT_S
-        while not self.shown[self._seen :].strip():
+        while not _SEQUENCE.sub("", self.shown[self._seen :]).strip():  # readline's at the end of a line is no answer
             assert time.monotonic() < deadline, "nothing more comes"
             assert self._read(), "it ended"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from command import ROOT, Kerngen
+from rich.cells import cell_len
 from terminal import Terminal
 from tiny_gemma import CPU, make_target
 from tokenizers import AddedToken, Tokenizer
 from tokens import TEMPLATE, write_tokenizer
 
 from kerngen.cli import chat as cli_chat
-from kerngen.cli.chat import DIM, PLAIN, CtrlC, Interrupted, Screen, chat
+from kerngen.cli.chat import DIM, PLAIN, CtrlC, Interrupted, Screen, Words, chat
 from kerngen.errors import CheckpointError, DeviceError, NumericsError, UsageError
 from kerngen.runtime.conversation import ContextFull, Conversation, Parts, Piece
 from kerngen.runtime.engine import Engine
@@ -321,3 +323,30 @@ def test_thoughts_are_dim_or_hidden(
     cli_chat._stream(reply(), Screen(CtrlC()), CtrlC(), hide)  # type: ignore[arg-type]
     shown = "thinking …" if hide else "who is it"
     assert capsys.readouterr().out == f"{DIM}{shown}\n{PLAIN}he\ufffd]0;x\ufffdllo"
+
+
+# ---- lines
+
+
+@pytest.mark.parametrize("size", [1, 3, 400])
+def test_lines_end_between_words_however_they_come(size: int) -> None:
+    text = "The quick brown fox jumps over the lazy dog.\n\n    code stays\n"
+    text += "".join(f"{word} " for word in ("x" * 45, "end", "漢字" * 10, "z"))
+    words = Words(20)
+    shown = "".join(words.add(text[at : at + size]) for at in range(0, len(text), size)) + words.flush()
+    assert shown.split()
+    assert re.sub(r"\s", "", shown) == re.sub(r"\s", "", text)
+    assert shown.startswith("The quick brown fox\njumps over the lazy\ndog.\n\n    code stays\n")
+    assert all(cell_len(line) <= 20 for line in shown.splitlines() if "x" * 10 not in line)
+
+
+def test_what_is_typed_ahead_waits_and_is_not_in_the_answer(kerngen: Kerngen, folder: Path) -> None:
+    with Terminal("run", str(folder), "--no-draft", "--device", "cpu", "--temperature", "0") as terminal:
+        terminal.until("\x1b[22m> ")
+        terminal.type("hello\n")
+        terminal.until("hello\n")
+        terminal.until_more()
+        terminal.type("zzQQzz\x03")
+        answer = terminal.until(" in context\n")
+        assert "^C" not in answer
+        assert "zzQQzz" not in answer

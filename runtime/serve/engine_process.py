@@ -163,7 +163,7 @@ def serve(connection: Connection, options: Options) -> None:
         except KerngenError as e:
             connection.send(Failed(e.message, e.hint, is_misuse=isinstance(e, UsageError)))
         except Exception as e:
-            print(printable(traceback.format_exc()), file=sys.stderr, flush=True)  # for whoever must mend it
+            print(printable(traceback.format_exc()), end="", file=sys.stderr, flush=True)  # for whoever must mend it
             connection.send(Failed(f"{type(e).__name__}: {e}"))
 
 

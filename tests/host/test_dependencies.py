@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 IMPORTED_AS = {"pyelftools": "elftools"}
 BY_EXTRAS = {"cupy", "cupy_backends", "cuda", "procrastinate", "psycopg", "pynvml"}
-BY_EXTRAS |= {"fastapi", "h11", "llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn"}  # of serve
+BY_EXTRAS |= {"fastapi", "h11", "llguidance", "prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn"}
 BY_EXTRAS |= {"opentelemetry"}  # of otel
 TREES = ("kerngen", "templates", "tuning_db", "runtime")
 

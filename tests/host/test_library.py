@@ -363,6 +363,6 @@ def _source_tree(place: Path) -> Path:
     ignored = shutil.ignore_patterns("__pycache__", "*.sqlite", "*.egg-info")
     for tree in ("kerngen", "templates", "tuning_db", "runtime"):
         shutil.copytree(ROOT / tree, place / tree, symlinks=True, ignore=ignored)
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, place / name)
     return place

@@ -119,6 +119,11 @@ class _Row:
         index = bisect_left(self.at, dynamic)
         return [] if dynamic < self.at[0] or index == len(self.at) else self.choices[index]
 
+    def is_carried_below(self, dynamic: int) -> bool:
+        """Whether the next lower point is carried."""
+        index = bisect_left(self.at or [], dynamic)
+        return self.is_carried and index > 0 and self.choices[index - 1][0].point.winner.provenance == "carried"
+
     def choices_at(self, dynamic: int) -> list[_Choice]:
         """Those of that very point."""
         index = bisect_left(self.at or [], dynamic)
@@ -268,10 +273,15 @@ class WinnerTable:
     def _judged(self, row: _Row, choice: _Choice, problem: Any, dynamic: int | None) -> Winner | None:
         """What serves a size between two points: the upper's winner, the lower's, or None for the default.
 
-        Where carried points lie between those that were judged, the upper's.
+        Where a carried point lies between those that were judged, the upper's.
         """
         w, switch = choice.point.winner, choice.point.switch
-        if dynamic is None or dynamic == w.problem.dynamic or w.closure != self._closure or row.is_carried:
+        if (
+            dynamic is None
+            or dynamic == w.problem.dynamic
+            or w.closure != self._closure
+            or row.is_carried_below(dynamic)
+        ):
             return choice.answer
         upto = bisect_left(switch, dynamic, key=lambda s: s[0])
         at = w.problem.dynamic if upto == len(switch) else switch[upto][1]

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -19,18 +18,14 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from kerngen.runtime.chat import THINKING
-from kerngen.runtime.serve import errors
-from kerngen.runtime.serve.choice_stream import Part
 from kerngen.runtime.serve.errors import ApiError, anthropic_body, json_response
 from kerngen.runtime.serve.output_parser import ContentDelta, Delta, ToolCallDelta
 from kerngen.runtime.serve.protocol import MAX_STOPS, ChatCompletion
 from kerngen.runtime.serve.responses import Heading, Usage
 from kerngen.runtime.serve.service import service_of
-from kerngen.runtime.serve.streaming import named_event, parts_of, send_stream, send_whole
-from kerngen.runtime.serve.turns import Turns, begin, chat_body, count_tokens, not_text, text_of, thought_counter
+from kerngen.runtime.serve.turns import Event, Turns, begin, chat_body, count_tokens, not_text, send, text_of
 
 router = APIRouter()
-Event = dict[str, Any]
 _TEXT = {"text": "text"}
 _THINKS = {"enabled": True, "adaptive": True, "disabled": False}
 _KEPT_THOUGHTS = "clear_thinking_20251015"  # what the chat template does with thoughts of earlier turns anyhow
@@ -116,36 +111,7 @@ async def create_message(request: Request, body: CreateMessage) -> Response:
     shows_thoughts = body.thinking is None or body.thinking.display != "omitted"
     is_clipped = asked.max_new_tokens < body.max_tokens
     made = _Made(heading, Usage(len(asked.prompt)), is_clipped, shows_thoughts)
-    thoughts = thought_counter(service.codec, asked.prompt)
-
-    def take(part: Part) -> Iterator[Event]:
-        made.num_thoughts = thoughts(part.tokens)
-        for delta in part.deltas:
-            yield from made.take(delta)
-        if part.finish_reason is not None:
-            yield from made.end(part.finish_reason, part.stop_reason)
-
-    if not body.stream:
-
-        def add(part: Part) -> None:
-            for _ in take(part):
-                pass
-
-        return await send_whole(request, service, made.usage, trace, generators, add, made.whole)
-
-    async def events() -> AsyncGenerator[bytes, None]:
-        async with aclosing(parts_of(service, made.usage, trace, generators)) as parts:
-            has_begun = False
-            async for part in parts:
-                if not has_begun:
-                    has_begun = True
-                    yield named_event({"type": "message_start", "message": made.message})
-                    yield named_event({"type": "ping"})
-                for event in take(part):
-                    yield named_event(event)
-            yield named_event({"type": "message_stop"})
-
-    return await send_stream(request, events(), lambda error: named_event(anthropic_body(errors.of(error))))
+    return await send(request, service, trace, asked, generators, made, as_stream=bool(body.stream))
 
 
 @router.post("/v1/messages/count_tokens")
@@ -287,6 +253,10 @@ class _Made:
         found: list[dict[str, Any]] = self.message["content"]
         return found
 
+    def begin(self) -> Iterator[Event]:
+        yield {"type": "message_start", "message": self.message}
+        yield {"type": "ping"}
+
     def take(self, delta: Delta) -> Iterator[Event]:
         if isinstance(delta, ToolCallDelta):
             if delta.name is not None:
@@ -305,7 +275,6 @@ class _Made:
         yield self._delta(kind, **{kind: delta.text})
 
     def end(self, reason: str, stopped_by: str | None) -> Iterator[Event]:
-        """reason, stopped_by: why the answer ended, as a chat's finish_reason and stop_reason say it."""
         yield from self._close()
         if reason == "length":
             reason = "model_context_window_exceeded" if self.is_clipped else "max_tokens"
@@ -322,6 +291,7 @@ class _Made:
         }  # fmt: skip
         yield {"type": "message_delta", "delta": {"stop_reason": reason, "stop_sequence": stopped_by},
                "usage": self.message["usage"]}  # fmt: skip
+        yield {"type": "message_stop"}
 
     def whole(self) -> dict[str, Any]:
         """The message with calls as objects. Of a call that was cut off, the members that are complete; one that cannot
@@ -334,6 +304,9 @@ class _Made:
         if self.message["stop_reason"] == "tool_use" and all(b["type"] != "tool_use" for b in self._blocks):
             self.message["stop_reason"] = "end_turn"
         return self.message
+
+    def fail(self, error: ApiError) -> Event:
+        return anthropic_body(error)
 
     def _open(self, block: dict[str, Any]) -> Iterator[Event]:
         yield from self._close()

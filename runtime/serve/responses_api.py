@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -16,18 +15,15 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from kerngen.runtime.serve import errors
-from kerngen.runtime.serve.choice_stream import Part, sampling_of
+from kerngen.runtime.serve.choice_stream import sampling_of
 from kerngen.runtime.serve.errors import ApiError, json_response
 from kerngen.runtime.serve.output_parser import ContentDelta, Delta, ToolCallDelta
 from kerngen.runtime.serve.protocol import ChatCompletion
 from kerngen.runtime.serve.responses import Heading, Usage
 from kerngen.runtime.serve.service import Service, service_of
-from kerngen.runtime.serve.streaming import named_event, parts_of, send_stream, send_whole
-from kerngen.runtime.serve.turns import Turns, begin, chat_body, count_tokens, not_text, text_of, thought_counter
+from kerngen.runtime.serve.turns import Event, Turns, begin, chat_body, count_tokens, not_text, send, text_of
 
 router = APIRouter()
-Event = dict[str, Any]
 _ANSWER_TEXT = {"output_text": "text", "refusal": "refusal"}
 _TEXT = {"input_text": "text", "text": "text", **_ANSWER_TEXT}
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -111,32 +107,7 @@ async def create_response(request: Request, body: CreateResponse) -> Response:
     heading = Heading("response", body.model or service.names[0], _id("resp"), int(time.time()))
     trace.asked(chat, heading, asked.max_new_tokens)
     made = _Made(_echoed(service, body, chat, heading), Usage(len(asked.prompt)))
-    thoughts = thought_counter(service.codec, asked.prompt)
-
-    def take(part: Part) -> Iterator[Event]:
-        made.num_thoughts = thoughts(part.tokens)
-        for delta in part.deltas:
-            yield from made.take(delta)
-        if part.finish_reason is not None:
-            yield from made.end(part.finish_reason)
-
-    if not body.stream:
-
-        def add(part: Part) -> None:
-            for _ in take(part):
-                pass
-
-        return await send_whole(request, service, made.usage, trace, generators, add, lambda: made.response)
-
-    async def events() -> AsyncGenerator[bytes, None]:
-        async with aclosing(parts_of(service, made.usage, trace, generators)) as parts:
-            async for part in parts:
-                for event in made.begin():
-                    yield named_event(event)
-                for event in take(part):
-                    yield named_event(event)
-
-    return await send_stream(request, events(), lambda error: named_event(made.fail(errors.of(error))))
+    return await send(request, service, trace, asked, generators, made, as_stream=bool(body.stream))
 
 
 @router.post("/v1/responses/input_tokens")
@@ -279,14 +250,10 @@ class _Made:
     num_thoughts: int = 0  # tokens
     _item: dict[str, Any] | None = None  # that is not done; it is the last of the output
     _num_events: int = 0
-    _has_begun: bool = False
 
     def begin(self) -> Iterator[Event]:
-        """Once."""
-        if not self._has_begun:
-            self._has_begun = True
-            yield self._event("created", response=self.response)
-            yield self._event("in_progress", response=self.response)
+        yield self._event("created", response=self.response)
+        yield self._event("in_progress", response=self.response)
 
     def take(self, delta: Delta) -> Iterator[Event]:
         if isinstance(delta, ToolCallDelta):
@@ -312,8 +279,7 @@ class _Made:
         self._content[0]["text"] += delta.text
         yield self._of_text("delta", delta=delta.text)
 
-    def end(self, reason: str) -> Iterator[Event]:
-        """reason: why the answer ended, as a chat's finish_reason says it."""
+    def end(self, reason: str, stopped_by: str | None) -> Iterator[Event]:
         usage, is_cut = self.usage, reason == "length"
         status = "incomplete" if is_cut else "completed"
         yield from self._close(status)
@@ -330,6 +296,9 @@ class _Made:
         if not is_cut:
             self.response["completed_at"] = int(time.time())
         yield self._event(status, response=self.response)
+
+    def whole(self) -> dict[str, Any]:
+        return self.response
 
     def fail(self, error: ApiError) -> Event:
         told = {"code": "server_error", "message": error.message}

@@ -1,26 +1,36 @@
-"""What the APIs of responses and of messages share: they are answered as chats, whose request is made here."""
+"""What the APIs of responses and of messages share: they are answered as chats, whose request is made and whose answer
+is sent here.
+"""
 
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, Protocol
 
 from fastapi import Request
 from pydantic import ValidationError
+from starlette.responses import Response
 
 from kerngen.errors import UsageError
+from kerngen.runtime.serve import errors
 from kerngen.runtime.serve.chat_completions import answers, told_tools, variables_of
 from kerngen.runtime.serve.choice_stream import Asked, Part
 from kerngen.runtime.serve.errors import ApiError
 from kerngen.runtime.serve.messages import template_messages
+from kerngen.runtime.serve.output_parser import Delta
 from kerngen.runtime.serve.protocol import ChatCompletion
+from kerngen.runtime.serve.responses import Usage
 from kerngen.runtime.serve.service import Service
-from kerngen.runtime.serve.streaming import unless_gone
+from kerngen.runtime.serve.streaming import named_event, parts_of, send_stream, send_whole, unless_gone
+from kerngen.runtime.serve.tracing import Trace
 from kerngen.runtime.text import TextCodec
 
+Event = dict[str, Any]
 _MESSAGE = re.compile(r"^messages\[(\d+)\]")
 
 
@@ -118,6 +128,61 @@ async def begin(
     with turns.named():
         asked, generators, _ = await answers(request, service, body, clip=clip)
         return asked, generators
+
+
+class Answer(Protocol):
+    """An answer of such an API as it comes together, and the events of a stream that tell of it."""
+
+    usage: Usage
+    num_thoughts: int  # tokens
+
+    def begin(self) -> Iterator[Event]: ...
+    def take(self, delta: Delta) -> Iterator[Event]: ...
+
+    def end(self, reason: str, stopped_by: str | None) -> Iterator[Event]:
+        """reason, stopped_by: why the answer ended, as a chat's finish_reason and stop_reason say it."""
+        ...
+
+    def whole(self) -> dict[str, Any]: ...
+    def fail(self, error: ApiError) -> Event: ...
+
+
+async def send(
+    request: Request,
+    service: Service,
+    trace: Trace,
+    asked: Asked,
+    generators: list[AsyncGenerator[Part, None]],
+    answer: Answer,
+    *,
+    as_stream: bool,
+) -> Response:
+    """`answer` made of what the generators give: its events as they come, or it alone once it is whole.
+
+    Raises ApiError where nothing has been sent yet, and ClientGone where nobody waits.
+    """
+    thoughts = thought_counter(service.codec, asked.prompt)
+
+    def take(part: Part) -> Iterator[Event]:
+        answer.num_thoughts = thoughts(part.tokens)
+        for delta in part.deltas:
+            yield from answer.take(delta)
+        if part.finish_reason is not None:
+            yield from answer.end(part.finish_reason, part.stop_reason)
+
+    def add(part: Part) -> None:
+        deque(take(part), maxlen=0)
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        async with aclosing(parts_of(service, answer.usage, trace, generators)) as parts:
+            opening = answer.begin()  # comes with the first part: what goes wrong before has a status
+            async for part in parts:
+                for event in chain(opening, take(part)):
+                    yield named_event(event)
+
+    if as_stream:
+        return await send_stream(request, events(), lambda error: named_event(answer.fail(errors.of(error))))
+    return await send_whole(request, service, answer.usage, trace, generators, add, answer.whole)
 
 
 async def count_tokens(request: Request, service: Service, turns: Turns, body: ChatCompletion) -> int:

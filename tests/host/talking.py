@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from played_engine import PlayedEngine, played_service, words
+from starlette.testclient import TestClient
 
+from kerngen.runtime.serve.app import make_app
 from kerngen.runtime.serve.service import Service
 
+Talk = tuple[TestClient, Service, PlayedEngine]
 Q = '<|"|>'
 THOUGHT, CALL = "<|channel>thought\nI see.<channel|>", f"<|tool_call>call:look{{city:{Q}Graz{Q},days:2}}<tool_call|>"
 TEMPLATE = (
@@ -27,6 +32,14 @@ def talking_service(answer: str) -> tuple[Service, PlayedEngine]:
     engine.script = lambda prompt: [*words(service.codec, answer), [stop]]
     service.codec._template.source = TEMPLATE
     return service, engine
+
+
+@contextmanager
+def talking(answer: str) -> Iterator[Talk]:
+    """A client of the app with such a service."""
+    service, engine = talking_service(answer)
+    with TestClient(make_app(service), raise_server_exceptions=False) as client:
+        yield client, service, engine
 
 
 def prompt_of(service: Service, engine: PlayedEngine) -> str:

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from played_engine import MAX_LEN, PlayedEngine, words
+from played_engine import MAX_LEN, words
 from starlette.testclient import TestClient
-from talking import CALL, THOUGHT, Q, events_of, prompt_of, talking_service
+from talking import CALL, THOUGHT, Q, Talk, events_of, prompt_of, talking, talking_service
 
 from kerngen.runtime.serve.app import make_app
-from kerngen.runtime.serve.service import Limits, Service
+from kerngen.runtime.serve.service import Limits
 
 PATH = "/v1/messages"
 LOOK = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
 HI: dict[str, Any] = {"model": "tiny", "max_tokens": 100, "messages": [{"role": "user", "content": "Hi"}]}
 GRAZ = {"city": "Graz", "days": 2}
-Talk = tuple[TestClient, Service, PlayedEngine]
-
-
-@contextmanager
-def talking(answer: str) -> Iterator[Talk]:
-    service, engine = talking_service(answer)
-    with TestClient(make_app(service), raise_server_exceptions=False) as client:
-        yield client, service, engine
 
 
 @pytest.fixture

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from played_engine import MAX_LEN, PlayedEngine, words
+from played_engine import MAX_LEN, words
 from starlette.testclient import TestClient
-from talking import CALL, THOUGHT, events_of, prompt_of, talking_service
-
-from kerngen.runtime.serve.app import make_app
-from kerngen.runtime.serve.service import Service
+from talking import CALL, THOUGHT, Talk, events_of, prompt_of, talking
 
 PATH = "/v1/responses"
 LOOK = {"type": "function", "name": "look", "parameters": {"type": "object"}}
 ARGUMENTS = '{"city":"Graz","days":2}'
-Talk = tuple[TestClient, Service, PlayedEngine]
-
-
-@contextmanager
-def talking(answer: str) -> Iterator[Talk]:
-    service, engine = talking_service(answer)
-    with TestClient(make_app(service), raise_server_exceptions=False) as client:
-        yield client, service, engine
 
 
 @pytest.fixture

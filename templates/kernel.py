@@ -398,7 +398,7 @@ class Kernel:
     def prefer(self) -> Callable[[Any, Sequence[Any], Target], Any] | None:
         """Of some configurations, all valid, the one for a problem on a target; None where sizes are not compared."""
         if not getattr(self.spec, "COMPARES_SIZES", False):
-            return getattr(self.spec, "prefer", None)
+            return None
         from kerngen.cost.choose import fastest
 
         return lambda problem, configs, target: fastest(self, problem, target, configs)

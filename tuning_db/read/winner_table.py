@@ -223,20 +223,21 @@ class WinnerTable:
             for number, read in enumerate(r for r in self._reads if r.source.override == overriding):
                 rows: dict[tuple[Any, ...], dict[int | None, list[_Choice]]] = {}
                 ranks: dict[tuple[Any, ...], tuple[int, float, str]] = {}
-                carried = {p.winner.device for p in read.line.points if p.winner.provenance == "carried"}
+                has_carried = any(
+                    p.winner.provenance == "carried" and is_exact(p.winner.device, here) for p in read.line.points
+                )
                 for point in read.line.points:
                     w = point.winner
                     if (rank := rank_of(w, here)) == BEYOND and not overriding:
                         continue
-                    is_own = w.provenance != "predicted" and is_exact(w.device, here)
                     rank += PROVENANCES.index(w.provenance) if rank == BEYOND else 0
+                    place = (rank, distance(w.device, here), w.device.name)
                     choice, cell = _Choice(read, point, how(w, here)), coordinates(w.problem.runtime)
                     keys = [(cell, w.device, w.provenance)]
-                    if is_own and any(is_exact(device, here) for device in carried):
+                    if has_carried and w.provenance != "predicted" and is_exact(w.device, here):
                         keys = [(cell, here, "carried")] + keys * (w.provenance == "measured")
                     for key in keys:
-                        known = ranks.get(key, (rank, distance(w.device, here), w.device.name))
-                        ranks[key] = min(known, (rank, distance(w.device, here), w.device.name))
+                        ranks[key] = min(ranks.get(key, place), place)
                         rows.setdefault(key, {}).setdefault(w.problem.dynamic, []).append(choice)
                 for key, points in rows.items():
                     if (row := self._row(points)) is not None:

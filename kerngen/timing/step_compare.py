@@ -61,9 +61,7 @@ def side_by_side(
             torch.cuda.empty_cache()
 
 
-def _compared(
-    held: StepGraph, launchers: Mapping[str, Launcher], step: Step, weight: float, pairs: int
-) -> Compared:  # fmt: skip
+def _compared(held: StepGraph, launchers: Mapping[str, Launcher], step: Step, weight: float, pairs: int) -> Compared:
     graphs: dict[str, Graph] = {}
     tuned: dict[str, int] = {}
     num_calls: list[int] = []

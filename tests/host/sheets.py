@@ -14,6 +14,7 @@ from once import once
 
 from kerngen.arch import Arch
 from kerngen.compiler.compile import DEFAULT_OPTIONS, Cubin, Resources, cache_key
+from kerngen.templates import find_kernel, kernel_names
 from kerngen.tuning_db import Store
 from kerngen.tuning_db.dist.results_folder import build, read
 from kerngen.tuning_db.read.places import PREBUILT
@@ -21,9 +22,8 @@ from kerngen.tuning_db.read.places import PREBUILT
 H200 = PREBUILT / "H200"
 MEASURED = sorted(p for p in H200.glob("*.txt") if not p.name.endswith((".carried.txt", ".predicted.txt")))
 _NVRTC = (12, 9)
-_ENTRY = re.compile(
-    r"__global__\b[^{;]*?\b(?!__launch_bounds__|__cluster_dims__)(\w+)\s*\((?![^()]*\)\s*(?:\w+\s*\(|void))"
-)
+_BODIES = [body for name in kernel_names() for body in find_kernel(name).spec.BODIES]
+_ENTRY = re.compile(rf"\b({'|'.join(entry for body in _BODIES for entry in body.args)})\(")
 
 
 class PlayedCompiler:

@@ -448,9 +448,7 @@ def test_what_an_earlier_source_of_the_revision_gave_is_taken_over(kerngen: Kern
         " a @000000000000\n b threads=64 @111111111111\n | num_tokens=8\n  = 2.5b r1+5 final n=15 min 2.3 err 0\n"
     )
     Path("earlier.txt").write_text(f'{text}  ! a r1+2 "[1] is off by 3"\n')
-    code, _, err = kerngen("db", "build", "earlier.txt", "-o", "built.kgdb", "--jobs", "1")
-    assert code == 0, err
-    (winner,) = json.loads(kerngen("db", "ls", "--db", "built.kgdb", "--json")[1])
+    (winner,) = _winners_built(kerngen, "earlier.txt")
     assert (winner["config"], winner["latency_us"], winner["stale"]) == (fields_of(config), 2.5, False)
     with open_bundle("built.kgdb", allow_unsigned=True) as store:
         (found,) = store.winners("gelu_gate")
@@ -473,9 +471,7 @@ def test_what_is_carried_is_built_and_written_again(kerngen: Kerngen) -> None:
         f"kerngen-results 2 {board}model m1 roofline-5 nvrtc 12.9\n\nproblem width=64\n"
         " a threads=256 @222222222222\n | num_tokens 8=2.7a 32=3.1a\n"
     )
-    code, _, err = kerngen("db", "build", "sheets", "-o", "built.kgdb", "--jobs", "1")
-    assert code == 0, err
-    winners = json.loads(kerngen("db", "ls", "--db", "built.kgdb", "--json")[1])
+    winners = _winners_built(kerngen, "sheets")
     told = [(w["problem"]["num_tokens"], w["config"]["threads"], w["provenance"], w["latency_us"]) for w in winners]
     assert sorted(told) == [(8, 64, "carried", None), (16, 128, "carried", None), (32, 256, "predicted", 3.1)]
     asked = ("gelu_gate", "--problem", "width=64,num_tokens=8", "--arch", "sm90", "--db", "built.kgdb")
@@ -511,11 +507,17 @@ def test_files_of_the_grammars_of_before_are_built(kerngen: Kerngen) -> None:
         f"kerngen-outlook 1 {board}predicted roofline-5 nvrtc 12.9\n\nproblem width=64\n a threads=64 @{digits}\n"
         " | num_tokens 8=2.7a 16=3.1a\n"
     )
-    code, _, err = kerngen("db", "build", "former", "-o", "built.kgdb", "--jobs", "1")
-    assert code == 0, err
-    winners = json.loads(kerngen("db", "ls", "--db", "built.kgdb", "--json")[1])
+    winners = _winners_built(kerngen, "former")
     told = [(w["problem"]["num_tokens"], w["latency_us"], w["provenance"], w["config"]["threads"]) for w in winners]
     assert sorted(told) == [(8, 2.5, "measured", 64), (16, 3.1, "predicted", 64)]
+
+
+def _winners_built(kerngen: Kerngen, results: str) -> list[dict[str, Any]]:
+    """Of `built.kgdb`, which is built of a file or a folder."""
+    code, _, err = kerngen("db", "build", results, "-o", "built.kgdb", "--jobs", "1")
+    assert code == 0, err
+    winners: list[dict[str, Any]] = json.loads(kerngen("db", "ls", "--db", "built.kgdb", "--json")[1])
+    return winners
 
 
 def _in_step(build: str, config: dict[str, Any], us: float, step: str, ratio: float, at: str) -> Measurement:

@@ -38,7 +38,8 @@ class Problem(Protocol):
 
     RUNTIME names the fields that may differ between two launches of one cubin (batch, num_tokens, kv_len); they are
     never rendered. DYNAMIC is the one of them that tuning buckets ("" if there is none). All other fields are
-    compiled in. __post_init__ raises ProblemError on fields that contradict each other.
+    compiled in. __post_init__ raises ProblemError on fields that contradict each other. REACH, if there is one: what is
+    tuned for a value of DYNAMIC serves no value that is smaller by more than this factor.
 
     The tuning database files a Problem and a Config without the fields that have their default. So a new field with a
     default that means what was done before keeps everything that was tuned, and a default, once shipped, never changes.
@@ -56,6 +57,7 @@ class TokenProblem:
     __slots__ = ()
     RUNTIME: ClassVar[tuple[str, ...]] = ("num_tokens",)
     DYNAMIC: ClassVar[str] = "num_tokens"
+    REACH: ClassVar[float] = 2  # a model's tokens are tuned at powers of two
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ class Problem:
 
     RUNTIME: ClassVar[tuple[str, ...]] = ("batch", "num_tokens", "kv_len")
     DYNAMIC: ClassVar[str] = "num_tokens"
+    REACH: ClassVar[float] = 4
 
     head_dim: int = 256
     num_q_heads: int = 32

@@ -79,6 +79,7 @@ class Problem:
 
     RUNTIME: ClassVar[tuple[str, ...]] = ("kv_len",)
     DYNAMIC: ClassVar[str] = "kv_len"
+    REACH: ClassVar[float] = 4  # contexts are tuned at powers of four
 
     layers: str = "sssssf"
     hidden: int = 5376

@@ -137,8 +137,8 @@ def test_the_order_of_asking(stores: list[Store], kernel: Kernel) -> None:
         found = ask(stores, kernel)
         assert found.source == source
 
-    record(prebuilt, make_kernel(version=0), 1, 1.0)
-    now("prebuilt: exact device, on an older source")
+    record(prebuilt, make_kernel(version=0), 1, 1.0, device=KIN)
+    now("prebuilt: measured on H200 NVL, the same arch, on an older source")
     record(prebuilt, kernel, 2, 1.0, device=KIN, provenance="predicted")
     now("prebuilt: predicted for H200 NVL")
     record(user, kernel, 2, 1.0, device=KIN, provenance="predicted")
@@ -247,8 +247,8 @@ def test_a_finer_bucket_is_asked_before_those_above_it(stores: list[Store], batc
 
 
 def test_between_two_measured_points_the_nearest_carried_one_serves(stores: list[Store], kernel: Kernel) -> None:
-    """Of one database: what was chosen for 96 tokens is nearer to 90 than what was measured at 512. What another
-    database measured, a user's own, comes first all the same.
+    """What was chosen for 96 tokens is nearer to 90 than what was measured at 512, whichever databases they are in. At
+    one size what is measured comes first, and a user's own.
     """
     _, user, prebuilt = stores
     for at, how in ((64, "measured"), (96, "carried"), (128, "carried"), (512, "measured"), (640, "carried")):
@@ -261,9 +261,30 @@ def test_between_two_measured_points_the_nearest_carried_one_serves(stores: list
 
     sizes = (63, 64, 65, 96, 97, 128, 129, 512, 513, 641)
     assert [served(n) for n in sizes] == [None, 64, 97, 97, 129, 129, 512, 512, 641, None]
-    for at in (32, 256):
+    for at in (32, 96, 256, 512):
         record(user, kernel, at + 2, 10.0, problem=Problem(num_tokens=at))
-    assert [served(n) for n in sizes] == [258, 258, 258, 258, 258, 258, 258, 512, 641, None]
+    assert [served(n) for n in sizes] == [64, 64, 98, 98, 129, 129, 258, 514, 641, None]
+
+
+def test_what_was_measured_serves_no_size_out_of_its_reach(
+    stores: list[Store], kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tune that was cut short has 64 tokens and 2,048: what won there is no answer for 80."""
+    monkeypatch.setattr(Problem, "REACH", 2, raising=False)
+    _, user, prebuilt = stores
+    for at in (64, 2048):
+        record(user, kernel, at, 10.0, problem=Problem(num_tokens=at))
+
+    def served(num_tokens: int) -> int | None:
+        found = ask(stores, kernel, Problem(num_tokens=num_tokens))
+        return None if found is None else int(found.config["block_n"])
+
+    sizes = (64, 65, 80, 1023, 1024, 2048, 2049)
+    assert [served(n) for n in sizes] == [64, None, None, None, 2048, 2048, None]
+    record(prebuilt, kernel, 256, 10.0, problem=Problem(num_tokens=256))
+    assert [served(n) for n in (80, 127, 128, 256, 512)] == [None, None, None, 256, None]
+    record(prebuilt, kernel, 1024, 10.0, problem=Problem(num_tokens=1024), provenance="carried")
+    assert [served(n) for n in (64, 80, 256, 257, 1024, 1025)] == [64, None, 256, 1024, 1024, 2048]
 
 
 def test_what_is_carried_serves_its_own_bucket_alone(stores: list[Store]) -> None:

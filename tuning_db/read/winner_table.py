@@ -14,10 +14,12 @@ None of them: None, and the caller uses the default configuration.
 
 Tuned points lie along the dynamic field (tokens, KV length). A point serves itself and what lies between it and the
 next lower one, but where that lower one, or the default, was judged faster there (store/crossovers.py); nothing is
-served below the lowest or above the highest. Where a runtime field has finer buckets than powers of two
-(Problem.FINER), the problem's own cell is asked first, then those above it up to the power of two; what is carried
-serves its own cell alone. Points that are measured and carried of this very device lie on one line: a measured one
-takes the place of a carried one, and serves no size that another carried one is nearer to.
+served below the lowest or above the highest, nor, of what is measured or predicted, where the size is less than the
+point's by more than Problem.REACH: a tune that was cut short leaves gaps. Where a runtime field has finer buckets
+than powers of two (Problem.FINER), the problem's own cell is asked first, then those above it up to the power of two;
+what is carried serves its own cell alone. Points that are measured and carried of this very device lie on one line,
+whichever databases they are in: a measured one takes the place of a carried one, and serves no size that another
+carried one is nearer to.
 
 Everything is checked before it is served: the configuration must still be valid, the image must match its digest,
 nothing revoked counts. What fails is skipped with a warning that names it, once, and the next in order is asked.
@@ -29,6 +31,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 from kerngen.arch import Arch, Target, find_arch
@@ -105,19 +108,24 @@ class _Row:
     """What one board has tuned of one cell in one way; `at` is None for a kernel that has no dynamic field.
 
     choices: at each point, those for the kernel's code of today first. is_carried: it has points that are carried, and
-    serves its own cell alone.
+    serves its own cell alone. reach: how many times a size the point may be that serves it; what is carried lies at
+    each size where another configuration begins.
     """
 
     at: list[int] | None = None
     choices: list[list[_Choice]] = field(default_factory=list)
     is_carried: bool = False
+    reach: float = inf
 
     def serving(self, dynamic: int | None) -> list[_Choice]:
         """Those of the lowest point at or above `dynamic`, none if that lies outside all points."""
         if self.at is None or dynamic is None:
             return self.choices[0] if self.at is None and dynamic is None else []
         index = bisect_left(self.at, dynamic)
-        return [] if dynamic < self.at[0] or index == len(self.at) else self.choices[index]
+        if dynamic < self.at[0] or index == len(self.at):
+            return []
+        is_near = self.at[index] <= self.reach * dynamic
+        return [c for c in self.choices[index] if is_near or c.point.winner.provenance == "carried"]
 
     def is_carried_below(self, dynamic: int) -> bool:
         """Whether the next lower point is carried."""
@@ -219,32 +227,28 @@ class WinnerTable:
         """
         here = self.target.device
         for overriding in (True, False):
-            found: list[tuple[int, int, float, str, _Row, tuple[Any, ...]]] = []
-            for number, read in enumerate(r for r in self._reads if r.source.override == overriding):
-                rows: dict[tuple[Any, ...], dict[int | None, list[_Choice]]] = {}
-                ranks: dict[tuple[Any, ...], tuple[int, float, str]] = {}
-                has_carried = any(
-                    p.winner.provenance == "carried" and is_exact(p.winner.device, here) for p in read.line.points
-                )
+            reads = [r for r in self._reads if r.source.override == overriding]
+            exact = [p.winner for r in reads for p in r.line.points if is_exact(p.winner.device, here)]
+            has_carried = any(w.provenance == "carried" for w in exact)
+            rows: dict[tuple[Any, ...], dict[int | None, list[_Choice]]] = {}
+            places: dict[tuple[Any, ...], tuple[int, int, float, str]] = {}
+            for number, read in enumerate(reads):
                 for point in read.line.points:
                     w = point.winner
                     if (rank := rank_of(w, here)) == BEYOND and not overriding:
                         continue
                     rank += PROVENANCES.index(w.provenance) if rank == BEYOND else 0
-                    place = (rank, distance(w.device, here), w.device.name)
+                    place = (rank, number, distance(w.device, here), w.device.name)
                     choice, cell = _Choice(read, point, how(w, here)), coordinates(w.problem.runtime)
-                    keys = [(cell, w.device, w.provenance)]
+                    keys: list[tuple[Any, ...]] = [(cell, number, w.device, w.provenance)]
                     if has_carried and w.provenance != "predicted" and is_exact(w.device, here):
-                        keys = [(cell, here, "carried")] + keys * (w.provenance == "measured")
+                        keys = [(cell, None, here, "carried")] + keys * (w.provenance == "measured")
                     for key in keys:
-                        ranks[key] = min(ranks.get(key, place), place)
+                        places[key] = min(places.get(key, place), place)
                         rows.setdefault(key, {}).setdefault(w.problem.dynamic, []).append(choice)
-                for key, points in rows.items():
-                    if (row := self._row(points)) is not None:
-                        rank, far, name = ranks[key]
-                        found.append((rank, number, far, name, row, key[0]))
-            for *_, row, cell in sorted(found, key=lambda f: f[:4]):
-                yield cell, row
+            for key in sorted(rows, key=places.__getitem__):
+                if (row := self._row(rows[key])) is not None:
+                    yield key[0], row
 
     def _row(self, points: dict[int | None, list[_Choice]]) -> _Row | None:
         """Measured before carried; stable: then the newest."""
@@ -255,8 +259,8 @@ class WinnerTable:
         is_carried = any(c.point.winner.provenance == "carried" for choices in points.values() for c in choices)
         if not self.kernel.problem_type.DYNAMIC:
             return _Row(None, [points[None]], is_carried) if None in points else None
-        at = sorted(d for d in points if d is not None)
-        return _Row(at, [points[d] for d in at], is_carried) if at else None
+        at, reach = sorted(d for d in points if d is not None), getattr(self.kernel.problem_type, "REACH", inf)
+        return _Row(at, [points[d] for d in at], is_carried, reach) if at else None
 
     # ---- what is served
 

@@ -1,8 +1,6 @@
 """The end of a run: winners derived, their machine code checked and kept, and the report filled.
 
-What the time did not suffice for is answered here by the cost model, from whatever was compiled that can run it; such
-an answer is a prediction in the database too, and the next measurement outranks it. Where the model does not see that
-it is better than the default, the default runs.
+What the time did not suffice for gets no row: what ran before still does, which is the default or what won near it.
 """
 
 from __future__ import annotations
@@ -12,51 +10,37 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from kerngen.compiler.render import render
-from kerngen.cost.choose import ranked
 from kerngen.cost.predict import predict
 from kerngen.errors import KerngenError
-from kerngen.runtime.selection import DEFAULT
 from kerngen.system.interrupts import result_of
 from kerngen.templates.kernel import fields_of
-from kerngen.tuning.checks import why_not_cubin, why_unlaunchable
-from kerngen.tuning.objective import Predicted
+from kerngen.tuning.checks import why_not_cubin
 from kerngen.tuning.report import Result
-from kerngen.tuning.task import Trial
-from kerngen.tuning_db.store.winners import PREDICTED_MARGIN
 
 if TYPE_CHECKING:
     from kerngen.compiler.cache import CachedCompiler
-    from kerngen.runtime.selection import Selector
     from kerngen.tuning.budget import Budget
     from kerngen.tuning.ledger import Ledger
     from kerngen.tuning.report import Report
     from kerngen.tuning.task import Task
-    from kerngen.tuning_db.read.values import Build
 
 
 class Conclusion:
-    """Of one run. Reads and writes through `ledger`, and puts what came of it into `report`. before: what ran before
-    it, where that matters. budget: of its time; nothing is compiled after that.
+    """Of one run. Reads and writes through `ledger`, and puts what came of it into `report`. budget: of its time;
+    nothing is compiled after that.
     """
 
-    def __init__(
-        self, ledger: Ledger, compiler: CachedCompiler, report: Report, before: Selector | None, budget: Budget
-    ) -> None:
+    def __init__(self, ledger: Ledger, compiler: CachedCompiler, report: Report, budget: Budget) -> None:
         self.ledger, self.store, self.target = ledger, ledger.store, ledger.target
-        self.compiler, self.report = compiler, report
-        self.before, self.budget = before, budget
+        self.compiler, self.report, self.budget = compiler, report, budget
 
     def of(self, tasks: Sequence[Task]) -> None:
         """Derive the winners, check and keep their cubins, and fill the report in the workload's order."""
-        untried = [t for t in tasks if not _has_answer(t)]
-        if self.before is not None:
-            ran = [self.before.choice(t.kernel, t.problem).source for t in untried]
-            untried = [t for t, source in zip(untried, ran, strict=True) if source == DEFAULT]
-        answered = self._answer_by_the_model(untried, tasks)
         winners = self.ledger.winners([t.entry for t in tasks])
         ended = not self.report.out_of_time and not self.report.interrupted
-        # a space that nobody has looked at by the end of the time is not looked at now
-        looked_at = {t for t in tasks if ended or t.search.candidates.are_known}
+        # a space that the search had no need to know whole is not looked at now
+        whole = ended and not self.ledger.objective.takes_time
+        looked_at = {t for t in tasks if whole or t.search.candidates.are_known}
         spaces = dict.fromkeys(t.search.candidates.points for t in tasks if t in looked_at)
         self.report.num_spaces, self.report.num_refused = len(spaces), sum(s.num_refused for s in spaces)
         for t in tasks:
@@ -76,45 +60,10 @@ class Conclusion:
                 result.note = failed[-1] if failed else f"{self._why} before it was tried: what ran before still does"
                 continue
             self._inspect(t, result, summary)
-            if t in answered:
-                how = f"{self._why} before it was tried: {_BY_THE_MODEL}"
-                result.note = f"{how}; {result.note}" if result.note else how
 
     @property
     def _why(self) -> str:
         return "stopped" if self.report.interrupted else "the time was over"
-
-    # -- what was not tried
-
-    def _answer_by_the_model(self, untried: Sequence[Task], tasks: Sequence[Task]) -> list[Task]:
-        """Predict for each what of its builds can run it, and write the best down. Returns those that have one."""
-        keys = {t.static_key for t in untried}
-        builds: dict[str, dict[Any, Build]] = {key: {} for key in keys}
-        for t in tasks:
-            if t.static_key in keys:
-                builds[t.static_key] |= _offered_by(t)
-        by = Predicted(self.target)
-        answered = []
-        for t in untried:
-            trials = [
-                Trial(t, c, b, lambda: b"") for c, b in builds[t.static_key].items() if _can_run(t, c, b, self.target)
-            ]
-            predicted = [(o.latency_us or float("inf"), i, o) for i, (_, o) in enumerate(by.judge(trials))]
-            if predicted and self._is_better(t, trials, min(predicted)[0]):
-                _, i, outcome = min(predicted)
-                self.ledger.add(t.entry, trials[i].config, outcome, build_id=trials[i].build.id, by=by)
-                answered.append(t)
-        return answered
-
-    def _is_better(self, t: Task, trials: Sequence[Trial], us: float) -> bool:
-        """Whether the best of `trials`, which takes `us`, may stand for `t`: the default is among them, which then
-        decides as ever, or is predicted to take so much longer.
-        """
-        default = t.search.candidates.default
-        if any(trial.config == default for trial in trials):
-            return True
-        ((default_us, _),) = ranked(t.kernel, t.problem, self.target, [default])
-        return default_us > us * (1 + PREDICTED_MARGIN)
 
     # -- winners
 
@@ -148,9 +97,6 @@ class Conclusion:
         result.note = "; ".join(notes)
 
 
-_BY_THE_MODEL = "the cost model chose among what was compiled"
-
-
 def summary_of(t: Task) -> dict[str, Any]:
     """A search in figures, for the row that ends it and for the report."""
     outcomes = t.search.outcomes
@@ -161,22 +107,3 @@ def summary_of(t: Task) -> dict[str, Any]:
         "default_us": None if default is None else default.latency_us,
         "spilled": sum(o.spill_bytes > 0 for o in outcomes.values()),
     }
-
-
-def _has_answer(t: Task) -> bool:
-    """Whether it was tried in this run, or in an earlier one that had an answer."""
-    known = (row.outcome == "ok" for rows in t.entry.known.values() for row in rows)
-    return bool(t.search.outcomes) or t.entry.closed is not None or any(known)
-
-
-def _offered_by(t: Task) -> dict[Any, Build]:
-    """What `t` has for others: its best, and where nothing was judged what was compiled for it."""
-    if (best := t.search.best) is not None:
-        return {best: t.builds[best]}
-    return {c: b for c, b in t.builds.items() if b.status == "ok"}
-
-
-def _can_run(t: Task, config: Any, build: Build, target: Any) -> bool:
-    if t.kernel.why_invalid(t.problem, config, target) is not None:
-        return False
-    return why_unlaunchable(t.kernel, t.problem, config, target, build) is None

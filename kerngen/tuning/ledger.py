@@ -142,12 +142,8 @@ class Ledger:
         build_id: str | None,
         stage: str = "trial",
         tags: dict[str, Any] | None = None,
-        by: Objective | None = None,
     ) -> None:
-        """One row. build_id: None where nothing was compiled. The tag `closed` holds a summary: the search is over. by:
-        who judged, where that was not the run's objective.
-        """
-        by = by or self.objective
+        """One row. build_id: None where nothing was compiled. The tag `closed` holds a summary: the search is over."""
         self._winners.pop(entry.key.static_key, None)
         tags = {"search": entry.fingerprint, **outcome.tags, **(tags or {})}
         if "closed" in tags:
@@ -156,8 +152,8 @@ class Ledger:
             problem=entry.key, arch=self.target.arch.name, device=self.target.device, config=fields_of(config),
             build_id=build_id, outcome=outcome.kind, reason=outcome.reason, p50_us=outcome.latency_us,
             stage=outcome.stage or stage, step_id=self._step_id(outcome.step),
-            provenance=by.provenance, run=self.run, tags=tags,
-            **by.row, **outcome.figures,
+            provenance=self.objective.provenance, run=self.run, tags=tags,
+            **self.objective.row, **outcome.figures,
         )  # fmt: skip
         self._rows.append(row)
         if time.monotonic() - self._flushed > FLUSH_S:

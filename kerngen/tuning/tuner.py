@@ -4,7 +4,7 @@ All problems are searched together, in rounds: each of some searches is asked fo
 is compiled (identical sources once, in worker processes), the objective judges, the searches are told. Which searches
 those are, budget.py says; the answer does not depend on how many workers there were or which was first. A time budget
 ends the run wherever it is: nothing that is under way then is waited for. What is compiled by then and costs nothing to
-judge still is, and what was not reached is left to the cost model (finish.py).
+judge still is, and what was not reached has no row.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Tuner:
             if self._describer is not None:
                 self._describer.close()
             self.ledger.flush()
-        Conclusion(self.ledger, self.compiler, self.report, self._before, self._budget).of(tasks)
+        Conclusion(self.ledger, self.compiler, self.report, self._budget).of(tasks)
         self.report.remarks = list(self.objective.remarks)
         self.report.num_compiled = len(self._compiled)
         self.report.seconds = self._budget.clock() - self._budget.began

@@ -217,6 +217,7 @@ def _search(
     candidates = Candidates(kernel, recorded.problem, recorded.target, recorded.default)
     candidates.space = tuple(dict(part) for part in head.grid)
     candidates.points = Enumeration(candidates.space, tuple(recorded.by_config), (), complete=True)
+    candidates.askable = tuple(dict.fromkeys([*recorded.by_config, recorded.default]))
     own = int(digest([head.kernel, head.name, seed])[:8], 16)  # problems differ in luck, as in the tuner
     make = Search if sampler.make is None else partial(_Drawn, sampler.make)
     search = make(kernel, recorded.problem, candidates, found, trials=trials, seed=own, least_gain=least_gain)

@@ -1,15 +1,16 @@
-"""Computes the learner's features of a whole valid space, in processes of its own.
+"""Computes the learner's features of what a search may ask for, in processes of its own.
 
-Pre-predicting ten thousand configurations takes half a second, for every problem of a model minutes. A GPU that waits
-for its next trial must not wait for that: a `Describer` is asked as soon as a problem's default has its registers, and
-other searches go on until a few processes have the answer.
+To find and pre-predict a thousand configurations takes half a second, for every problem of a model minutes. A GPU that
+waits for its next trial must not wait for that: a `Describer` is asked as soon as a problem's default has its
+registers, and other searches go on until a few processes have the answer.
 """
 
 from __future__ import annotations
 
 import os
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Target
@@ -23,8 +24,9 @@ from kerngen.tuning.space import Candidates, candidates
 if TYPE_CHECKING:
     from numpy import ndarray
 
-# The 31B's 609 problems on sm90 take about 150 s of one core; to try their defaults takes an H200 a third of that.
 MOST_PROCESSES = 4
+
+_Answer = tuple[list[tuple[Any, ...]], "ndarray", "ndarray"]  # configurations by their fields' values, features, model
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +35,14 @@ class Describing:
 
     found: Candidates
     registers: int
-    answer: Future[tuple[ndarray, ndarray]]
+    answer: Future[_Answer]
 
     def __call__(self) -> Described:
         try:
-            return Described(self.found.askable, *result_of(self.answer))
+            values, features, model = result_of(self.answer)
         except ProcessDied:
             return described_space(self.found, self.registers)
+        return Described(tuple(self.found.kernel.config_type(*v) for v in values), features, model)
 
     @property
     def is_ready(self) -> bool:
@@ -55,19 +58,19 @@ class Describer:
     def submit(self, found: Candidates, registers: int) -> Describing:
         """Start it."""
         kernel, problem = found.kernel.name, fields_of(found.problem)
-        answer: Future[tuple[ndarray, ndarray]] = self._processes.submit(
-            _columns, kernel, problem, found.target, registers
-        )
+        asked = kernel, problem, found.fused, found.target, registers
+        answer: Future[_Answer] = self._processes.submit(_described, *asked)
         return Describing(found, registers, answer)
 
     def close(self) -> None:
         self._processes.close()
 
 
-def _columns(name: str, problem: dict[str, Any], target: Target, registers: int) -> tuple[ndarray, ndarray]:
+def _described(name: str, problem: dict[str, Any], fused: bool | None, target: Target, registers: int) -> _Answer:
     """`described_space` by plain values: a kernel's classes may lie in a folder that the process has not looked into
-    yet. In the order of the space, which is the same wherever it is enumerated.
+    yet.
     """
     kernel = find_kernel(name)
-    found = described_space(candidates(kernel, kernel.problem_type(**problem), target), registers)
-    return found.features, found.model
+    made = described_space(candidates(kernel, kernel.problem_type(**problem), target, fused), registers)
+    values = attrgetter(*(f.name for f in fields(kernel.config_type)), "__class__")  # always a tuple
+    return [values(c)[:-1] for c in made.configs], made.features, made.model

@@ -7,13 +7,13 @@ configurations at hand, and those that say nothing there are left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import log, log2, prod
 from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Target
 from kerngen.cost.predict import Prediction, Predictor
-from kerngen.templates.kernel import Kernel, fields_of
+from kerngen.templates.kernel import Kernel
 from kerngen.tuning.field_tracing import Remembered
 from kerngen.tuning.plan import GUESSED_REGISTERS
 from kerngen.tuning.space import Candidates
@@ -64,10 +64,9 @@ def _columns(
 
 
 def _tunables(configs: Sequence[Any]) -> list[list[float]]:
-    fields = [fields_of(c) for c in configs]
     columns = []
-    for name in fields[0]:
-        values = [f[name] for f in fields]
+    for name in (f.name for f in fields(configs[0])):
+        values = [getattr(c, name) for c in configs]
         if all(isinstance(v, int | float) for v in values):
             columns.append([log2(1 + v) if v >= 0 else float(v) for v in values])
         else:

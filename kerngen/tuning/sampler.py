@@ -57,9 +57,10 @@ class ResidualSampler(optuna.samplers.BaseSampler):
         self._proposed: dict[int, dict[str, Any]] = {}  # trial number -> values
 
     @property
-    def is_exhausted(self) -> bool:
-        """Whether all that may be asked for was."""
-        return not self._left().any()
+    def num_left(self) -> int:
+        """Of what may be asked for, how much was not."""
+        asked = (*self._search.outcomes, *self._search.pending)
+        return len(self._place) - sum(c in self._place for c in asked)
 
     def propose(self) -> Any | None:
         """The next configuration; None if all that are valid were asked for."""

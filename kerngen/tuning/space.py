@@ -1,18 +1,19 @@
 """The search space of one problem: its valid configurations, and the reason why each other one is refused.
 
-A space is known whole, so that the answer does not depend on a sampler's luck, and by far fewer questions than it has
-points: why_invalid is a function, and what it answered holds for all configurations that agree in the fields that it
-read (field_tracing.py). Nothing is asked before it is needed: the default configuration is at hand at once, and `walk`
-gives valid ones as they are found.
+`points` knows a space whole, by far fewer questions than it has points: why_invalid is a function, and what it answered
+holds for all configurations that agree in the fields that it read (field_tracing.py). That is for a search that ranks
+all of them. What a sampler weighs is `askable`, a part of a large space. Nothing is asked before it is needed: the
+default configuration is at hand at once, and `walk` gives valid ones as they are found.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import combinations, islice, product
 from math import prod
 from random import Random
 from typing import Any
@@ -24,6 +25,10 @@ from kerngen.tuning.field_tracing import leaves, traced
 
 MOST_CALLS = 1 << 19  # of why_invalid for one body: seconds. Today's largest space takes 114,432 for 1,935,360 points
 SAMPLE = 1 << 16  # points that stand for a body's space that takes more
+# Of a space of more points a sampler weighs a part: those near the kernel's candidates, and some that are drawn. To
+# know the 60,000 valid points of attn_decode takes 8 s and the cost model 15 s more, and a model has 270 such problems.
+WHOLE, MOST_NEAR, MOST_DRAWN = 1 << 13, 768, 256
+DRAWS = 32  # for each point that is to be drawn: most are refused
 
 Part = dict[str, tuple[Any, ...]]  # one body's: Config field -> its candidate values
 Space = tuple[Part, ...]
@@ -99,10 +104,26 @@ class Candidates:
     def valid(self) -> tuple[Any, ...]:
         return self.points.valid
 
-    @property
+    @cached_property
     def askable(self) -> tuple[Any, ...]:
-        """What is valid, and the default, wherever that lies; in an order that is the same in every process."""
-        return tuple(dict.fromkeys([*self.valid, self.default]))
+        """What a sampler weighs: what is valid, and the default, wherever that lies. Of a space of more than WHOLE
+        points what differs in one or two fields from a candidate of the kernel, and points that a seed draws. In an
+        order that is the same in every process.
+        """
+        if self.space_size <= WHOLE:
+            return tuple(dict.fromkeys([*self.valid, self.default]))
+        centers = [self.own(c) for c in self.kernel.candidates(self.problem, self.target)]
+        found = dict.fromkeys([self.default])
+        for config in _near(self, dict.fromkeys([self.default, *centers])):
+            found[config] = None
+            if len(found) > MOST_NEAR:
+                break
+        for part in self.space:
+            found |= dict.fromkeys(islice(_drawn(self, part), MOST_DRAWN // len(self.space)))
+        return tuple(found)
+
+    def is_valid(self, config: Any) -> bool:
+        return self.kernel.spec.why_invalid(self.problem, config, self.target) is None
 
     @property
     def refusals(self) -> tuple[Refusal, ...]:
@@ -111,6 +132,52 @@ class Candidates:
     @property
     def complete(self) -> bool:
         return self.points.complete
+
+
+def _near(found: Candidates, centers: Iterable[Any]) -> Iterator[Any]:
+    """The valid points that differ from a center, moved onto the grid, in no field, in one, and in two: first those of
+    all centers that differ in the fewest.
+    """
+    bases = [(part, base) for c in centers for part in found.space if (base := _on_part(part, c)) is not None]
+    cls, asked = found.kernel.config_type, set[Any]()
+    for num_fields in range(3):
+        walks = deque(_varied(part, base, num_fields) for part, base in bases)
+        while walks:  # in turn, so that no center has all
+            if (values := next(walks[0], None)) is None:
+                walks.popleft()
+                continue
+            walks.rotate(-1)
+            if (config := cls(**values)) not in asked:
+                asked.add(config)
+                if found.is_valid(config):
+                    yield config
+
+
+def _on_part(part: Part, config: Any) -> dict[str, Any] | None:
+    """`config` with each field at the nearest value that `part` has; None where it is another body's."""
+    base = {}
+    for name, values in part.items():
+        value = getattr(config, name)
+        if value not in values and (len(values) == 1 or isinstance(value, str)):
+            return None
+        base[name] = value if value in values else min(values, key=lambda v: abs(v - value))
+    return base
+
+
+def _varied(part: Part, base: dict[str, Any], num_fields: int) -> Iterator[dict[str, Any]]:
+    others = {name: [v for v in values if v != base[name]] for name, values in part.items()}
+    for names in combinations([name for name, values in others.items() if values], num_fields):
+        for values in product(*(others[name] for name in names)):
+            yield base | dict(zip(names, values, strict=True))
+
+
+def _drawn(found: Candidates, part: Part) -> Iterator[Any]:
+    """Valid points of `part` that a fixed seed draws, of so many draws in all."""
+    random = Random(0)
+    for _ in range(MOST_DRAWN * DRAWS):
+        config = found.kernel.config_type(**{name: random.choice(values) for name, values in part.items()})
+        if found.is_valid(config):
+            yield config
 
 
 def candidates(kernel: Kernel, problem: Any, target: Target, fused: bool | None = None) -> Candidates:

@@ -91,7 +91,9 @@ class Search:
         if self._closed:
             return len(self._open)
         left = self.trials - len(self.outcomes)
-        if self._ranked is not None or self._sampler is not None:
+        if self._sampler is not None:
+            left = min(left, self._sampler.num_left + len(self._open))
+        elif self._ranked is not None:
             left = min(left, len(self.candidates.valid) + 1 - len(self.outcomes))
         return max(left, 0)
 
@@ -243,7 +245,7 @@ class Search:
         return None
 
     def _sampled(self, asked: list[Any]) -> Any | None:
-        if self.sampler.is_exhausted:
+        if not self.sampler.num_left:
             return None
         trial = self.study.ask()
         config = self._config_of(trial)

@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 import os
-import re
-import select
 import shutil
-import signal
 import sys
-import termios
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType, ModuleType
 from typing import TYPE_CHECKING
 
-from rich.cells import cell_len
-
+from kerngen.cli.chat_keys import CtrlC, Interrupted, Keyboard
 from kerngen.cli.model_options import chosen_lines
 from kerngen.cli.tables import fitted
-from kerngen.errors import KerngenError
+from kerngen.cli.word_wrap import Words
+from kerngen.errors import KerngenError, printable
 from kerngen.runtime.config import in_int4
 from kerngen.runtime.conversation import ContextFull, Conversation, Piece, Reply
 
 if TYPE_CHECKING:
+    from kerngen.cli.chat_history import HistoryFile
     from kerngen.runtime.completion import Completion
 
-readline: ModuleType | None
-try:
-    import readline
-except ImportError:  # a Python that was built without it: lines cannot be edited
-    readline = None
-
-PASTE_S = 0.02  # what follows a line this soon was not typed
 DIM, PLAIN = "\x1b[2m", "\x1b[22m"
-# A model may write what a terminal takes for a command: to move, to set a title, to answer as if it were typed.
-_UNSHOWN = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 COMMANDS = {
     "/help": "this",
     "/stats": "what the last answer took, and what the context holds",
@@ -42,118 +27,22 @@ COMMANDS = {
     "/exit": "end, as Ctrl-D does",
 }
 KEYS = (
-    "A line that ends in \\ goes on in the next one. What is pasted is one message. A space before / makes it text.\n"
+    "Enter sends. Alt-Enter, or \\ at the end of a line, begins another one. What is pasted is one message.\n"
+    "Up, Down and Ctrl-R find what was typed before; Tab completes /. A space before / makes it text.\n"
     "Ctrl-C stops an answer and keeps what it says so far; a second Ctrl-C ends."
 )
 ENDS = {"stop": "complete", "length": "ended by --max-new-tokens", "context": "ended where the context was full",
         "cancelled": "stopped"}  # fmt: skip
 
 
-class Interrupted(Exception):
-    """Ctrl-C while a line was typed."""
-
-
-class CtrlC:
-    """Counts Ctrl-C since a line was last entered. While a line is read it raises, while an answer is made it does not:
-    the engine is between two steps when it stops. The second one that finds an answer still not stopped ends all.
-    """
+class Screen:
+    """What is shown, in two shades."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self.is_reading = False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.is_reading and readline is not None and readline.get_line_buffer():
-            self.count = 0  # it takes back what was typed, and no more
-            raise Interrupted
-        self.count += 1
-        if self.is_reading:
-            raise Interrupted
-        if self.count > 1:
-            raise KeyboardInterrupt
-
-    @contextmanager
-    def heeded(self) -> Iterator[None]:
-        before = signal.signal(signal.SIGINT, self)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-
-class Words:
-    """Text that comes in pieces, broken between words where a line of `width` cells ends.
-
-    A word waits until it is whole, or fills half a line. An ideograph is a word by itself.
-    """
-
-    def __init__(self, width: int) -> None:
-        self.width = width
-        self._column = 0
-        self._blanks = self._word = ""
-
-    def add(self, text: str) -> str:
-        """What may be written now."""
-        written = ""
-        for part in re.findall(r"\n|[^\S\n]+|\S+", text):
-            if part == "\n":
-                written += self.flush() + part
-                self._column, self._blanks = 0, ""
-            elif part.isspace():
-                written += self.flush()
-                self._blanks += part
-            else:
-                for char in part:
-                    self._word += char
-                    if cell_len(char) > 1 or 2 * cell_len(self._word) > self.width:
-                        written += self.flush()
-        return written
-
-    def flush(self) -> str:
-        """The word that waits, on the next line where this one has no room for it."""
-        if not self._word:
-            return ""
-        word, blanks = self._word, self._blanks
-        self._word = self._blanks = ""
-        cells, gap = cell_len(word), len(blanks.expandtabs())
-        if self._column and self._column + gap + cells > self.width:
-            self._column = cells
-            return f"\n{word}"
-        self._column += gap + cells
-        return blanks + word
-
-
-@contextmanager
-def unechoed() -> Iterator[None]:
-    """Within it, keys are not shown: what is typed ahead, or Ctrl-C, would stand in the middle of an answer. The next
-    line that is read shows them.
-    """
-    try:
-        before = termios.tcgetattr(sys.stdin)
-    except (termios.error, OSError, ValueError):  # no terminal
-        yield
-        return
-    within = [*before]
-    within[3] &= ~termios.ECHO
-    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, within)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-
-
-class Screen:
-    """The terminal: lines that are typed, and text in two shades."""
-
-    def __init__(self, ctrl_c: CtrlC) -> None:
-        self._ctrl_c = ctrl_c
         self._has_shades = os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("NO_COLOR")
         self._is_dim = False
         self._column = 0  # 0 at the start of a line
         self._words: Words | None = None  # of an answer
-        self._waiting: str | None = None  # a command that was pasted behind a message
-        if readline is not None:
-            readline.parse_and_bind("tab: self-insert")  # not the names of files
 
     def show(self, text: str, *, dim: bool = False) -> None:
         if not text:
@@ -161,17 +50,22 @@ class Screen:
         if dim != self._is_dim and self._has_shades:
             sys.stdout.write(DIM if dim else PLAIN)
         self._is_dim = dim
-        sys.stdout.write(text.translate(_UNSHOWN))
+        sys.stdout.write(text)
         sys.stdout.flush()
         self._column = 0 if text.endswith("\n") else 1
 
     def stream(self, text: str, *, dim: bool = False) -> None:
-        """A piece of an answer, in lines that end between words where this is a terminal."""
+        """A piece of an answer, in lines that end between words where this is a terminal. What a terminal takes for a
+        command is escaped: to move, to set a title, to answer as if it were typed.
+        """
+        text = printable(text)
         if not sys.stdout.isatty():
             self.show(text, dim=dim)
             return
+        columns = shutil.get_terminal_size().columns
         if self._words is None:
-            self._words = Words(shutil.get_terminal_size().columns)
+            self._words = Words(columns)
+        self._words.width = columns
         self.show(self._words.add(text), dim=dim)
 
     def _end_words(self) -> None:
@@ -182,7 +76,7 @@ class Screen:
     def line(self, text: str, *, dim: bool = True) -> None:
         """`text` on lines of its own, as long as the terminal is wide."""
         self.end_line()
-        self.show("".join(f"{fitted(line)}\n" for line in text.splitlines()), dim=dim)
+        self.show("".join(f"{fitted(line)}\n" for line in printable(text).splitlines()), dim=dim)
         self.show_plainly()
 
     def end_line(self) -> None:
@@ -197,57 +91,31 @@ class Screen:
             sys.stdout.flush()
         self._is_dim = False
 
-    def read(self) -> str:
-        """A message: a line and those that a trailing backslash or a paste joins. Raises EOFError, Interrupted."""
-        self.end_line()
-        if self._waiting is not None:
-            command, self._waiting = self._waiting, None
-            return command
-        self._ctrl_c.is_reading = True
-        try:
-            lines = [self._line("> ")]
-            while True:
-                if lines[-1].endswith("\\"):
-                    lines[-1] = lines[-1][:-1]
-                    lines.append(self._line(". "))
-                elif not lines[0].startswith("/") and select.select([sys.stdin], [], [], PASTE_S)[0]:
-                    lines.append(self._line(""))
-                    if lines[-1] in COMMANDS:
-                        self._waiting = lines.pop()
-                        return "\n".join(lines)
-                else:
-                    return "\n".join(lines)
-        finally:
-            self._ctrl_c.is_reading = False
 
-    def _line(self, prompt: str) -> str:
-        line = input(prompt)
-        self._ctrl_c.count = 0
-        return line
-
-
-def chat(conversation: Conversation, *, hide_thinking: bool = False) -> None:
-    """Read, answer, until Ctrl-D, /exit or a second Ctrl-C (KeyboardInterrupt)."""
-    ctrl_c = CtrlC()
-    screen = Screen(ctrl_c)
+def chat(conversation: Conversation, *, hide_thinking: bool = False, history: HistoryFile | None = None) -> None:
+    """Read, answer, until Ctrl-D, /exit or a second Ctrl-C (KeyboardInterrupt). history: None keeps nothing."""
+    ctrl_c, screen = CtrlC(), Screen()
     screen.line(title(conversation))
     last: Completion | None = None
-    with ctrl_c.heeded():
+    entries, history = _opened(history, screen)
+    keyboard = Keyboard(entries, COMMANDS)
+    with ctrl_c.heeded(), keyboard.unechoed():
         while True:
+            screen.end_line()
             try:
-                said = screen.read()
+                said = keyboard.read()
             except EOFError:
-                screen.show("\n")
                 return
             except Interrupted:
-                screen.show("\n")
+                ctrl_c.count = 0 if keyboard.typed else ctrl_c.count + 1
                 if ctrl_c.count > 1:
                     raise KeyboardInterrupt from None
-                screen.line("Ctrl-C again or /exit ends" if ctrl_c.count else "")
+                if ctrl_c.count:
+                    screen.line("Ctrl-C again or /exit ends")
                 continue
-            except UnicodeDecodeError as e:
-                screen.line(f"that is not UTF-8: {e}")
-                continue
+            ctrl_c.count = 0
+            if history is not None and said.strip():
+                history = _kept(said, history, screen)
             if said.startswith("/"):
                 if said.strip() == "/exit":
                     return
@@ -255,7 +123,37 @@ def chat(conversation: Conversation, *, hide_thinking: bool = False) -> None:
                     last = None
                 screen.line(obey(said.strip(), conversation, last))
             elif said.strip():
-                last = _answer(conversation, said.strip(), screen, ctrl_c, hide_thinking) or last
+                last = _answer(conversation, said.strip(), screen, keyboard, ctrl_c, hide_thinking) or last
+
+
+def _opened(history: HistoryFile | None, screen: Screen) -> tuple[list[str], HistoryFile | None]:
+    """What was typed before, oldest first, and the file, None if there is none to be had, which is said."""
+    if history is None:
+        return [], None
+    try:
+        entries, num_bad = history.read()
+    except OSError as e:
+        screen.line(_unkept(history, e))
+        return [], None
+    if num_bad:
+        lines = "1 line is" if num_bad == 1 else f"{num_bad} lines are"
+        screen.line(f"{history.path}: {lines} damaged and left out")
+    return entries, history
+
+
+def _kept(said: str, history: HistoryFile, screen: Screen) -> HistoryFile | None:
+    """Keep what was said; the file, or None if it can keep nothing, which is said."""
+    try:
+        history.add(said)
+    except OSError as e:
+        screen.line(_unkept(history, e))
+        return None
+    return history
+
+
+def _unkept(history: HistoryFile, error: OSError) -> str:
+    why = error.strerror or str(error)
+    return f"what is typed is not kept for the next chat: {history.path}: {why}; --no-history keeps nothing"
 
 
 def title(conversation: Conversation) -> str:
@@ -283,14 +181,14 @@ def obey(command: str, conversation: Conversation, last: Completion | None) -> s
 
 
 def _answer(
-    conversation: Conversation, said: str, screen: Screen, ctrl_c: CtrlC, hide_thinking: bool
+    conversation: Conversation, said: str, screen: Screen, keyboard: Keyboard, ctrl_c: CtrlC, hide_thinking: bool
 ) -> Completion | None:
     """Show the answer to `said`. None where there is none."""
     try:
         reply = conversation.say(said)
         try:
-            with unechoed():
-                _stream(reply, screen, ctrl_c, hide_thinking)
+            with keyboard.unechoed():  # once more, as a shell may have set the terminal anew after Ctrl-Z
+                _stream(reply, screen, keyboard, ctrl_c, hide_thinking)
         finally:
             reply.close()
     except ContextFull as e:
@@ -306,9 +204,11 @@ def _answer(
     return made
 
 
-def _stream(reply: Reply, screen: Screen, ctrl_c: CtrlC, hide_thinking: bool) -> None:
+def _stream(reply: Reply, screen: Screen, keyboard: Keyboard, ctrl_c: CtrlC, hide_thinking: bool) -> None:
     before = Piece("")
     for piece in reply:
+        if keyboard.keep_typed():
+            ctrl_c.count = max(ctrl_c.count, 1)
         if piece.text:
             if piece.is_thought and hide_thinking:
                 if not before.is_thought:

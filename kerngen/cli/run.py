@@ -45,6 +45,8 @@ if TYPE_CHECKING:
               help="Tokens that a chat may hold. Default: what memory takes, 32768 at most.")  # fmt: skip
 @click.option("--think", is_flag=True, help="In a chat: let the model think before it answers.")
 @click.option("--hide-thinking", is_flag=True, help="In a chat: do not show what it thinks.")
+@click.option("--no-history", is_flag=True, envvar="KERNGEN_NO_HISTORY",
+              help="In a chat: keep nothing of what is typed on disk. Default: $KERNGEN_NO_HISTORY.")  # fmt: skip
 @click.option("--control-tokens", is_flag=True,
               help="Take what looks like a control token in the prompt (<turn|>) for one, not text.")  # fmt: skip
 @click.option("--plan", is_flag=True, help="Print what MODEL takes and what fits on GPUs of 16 to 141 GB, and no more.")
@@ -65,6 +67,7 @@ def run(
     context: int | None,
     think: bool,
     hide_thinking: bool,
+    no_history: bool,
     control_tokens: bool,
     plan: bool,
     as_json: bool,
@@ -121,6 +124,7 @@ def run(
     sampling = Sampling(**(suggested | given))
     if is_chat:
         from kerngen.cli.chat import chat
+        from kerngen.cli.chat_history import HistoryFile, history_path
         from kerngen.runtime.conversation import Conversation
 
         if not sampling.is_greedy:
@@ -129,6 +133,7 @@ def run(
             Conversation(session, system=system, sampling=sampling, max_new_tokens=max_new_tokens, stop=stop,
                          context=context, think=think),
             hide_thinking=hide_thinking,
+            history=None if no_history else HistoryFile(history_path()),
         )  # fmt: skip
         return
     if prompts is not None:

@@ -117,13 +117,13 @@ def file_name(text: str) -> str:
     return re.sub(r"^\.+", lambda dots: "-" * len(dots[0]), name) or "-"
 
 
-def publish_with(write: Callable[[BinaryIO], object], target: Path) -> None:
-    """As `publish`, of what `write` writes to the file that it is given."""
+def publish_with(write: Callable[[BinaryIO], object], target: Path, *, mode: int = 0o644) -> None:
+    """As `publish`, of what `write` writes to the file that it is given. mode: of the file, as far as umask lets it."""
     folder = target.parent
     make_folder(folder)
     scratch = folder / f"{_SCRATCH}{secrets.token_hex(16)}"
     # Not tempfile: its mode 0600 would shut others out of what is published. Nobody writes into it again.
-    fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         with open(fd, "wb") as f:
             write(f)
@@ -147,7 +147,7 @@ def locked(path: Path) -> Iterator[None]:
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     try:
-        _require_regular(fd, path)
+        require_regular(fd, path)
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:
@@ -158,14 +158,15 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """A regular file, to read. Raises OSError, also for a folder, and for a pipe, at which a plain `open` waits."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        _require_regular(fd, path)
+        require_regular(fd, path)
         return open(fd, "rb")
     except BaseException:
         os.close(fd)
         raise
 
 
-def _require_regular(fd: int, path: str | os.PathLike[str]) -> None:
+def require_regular(fd: int, path: str | os.PathLike[str]) -> None:
+    """Raises OSError where what is open is a folder, a pipe or a device."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise OSError(errno.EINVAL, "is no regular file", os.fspath(path))
 

@@ -55,7 +55,8 @@ class Kerngen:
         monkeypatch.setenv("KERNGEN_CACHE_DIR", str(folder / "cache"))
         monkeypatch.setenv("KERNGEN_DB", str(folder / "tuning.db"))
         monkeypatch.setenv("HOME", str(folder))
-        monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+        for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME"):
+            monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
         monkeypatch.setattr(places, "PREBUILT", measured_sheets(folder / "prebuilt"))
         monkeypatch.setattr(shipped, "_make", _make_once)

@@ -34,8 +34,8 @@ def test_a_run_says_what_it_did_within_the_terminal(kerngen: Kerngen, tmp_path: 
 
 def test_a_chat_begins_within_the_terminal(kerngen: Kerngen) -> None:
     with Terminal("run", TINY) as terminal:
-        terminal.until("\x1b[22m> ")
-        terminal.type("/exit\n")
+        terminal.until_last(">")
+        terminal.type("/exit\r")
         assert terminal.end() == 0
     lines = told(terminal.shown, "sampled: ")
     assert max(map(len, lines)) <= 80

@@ -1,14 +1,8 @@
 """w4a16_gemm: out[M, N] = x[M, K] dequant(W)[N, K]^T with symmetric int4 weights, for one token or for thousands.
 
 With gated, W's rows are gate and up, interleaved by common/w4/pack.py, and out[M, N / 2] = gelu_tanh(gate) * up. Every
-M and every arch from sm70 is served; Config.body and the tiling (common/w4/tiling.py) differ. Bodies:
-
-- mma, and on sm90 wgmma: a cp.async pipeline and stream-K (common/w4/gemm.cuh).
-- wgmma_ws: warp-specialised, sm90's from nine tokens on (wgmma_ws.cu.jinja; stages of 64 columns).
-- gemv: few tokens, W straight to registers, best for a small W (common/w4/gemv.cuh).
-- tma_warp, tma_block: up to four tokens, bulk copies into one pipeline a warp (common/w4/warp_pipeline.cuh), or with
-  two to four tokens into one for all warps of a block (common/w4/cta_pipeline.cuh). They are best for a large W. W is
-  multiplied as integers; an infinity or a NaN in a token's x makes all outputs of that token NaN.
+M and every arch from sm70 is served; Config.body and the tiling differ (common/w4/tiling.py). The bodies tma_warp and
+tma_block multiply W as integers: an infinity or a NaN in a token's x makes all outputs of that token NaN.
 """
 
 from __future__ import annotations
@@ -18,15 +12,11 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from kerngen.arch import Arch, Target
-from kerngen.errors import ProblemError
+from kerngen.templates.common.rows.spec import require_tokens
 from kerngen.templates.common.w4 import limits, tiling
-from kerngen.templates.common.w4.tiling import STREAM_BLOCK_M, STRIP, Tiling, matrix_bytes, require_matrix
+from kerngen.templates.common.w4.tiling import STREAM_BLOCK_M, STRIP, matrix_bytes, require_matrix
+from kerngen.templates.common.w4.tiling import Tiling as Config
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, TensorMap, TokenProblem, args
-
-
-@dataclass(frozen=True, slots=True)
-class Config(Tiling):
-    """How tiles are cut: see Tiling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,36 +37,26 @@ class Problem(TokenProblem):
 
     def __post_init__(self) -> None:
         require_matrix(self.n, self.k, self.group_size, self.dtype)
-        if self.num_tokens < 1:
-            raise ProblemError(f"num_tokens={self.num_tokens} is not positive")
+        require_tokens(self.num_tokens)
 
 
 _ARGS = *args("ptr", "out", "x", "w_packed", "scales", "workspace"), Arg("num_tokens", "i32")
 _MAPS = Arg("x_map", "map", of="x"), Arg("w_map", "map", of="w_packed"), Arg("scales_map", "map", of="scales")
 ARGS, WARPGROUP_ARGS = {"w4a16_gemm": _ARGS}, {"w4a16_gemm": (*_ARGS, *_MAPS)}
-MAX_PREFETCH_TOKENS = 64  # up to which candidates and searches limit what weights are in flight while x is waited for
 
 
-def _prefetch_stages(problem: Problem, target: Target) -> tuple[int, ...]:
-    return (0, 1) if target.arch.has_pdl and 1 < problem.num_tokens <= MAX_PREFETCH_TOKENS else (0,)
-
-
-def _body(name: str, template: str, prefetch: bool = False) -> Body:
-    space = tiling.SPACES[name] | ({"prefetch_stages": _prefetch_stages} if prefetch else {})
-    given = WARPGROUP_ARGS if name == "wgmma_ws" else ARGS
+def _body(name: str, template: str) -> Body:
+    given, space = WARPGROUP_ARGS if name == "wgmma_ws" else ARGS, tiling.SPACES[name]
     return Body(f"{template}.cu.jinja", given, space, lambda arch: limits.serves(name, arch), {"body": name})
 
 
 BODIES = (
-    _body("mma", "kernel", prefetch=True), _body("wgmma", "kernel"), _body("gemv", "gemv"), _body("tma_warp", "stream"),
-    _body("tma_block", "block_stream"), _body("wgmma_ws", "wgmma_ws", prefetch=True),
+    _body("mma", "kernel"), _body("wgmma", "kernel"), _body("gemv", "gemv"), _body("tma_warp", "stream"),
+    _body("tma_block", "block_stream"), _body("wgmma_ws", "wgmma_ws"),
 )  # fmt: skip
 OUTPUTS = ("out",)
 COMPARES_SIZES = True  # of 384 tokens, tiles of 256 leave a third empty
 MAX_SPILL_BYTES = 48  # what ptxas may keep in local memory, a thread: of the ring's tiles, outside the loop over stages
-# Columns of a tile of many tokens that a block may idle for in a last round that is not full, before its tiles are
-# shared: behind whole rounds, which hide how their sums are added up, and with none.
-LEAST_IDLE, LEAST_IDLE_ALONE = 1000, 1600
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
@@ -84,11 +64,10 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
     if config.stream:
         tiles = limits.stream_tiles(config, problem.k, problem.group_size)
         found |= {"MANY_TILES": limits.stream_has_many(config, tiles), "STREAM_BLOCKS": limits.stream_blocks(config)}
-    if config.warpgroups:
+    if config.body == "wgmma_ws":
         rows, blocks = x_box(config)
         copier, multiplier = limits.warpgroup_registers(config)
         found |= {"BOX_ROWS": rows, "BOX_BLOCKS": blocks, "OUT_BYTES": _epilogue_bytes(config)}
-        found |= {"LEAST_IDLE": LEAST_IDLE, "LEAST_IDLE_ALONE": LEAST_IDLE_ALONE}
         found |= {"ADDS_BESIDE": config.overlaps_reduce, "MANY_TOKENS": tiling.MANY_TOKENS}
         found |= {"PRODUCER_REGISTERS": copier, "CONSUMER_REGISTERS": multiplier}
     return found
@@ -125,28 +104,25 @@ def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
+    size = config.smem_bytes(problem.group_size)
     if config.stream:  # and the sums of all units of a block: of all warps, or of those that others wait for
         units = ceil(problem.n // STRIP * config.split_k / num_blocks(problem, config, target))
         sums = config.warps_k * problem.num_tokens * STRIP * 4
-        if config.cta_pipeline:
+        if config.body == "tma_block":
             sums = config.unit_bytes if config.split_k > 1 else 0
-        return config.smem_bytes(problem.group_size) + units * sums
-    if config.warpgroups:  # stages, what is on its way out of each warpgroup, and the barriers
-        stage = -(-config.stage_bytes(problem.group_size) // 1024) * 1024
+        size += units * sums
+    if config.body == "wgmma_ws":  # and what is on its way out of each warpgroup, and the barriers
         groups = config.block_n // 64
-        barriers = 8 * (2 * config.num_stages + (config.num_stages if config.prefetch_stages else 1))
-        barriers += 8 * (2 * groups + 1) * config.overlaps_reduce
-        return config.num_stages * stage + groups * _epilogue_bytes(config) + barriers
-    return config.smem_bytes(problem.group_size)
+        barriers = 2 * config.num_stages + (config.num_stages if config.prefetch_stages else 1)
+        barriers += (2 * groups + 1) * config.overlaps_reduce
+        size += groups * _epilogue_bytes(config) + 8 * barriers
+    return size
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     p, c = problem, config
-    if why := limits.why_invalid(c, p.num_tokens, p.k, p.group_size, target.arch):
-        return why
-    if (c.stream or c.warpgroups) and (
-        why := target.arch.why_too_large(smem_bytes(p, c, target), max(1, c.blocks_per_sm))
-    ):
+    why = limits.why_invalid(c, p.num_tokens, p.k, p.group_size, target.arch)
+    if why := why or target.arch.why_too_large(smem_bytes(p, c, target), max(1, c.blocks_per_sm)):
         return why
     if p.row_invariant and c.blocks_per_sm and p.num_tokens > c.block_m:
         return (f"row_invariant: {p.num_tokens} tokens fill several tiles of block_m={c.block_m}, and with "
@@ -166,7 +142,7 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
     # Blocks that share a tile wait for each other's sums, so they must be co-resident; gemv's need not (gemv.cuh).
     return (Launch("w4a16_gemm", (grid, 1, 1), (block, 1, 1), smem_bytes(problem, config, target),
                    pdl=target.arch.has_pdl, cluster=(config.cluster, 1, 1),
-                   cooperative=config.shares_tiles and not config.gemv),)  # fmt: skip
+                   cooperative=config.shares_tiles and config.body != "gemv"),)  # fmt: skip
 
 
 def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
@@ -175,13 +151,13 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     With gemv, a counter for each tile of rows comes before it. With cta_pipeline and split_k=1 there is only the
     counter of claimed n-tiles.
     """
-    if config.cta_pipeline and config.split_k == 1:
+    if config.body == "tma_block" and config.split_k == 1:
         return 16
-    if not (config.gemv or config.stream):
+    if not (config.few_tokens):
         return config.partial_bytes(num_blocks(problem, config, target))
     tiles = ceil(problem.n / config.block_n)
     posts = config.partial_bytes(tiles * config.split_k)
-    return posts + 16 * ceil(tiles / 4) if config.gemv and posts else posts
+    return posts + 16 * ceil(tiles / 4) if config.body == "gemv" and posts else posts
 
 
 def cost(problem: Problem) -> Cost:
@@ -191,11 +167,15 @@ def cost(problem: Problem) -> Cost:
 
 
 def expected_registers(problem: Problem, config: Config, target: Target) -> int:
-    return limits.expected_registers(config, problem.k, problem.group_size, target.arch)
+    """What ptxas gives, about: to loops of gemv with several turns also the next turn's loads."""
+    need, given = limits.registers(config, problem.k, problem.group_size, target.arch)
+    if config.body != "gemv":
+        return need
+    return min(2 * need - 50, given) if config.block_k * config.split_k < problem.k else need - 30
 
 
 # What is tried, by body: tilings that sweeps and steps found good for some shape (docs/experiments).
-MOST_CANDIDATES, MOST_BLOCK_MS = 12, 5
+MOST_CANDIDATES = 12
 # gemv: warps, strips of each, steps in flight at most
 GEMV_TILINGS = (16, 1, 6), (8, 2, 3), (4, 1, 4), (4, 2, 3), (4, 2, 2)
 # tma_warp, by tokens of a tile: parts of K, warps, tiles of a warp's stage, stages at most, prefetch_stages; and blocks
@@ -212,7 +192,7 @@ MMA_TILINGS = tuple(
     Config(8, n, k, 32, 1, warps, stages, blocks, prefetch_stages=few)
     for n, k, warps, stages, blocks, few in (
         (32, 256, 2, 6, 4, 2), (64, 256, 4, 8, 2, 2), (64, 512, 4, 4, 2, 1), (64, 512, 4, 3, 2, 1),
-        (128, 256, 1, 2, 4, 0), (128, 256, 1, 2, 3, 0), (128, 128, 1, 4, 4, 1))
+        (128, 256, 1, 2, 4, 0), (128, 256, 1, 2, 3, 0))
 )  # fmt: skip
 # wgmma_ws: block_m -> block_n, the longest block_k and its stages
 WARPGROUP_TILINGS = {
@@ -223,18 +203,16 @@ WARPGROUP_TILINGS = {
     192: ((128, 128, 3), (192, 64, 4)), 256: ((128, 64, 4),),
 }  # fmt: skip
 PREFETCH_COLUMNS = 256  # of a tile, in flight while x is waited for
-LONG_SHARE = 3500  # columns that an SM has of all tiles: so many are shared out evenly whatever their number
 
 
 def candidates(problem: Problem, target: Target) -> tuple[Config, ...]:
     """By tokens: gemv, bulk copies and mma up to eight, warpgroups for more; mma where warpgroups do not serve."""
     p, arch = problem, target.arch
     few = p.num_tokens <= STREAM_BLOCK_M[-1]
-    found: list[Config] = []
     if p.num_tokens > 8:
-        found += _warpgroup_candidates(p, target) if p.k % 64 == 0 else []
+        found = list(_warpgroup_candidates(p, target))
     else:
-        found += [*_gemv_candidates(p, target), *(_stream_candidates(p, target) if few else ())]
+        found = [*_gemv_candidates(p, target), *(_stream_candidates(p, target) if few else ())]
         found += MMA_TILINGS[: 2 if few else None] if p.num_tokens > 1 else ()
     found = [c for c in found if why_invalid(p, c, target) is None]
     if not found or not arch.has_wgmma:
@@ -257,40 +235,34 @@ def _stream_candidates(p: Problem, target: Target) -> Iterator[Config]:
     """Whole strips where they make a wave and a half or rows are short, else parts of K that fill the SMs. One pipeline
     a block has stages of two tiles a warp, or of all that it has of a short row.
     """
-    waves, tiles = p.n / STRIP / target.device.num_sms, p.k // STRIP
-    one, splits = p.num_tokens == 1, waves < 1.5 and (p.num_tokens == 1 or p.k >= 4096)
+    waves, tiles, one = p.n / STRIP / target.device.num_sms, p.k // STRIP, p.num_tokens == 1
+    splits = waves < 1.5 and p.k >= 4096
     if not one and not splits:
         warps = next((w for w in (14, 12, 10) if tiles % w == 0), 8)
         stage = min(8, ceil(tiles / warps)) if p.k < 3000 else 2
         yield from stream_configs(p, target, 1, warps, stage, 12, CTA_PREFETCH_BYTES[waves >= 4.5], body="tma_block")
     for parts, warps, *others in TMA_TILINGS[1 if one else 4]:
-        if parts > 1:  # a wave of them, if not all
-            is_sensible = splits and (parts * waves > 0.9 or parts >= 6)
-        elif one:  # few warps have much to do one tile after the other
-            is_sensible = waves >= 1.5 or (tiles <= 24 * warps and (waves >= 1 or warps > 8))
-        else:
-            is_sensible = warps == 16 or not splits
-        if is_sensible:
+        if (splits and (parts * waves > 0.9 or parts >= 6)) if parts > 1 else (waves >= 1 or warps > 8 or not one):
             yield from stream_configs(p, target, parts, warps, *others)
 
 
 def stream_configs(p: Problem, target: Target, parts: int, warps: int, tiles: int, stages: int, prefetch: int,
-                   blocks: int = 1, *, body: str = "tma_warp") -> Iterator[Config]:  # fmt: skip
-    """With as many stages as fit, none if not even two do; prefetch is in stages, or of tma_block in bytes."""
+                   blocks: int = 1, *, body: str = "tma_warp") -> list[Config]:  # fmt: skip
+    """The one with as many stages as fit, none if not even two do; prefetch is in stages, or of tma_block in bytes."""
     base = Config(STREAM_BLOCK_M[p.num_tokens > 1], STRIP, 0, STRIP, 1, warps, 2, 1, body, split_k=parts)
     step = limits.stream_step(base, p.group_size)
     share = ceil(ceil(ceil(p.k / step) / parts) / warps)  # of a warp, in steps
     base = replace(base, block_k=max(1, min(tiles * STRIP // step, share)) * step * warps)
-    if base.cta_pipeline:
+    if base.body == "tma_block":
         if share * step > limits.MOST_QUADS * STRIP:  # whose digits fill registers
-            return
+            return []
         prefetch = max(1, round(prefetch / base.weight_bytes(p.group_size)))
-    for num_stages in range(stages, 1, -1):
-        config = replace(base, num_stages=num_stages, prefetch_stages=prefetch if prefetch < num_stages else 0)
-        fits = num_stages == 2 or blocks * smem_bytes(p, config, target) <= target.arch.max_smem_bytes
+    for n in range(stages, 1, -1):
+        config = replace(base, num_stages=n, prefetch_stages=prefetch if prefetch < n else 0)
+        fits = n == 2 or blocks * smem_bytes(p, config, target) <= target.arch.max_smem_bytes
         if fits and why_invalid(p, config, target) is None:
-            yield config
-            return
+            return [config]
+    return []
 
 
 def _warpgroup_candidates(p: Problem, target: Target) -> Iterator[Config]:
@@ -303,13 +275,13 @@ def _warpgroup_candidates(p: Problem, target: Target) -> Iterator[Config]:
     one_wave = max(least, min(num_sms // ceil(p.n / 128), ceil(tokens / STRIP)))
     rows = (least, one_wave, *range(least + 1, least + 4), *(ceil(tokens / m) for m in (192, 160, 128)))
     block_ms = dict.fromkeys(min(m for m in WARPGROUP_TILINGS if m * r >= tokens) for r in rows)
-    for block_m, cut in ((m, t) for m in list(block_ms)[:MOST_BLOCK_MS] for t in WARPGROUP_TILINGS[m]):
+    for block_m, cut in ((m, t) for m in block_ms for t in WARPGROUP_TILINGS[m]):
         block_n, block_k, stages = cut
         while p.k % block_k:
             block_k, stages = block_k // 2, min(2 * stages, 12)
-        few = PREFETCH_COLUMNS // block_k if block_m <= MAX_PREFETCH_TOKENS and (block_m, block_n) != (32, 128) else 0
-        base = Config(block_m, block_n, block_k, 16, 1, 1, stages, 1, "wgmma_ws",
-                      prefetch_stages=few if few < stages else 0)  # fmt: skip
+        is_limited = block_m <= tiling.MAX_PREFETCH_TOKENS and (block_m, block_n) != (32, 128)
+        few = PREFETCH_COLUMNS // block_k if is_limited else 0
+        base = Config(block_m, block_n, block_k, 16, 1, 1, stages, 1, "wgmma_ws", prefetch_stages=few)
         tiles = ceil(tokens / block_m) * ceil(p.n / block_n)
         fill = tiles / (ceil(tiles / num_sms) * num_sms)
         if p.row_invariant and tokens > block_m:
@@ -317,10 +289,10 @@ def _warpgroup_candidates(p: Problem, target: Target) -> Iterator[Config]:
         elif base.overlaps_reduce and block_m > 128 and ceil(p.n / 128) % 2 == 0:
             yield replace(base, cluster=2, l2_prefetch_stages=4 if block_m == 256 else 0)
         elif base.overlaps_reduce:
-            yield base if block_m == 128 else replace(base, block_k=64, num_stages=stages * block_k // 64)
+            yield base
         elif (block_m, block_n) == (16, 128):
             yield replace(base, blocks_per_sm=2, num_stages=min(stages, 6))
-        elif block_n == 128 or block_m == 16 or tiles >= 0.7 * num_sms or tiles * p.k >= LONG_SHARE * num_sms:
+        else:
             yield from [replace(base, blocks_per_sm=0)] if fill > 0.55 or p.k < 4096 else []
             yield from [base] if fill < 0.9 else []
 

@@ -26,8 +26,7 @@ from kerngen.templates.common.rows.spec import (
     why_row_invalid,
 )
 from kerngen.templates.common.w4 import limits
-from kerngen.templates.common.w4.tiling import BLOCK_STREAM_SPACE, STREAM_BLOCK_M, STREAM_SPACE, STRIP, require_matrix
-from kerngen.templates.common.w4.tiling import SPACE as RING_SPACE
+from kerngen.templates.common.w4.tiling import SPACES, STREAM_BLOCK_M, STRIP, require_matrix
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, args, fields_of
 from kerngen.templates.w4a16_gemm import spec as gemm
 
@@ -110,19 +109,19 @@ class Config:
     def of(cls, cut: gemm.Config, vecs_per_thread: int) -> Config:
         """With that product."""
         return cls(cut.block_k, cut.warps_k, cut.num_stages, cut.split_k, cut.prefetch_stages, vecs_per_thread,
-                   cut.block_m, cut.block_n, cut.blocks_per_sm, cut.cta_pipeline, cut.cap_inflight)  # fmt: skip
+                   cut.block_m, cut.block_n, cut.blocks_per_sm, cut.body == "tma_block",
+                   cut.cap_inflight)  # fmt: skip
 
 
 _TILING_FIELDS = ("block_n", "block_k", "warps_k", "num_stages", "blocks_per_sm")
-SPACE = {name: STREAM_SPACE[name] for name in (*_TILING_FIELDS, "split_k", "prefetch_stages")} | {
+SPACE = {name: SPACES["tma_warp"][name] for name in (*_TILING_FIELDS, "split_k", "prefetch_stages")} | {
     "vecs_per_thread": VECS
 }
 CTA_PIPELINE_SPACE = {
-    name: BLOCK_STREAM_SPACE[name] for name in (*_TILING_FIELDS, "split_k", "prefetch_stages", "cap_inflight")
+    name: SPACES["tma_block"][name] for name in (*_TILING_FIELDS, "split_k", "prefetch_stages", "cap_inflight")
 } | {"vecs_per_thread": VECS}
-MMA_SPACE = {name: RING_SPACE[name] for name in _TILING_FIELDS} | {
-    "block_n": (STRIP, *RING_SPACE["block_n"]),
-    "blocks_per_sm": tuple(b for b in RING_SPACE["blocks_per_sm"] if b),
+MMA_SPACE = {name: SPACES["mma"][name] for name in _TILING_FIELDS} | {
+    "blocks_per_sm": tuple(b for b in SPACES["mma"]["blocks_per_sm"] if b),
     "split_k": (1,),
     "prefetch_stages": (0, 1, 2),
     "vecs_per_thread": VECS,
@@ -242,7 +241,7 @@ def _with_norm(p: Problem, cut: gemm.Config, target: Target) -> Iterator[Config]
     if cut.stream and limits.stream_tiles(cut, p.k, p.group_size) > limits.MOST_QUADS:
         return
     of_warps, of_block = (fewest_vecs(p.n, choices, MOST_THREADS) for choices in (VECS, VECS[1:]))
-    for vecs in (of_warps,) if cut.stream and not cut.cta_pipeline else (of_block, of_warps):
+    for vecs in (of_warps,) if cut.body == "tma_warp" else (of_block, of_warps):
         if why_invalid(p, config := Config.of(cut, vecs), target) is None:
             yield config
             return

@@ -11,7 +11,7 @@ import torch
 
 from kerngen.arch import ARCHES, Target
 from kerngen.templates import find_kernel
-from kerngen.templates.common.w4.tiling import BLOCK_STREAM_SPACE, STREAM_SPACE
+from kerngen.templates.common.w4.tiling import SPACES
 from kerngen.templates.kernel import Case
 from kerngen.templates.w4a16_gemm.spec import Config, Problem
 
@@ -38,7 +38,7 @@ def target_here() -> Target:
 
 def some_configs(problem: Problem, target: Target, most: int, *, cta_pipeline: bool = False) -> list[Config]:
     """Valid ones, drawn with the problem as the seed."""
-    choices_of = BLOCK_STREAM_SPACE if cta_pipeline else STREAM_SPACE
+    choices_of = SPACES["tma_block" if cta_pipeline else "tma_warp"]
     rng = random.Random(str(problem))
     found: dict[Config, None] = {}
     slots = [problem.group_size * s for s in range(1, 12)]
@@ -64,7 +64,7 @@ def test_every_way_to_cut_the_work(problem: Problem) -> None:
     configs = some_configs(problem, target, 4)
     if problem.num_tokens > 1:
         configs += some_configs(problem, target, 4, cta_pipeline=True)
-        assert any(c.cta_pipeline for c in configs)
+        assert any(c.body == "tma_block" for c in configs)
     for config in configs:
         function = load(KERNEL, problem, config)
         for _ in range(2):  # the second launch finds the workspace as the first one left it

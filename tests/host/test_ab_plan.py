@@ -126,7 +126,7 @@ def test_those_that_the_cost_model_expects_most_of_come_first() -> None:
     assert len(found) in (9, 10)
     us = [_expected(kernel, problem, c.config) for c in found]
     assert us == sorted(us)
-    assert all(c.config.warpgroups for c in found)
+    assert all(c.config.body == "wgmma_ws" for c in found)
     for body, says in (("x.cu", "0 bodies"), ("kernel.cu.jinja", "2 bodies")):
         with pytest.raises(UsageError, match=says):
             Entry(kernel, problem, body=body).candidates(H200)
@@ -148,7 +148,7 @@ def test_draws_are_of_every_body_and_the_same_each_time() -> None:
     assert found == drawn(kernel, problem, H200, 20, seed=0) != drawn(kernel, problem, H200, 20, seed=1)
     assert len(found) == len(set(found)) == 20
     assert kernel.default_config(problem, H200) not in found
-    assert {(c.gemv, c.stream) for c in found} == {(True, False), (False, True), (False, False)}
+    assert {(c.body == "gemv", c.stream) for c in found} == {(True, False), (False, True), (False, False)}
     for config in found:
         kernel.require_valid(problem, config, H200)
 

@@ -14,7 +14,7 @@ import pytest
 from kerngen.arch import Target, find_device
 from kerngen.templates import find_kernel
 from kerngen.templates.common.w4.limits import stream_step, stream_tiles
-from kerngen.templates.common.w4.tiling import STREAM_BLOCK_M, STREAM_SPACE, STRIP
+from kerngen.templates.common.w4.tiling import SPACES, STREAM_BLOCK_M, STRIP
 from kerngen.templates.w4a16_gemm.spec import Config, Problem
 
 KERNEL = find_kernel("w4a16_gemm")
@@ -62,7 +62,7 @@ def drawn(rng: random.Random) -> Drawn:
     problem = Problem(STRIP * rng.randrange(1, 40), group * rng.randrange(2, 60), group, "bf16", rng.randint(1, 4))
     config = Config(
         rng.choice(STREAM_BLOCK_M), STRIP, 32 * rng.randrange(8, 120), STRIP, 1, rng.choice((2, 3, 4, 8, 12, 16)), 2, 1,
-        split_k=rng.choice(STREAM_SPACE["split_k"]), body="tma_warp",
+        split_k=rng.choice(SPACES["tma_warp"]["split_k"]), body="tma_warp",
     )  # fmt: skip
     return problem, config
 
@@ -107,7 +107,7 @@ def drawn_with_a_shared_ring(rng: random.Random) -> Drawn:
     problem = Problem(STRIP * rng.randrange(1, 40), group * rng.randrange(2, 160), group, "bf16", rng.randint(2, 4))
     config = Config(
         4, STRIP, group * warps * rng.randrange(1, 8), STRIP, 1, warps, 3, 1, body="tma_block",
-        split_k=rng.choice(STREAM_SPACE["split_k"]),
+        split_k=rng.choice(SPACES["tma_warp"]["split_k"]),
     )  # fmt: skip
     return problem, config
 

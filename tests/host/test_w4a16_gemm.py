@@ -15,7 +15,7 @@ from kerngen.compiler.compile import compile_cubin
 from kerngen.compiler.render import render
 from kerngen.errors import ProblemError
 from kerngen.templates import find_kernel
-from kerngen.templates.common.w4 import limits
+from kerngen.templates.common.w4 import limits, tiling
 from kerngen.templates.common.w4.pack import dequantize, interleave, pack, separate, unpack
 from kerngen.templates.w4a16_gemm import cases, reference, spec
 from kerngen.templates.w4a16_gemm.spec import Config, Problem
@@ -97,7 +97,7 @@ def test_reference_is_the_dense_product() -> None:
 @pytest.mark.parametrize(("arch", "config", "needles"), [
     ("sm86", Config(128, 256, 128, 64, 2, 1, 4, 0), ("101,376",)),
     ("sm90", Config(64, 256, 256, 32, 1, 1, 6, 1), ("232,448",)),
-    ("sm90", Config(256, 64, 64, 64, 1, 1, 2, 0), ("512 accumulators", "128")),
+    ("sm90", Config(256, 64, 64, 64, 1, 1, 2, 0), ("568 registers", "255")),
     ("sm70", Config(8, 64, 64, 32, 1, 1, 2, 1), ("warp_n=32", "64")),
     ("sm75", Config(8, 64, 64, 32, 1, 1, 4, 1), ("num_stages=4", "2")),
     ("sm80", Config(8, 64, 32, 32, 1, 2, 2, 1), ("block_k=32", "warps_k=2")),
@@ -164,7 +164,7 @@ def test_pieces_cover_the_units_once_and_every_unit_knows_its_block(units: int, 
 def test_tiles_that_blocks_share_have_a_counter_each_and_sums_of_their_own() -> None:
     target = Target.of(find_arch("sm90"))
     problem = Problem(1536, 12288, 32, "bf16", 5)
-    config = next(c for c in KERNEL.candidates(problem, target) if c.gemv and c.split_k > 1)
+    config = next(c for c in KERNEL.candidates(problem, target) if c.body == "gemv" and c.split_k > 1)
     tiles = 1536 // config.block_n
     (launch,) = spec.launches(problem, config, target)
     assert launch.grid == (tiles * config.split_k, 1, 1)
@@ -192,14 +192,12 @@ def test_blocks_that_share_tiles_are_started_together_and_post_a_tile_each(arch:
 
 
 @pytest.mark.parametrize(("config", "says"), [
-    (Config(8, 128, 384, 32, 1, 2, 3, 2), "256 threads copy rows of 384 chunks of weights"),
-    (Config(8, 96, 256, 32, 1, 2, 4, 3), "192 threads copy rows of 256 chunks of weights"),
-    (Config(8, 96, 384, 32, 1, 2, 3, 2), None),
-    (Config(8, 96, 96, 32, 1, 1, 3, 2), "x lies in blocks of 64 columns"),
-    (Config(8, 64, 384, 32, 1, 3, 4, 2), None),
+    (Config(8, 128, 384, 32, 1, 2, 3, 2), "block_k=384: body=mma takes 32 or 64 or 128 or 256 or 512"),
+    (Config(8, 96, 256, 32, 1, 2, 4, 3), "block_n=96: body=mma takes 32 or 64 or 128 or 256"),
+    (Config(8, 32, 256, 64, 1, 1, 3, 2), "block_n=32 block_k=256 is not made of warps of warp_n=64 rows"),
     (Config(8, 128, 256, 32, 1, 1, 3, 2, prefetch_stages=2), None),
     (Config(8, 128, 256, 32, 1, 1, 3, 2, prefetch_stages=3), "fewer than num_stages=3"),
-    (Config(8, 64, 512, 64, 1, 2, 1, 0, body="gemv", prefetch_stages=1), "prefetch_stages=1: body=gemv takes 0"),
+    (Config(8, 64, 512, 64, 1, 2, 1, 0, body="gemv", prefetch_stages=1), "prefetch_stages=1: fewer than num_stages=1"),
     (Config(16, 128, 256, 16, 1, 1, 3, 2, body="wgmma_ws", prefetch_stages=2), None),
     (
         Config(16, 128, 256, 16, 1, 1, 3, 2, body="wgmma_ws", prefetch_stages=3),
@@ -208,20 +206,22 @@ def test_blocks_that_share_tiles_are_started_together_and_post_a_tile_each(arch:
     (Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=8, body="tma_warp", prefetch_stages=3), "fewer than num_stages=3"),
     (Config(4, 32, 1024, 32, 1, 8, 3, 1, split_k=8, body="tma_warp", prefetch_stages=2), None),
 ])  # fmt: skip
-def test_rows_that_threads_do_not_share_out_whole_are_refused(config: Config, says: str | None) -> None:
-    """A ring's thread copies the chunks at its own place of each row: of 384 by 256 threads it would find others."""
+def test_what_a_body_does_not_take_is_refused(config: Config, says: str | None) -> None:
     why = spec.why_invalid(Problem(5376, 21504, 32, "bf16", 4), config, Target.of(find_arch("sm90")))
     assert why is None if says is None else says in str(why)
 
 
-@pytest.mark.parametrize("warpgroups", [False, True])
-def test_a_stage_has_whole_groups_or_lies_in_one(warpgroups: bool) -> None:
-    ring = Config(8, 64, 192, 32, 1, 3, 4, 2)
-    config = Config(32, 128, 192, 16, 1, 1, 4, 1, body="wgmma_ws") if warpgroups else ring
-    target = Target.of(find_arch("sm90"))
-    why = spec.why_invalid(Problem(5376, 5376, 128, "bf16", 8), config, target)
-    assert "whole groups of 128 columns" in str(why)
-    assert spec.why_invalid(Problem(5376, 5376, 64, "bf16", 8), config, target) is None
+@pytest.mark.parametrize("body", ["mma", "wgmma", "wgmma_ws"])
+def test_a_stage_has_whole_groups_or_lies_in_one(body: str) -> None:
+    """And where threads copy it, each the chunks at its own place of each row, they copy whole rows or shares of one:
+    of 384 chunks by 256 threads one would find others. No tiling is refused for that, since the spaces have none.
+    """
+    space = tiling.SPACES[body]
+    for block_k, group_size in itertools.product(space["block_k"], tiling.GROUP_SIZES):
+        assert block_k % group_size == 0 or group_size % block_k == 0
+    if body != "wgmma_ws":
+        shares = ("block_m", "block_n", "block_k", "warp_n", "warps_m", "warps_k")
+        assert all(value.bit_count() == 1 for name in shares for value in space[name])
 
 
 # The quantised matrices of the models, from the shortest rows to the longest and from few strips to many.
@@ -281,13 +281,13 @@ def test_candidates_are_few_valid_and_of_several_kinds(board: str) -> None:
 def _streams(problem: Problem, target: Target) -> list[Config]:
     """Configurations of the body with bulk copies: one round a unit and several, whole shares and ragged ones."""
     tokens = 1 if problem.num_tokens == 1 else 4
-    ways = [(1, 8, 3, 1, 1, 0), (2, 4, 2, 2, 3, 1), (3, 4, 4, 1, 2, 2)]
+    ways = [(1, 8, 3, 1, 0), (2, 4, 2, 3, 1), (3, 4, 4, 2, 2)]
     made = [
-        Config(tokens, 32, problem.group_size * slot * warps, 32, 1, warps, stages, blocks, "tma_warp", split_k=split,
+        Config(tokens, 32, problem.group_size * slot * warps, 32, 1, warps, stages, 1, "tma_warp", split_k=split,
                prefetch_stages=prefetch_stages)
-        for slot, warps, stages, blocks, split, prefetch_stages in ways
+        for slot, warps, stages, split, prefetch_stages in ways
     ]  # fmt: skip
-    shared = [(1, 8, 3, 1, 0), (1, 2, 4, 3, 1), (2, 2, 4, 1, 2)]
+    shared = [(1, 8, 3, 1, 0), (1, 8, 4, 3, 1), (2, 8, 4, 1, 2)]
     made += [
         Config(tokens, 32, problem.group_size * slot * warps, 32, 1, warps, stages, 1, body="tma_block", split_k=split,
                prefetch_stages=prefetch_stages, cap_inflight=prefetch_stages == 1)
@@ -306,7 +306,7 @@ def test_the_body_with_bulk_copies_compiles_and_keeps_in_registers(arch: Arch) -
         if problem is long:  # whose digits fill the registers
             one = Config(4, 32, 8 * 32 * 4, 32, 1, 8, 2, 1, split_k=2, body="tma_warp")
             configs = [one, dataclasses.replace(one, body="tma_block")]
-        assert {c.cta_pipeline for c in configs} == {False, True} or problem.num_tokens == 1
+        assert {c.body for c in configs} == {"tma_warp", "tma_block"} or problem.num_tokens == 1
         for config in configs:
             cubin = compile_cubin(render(KERNEL, problem, config, target), arch)
             (resources,) = cubin.entries.values()
@@ -320,7 +320,7 @@ def test_whole_strips_by_a_shared_ring_keep_in_registers(n: int, k: int, group_s
     way is counted in bytes, whatever a slot takes.
     """
     configs = KERNEL.candidates(Problem(n, k, group_size, "bf16", 4), Target.of(find_device("H200")))
-    pipelines = [c for c in configs if c.cta_pipeline]
+    pipelines = [c for c in configs if c.body == "tma_block"]
     assert bool(pipelines) == (k < 8192)
     for config in pipelines:
         assert limits.stream_tiles(config, k, group_size) <= limits.MOST_QUADS
@@ -330,14 +330,13 @@ def test_whole_strips_by_a_shared_ring_keep_in_registers(n: int, k: int, group_s
 
 @pytest.mark.parametrize(("change", "needle"), [
     ({"block_m": 8}, "block_m=8"), ({"num_stages": 1}, "num_stages=1"), ({"block_k": 96}, "block_k=96"),
-    ({"blocks_per_sm": 4}, "8 warps x 4 blocks an SM: at most 16"), ({"block_k": 8 * 32 * 9}, "a stage takes 9"),
-    ({"num_stages": 30, "block_k": 8 * 32 * 6}, "shared memory"),
+    ({"blocks_per_sm": 4}, "blocks_per_sm=4: body=tma_warp takes 1"), ({"block_k": 8 * 32 * 9}, "a stage takes 9"),
+    ({"num_stages": 9, "block_k": 8 * 32 * 6}, "shared memory"),
     ({"cap_inflight": True, "prefetch_stages": 1}, "cap_inflight=True: body=tma_warp takes False"),
     ({"body": "tma_block", "cap_inflight": True}, "with prefetch_stages=0"),
     ({"body": "tma_block", "blocks_per_sm": 2}, "blocks_per_sm=2: body=tma_block takes 1"),
     ({"body": "tma_block", "block_m": 1}, "block_m=1"),
-    ({"body": "tma_block", "warps_k": 16, "block_k": 16 * 32}, "18 warps"),
-    ({"body": "mma", "cap_inflight": True}, "cap_inflight=True: body=mma takes False"),
+    ({"body": "tma_block", "warps_k": 16, "block_k": 16 * 32}, "warps_k=16: body=tma_block takes 8"),
 ])  # fmt: skip
 def test_streams_that_cannot_be_are_refused(change: dict[str, Any], needle: str) -> None:
     problem, target = Problem(4096, 1536, 32, "bf16", 1), Target.of(find_arch("sm90"))
@@ -346,4 +345,4 @@ def test_streams_that_cannot_be_are_refused(change: dict[str, Any], needle: str)
     why = spec.why_invalid(problem, dataclasses.replace(good, **change), target)
     assert needle in why
     assert spec.why_invalid(dataclasses.replace(problem, num_tokens=5), good, target) is not None
-    assert "bulk copies" in str(spec.why_invalid(problem, good, Target.of(find_arch("sm80"))))
+    assert "has no tma" in str(spec.why_invalid(problem, good, Target.of(find_arch("sm80"))))

@@ -60,7 +60,7 @@ def traffic(p: Product, c: Tiling, target: Target, blocks: int) -> Traffic:
     What is fitted tells bodies apart, the tokens of their tiles, and their warps along K (of wgmma_ws: blocks an SM);
     and of gemv and stream whether all of a warp's part is in flight at once.
     """
-    return _register_traffic(p, c, target.arch) if c.gemv or c.stream else _staged(p, c, target.arch, blocks)
+    return _register_traffic(p, c, target.arch) if c.few_tokens else _staged(p, c, target.arch, blocks)
 
 
 def _unpack_ops(weights: int, dtype: str, products_scaled: bool) -> int:
@@ -92,15 +92,15 @@ def _staged(p: Product, c: Tiling, arch: Arch, blocks: int) -> Traffic:
     unpack = _unpack_ops(weights, p.dtype, products_scaled=c.block_m // c.warps_m == 8 and arch.has_ldmatrix)
     # a prefetch into L2 costs little, and gains nothing here
     overhead = stages * 32 * (c.num_warps * STAGE_OPS + c.l2_prefetch_stages)
-    if not c.warpgroups:  # whose copies are in bulk
+    if c.body != "wgmma_ws":  # whose copies are in bulk
         overhead += stages * ((w_stage + x_stage) // 16 * COPY_OPS)
     waits, shared, rest = 0.0, 0, tiles % blocks
-    if c.warpgroups:
+    if c.body == "wgmma_ws":
         waits = WAVE_WAITS[c.overlaps_reduce] * (max(1, tiles // blocks) if c.blocks_per_sm else 1)
     if c.blocks_per_sm and rest:
         parts = min(-(-tile_stages // max(1, stages // blocks)) + 1, tile_stages)
         quads = c.warp_n * (c.block_m // c.warps_m) // 128
-        if c.warpgroups:  # of the last wave alone
+        if c.body == "wgmma_ws":  # of the last wave alone
             of_parts = 1 + WAITS_BY_PARTS[c.overlaps_reduce] * log(blocks / rest)
             waits += POSTED_WAITS[c.overlaps_reduce]
             waits += SUM_WAITS[c.overlaps_reduce] / 1024 * c.block_m * c.block_n * of_parts
@@ -109,7 +109,7 @@ def _staged(p: Product, c: Tiling, arch: Arch, blocks: int) -> Traffic:
             waits = MEETING_WAITS + -(-parts * quads // (PARTS_AHEAD if quads < 32 else WIDE_PARTS_AHEAD))
             shared = 4 * blocks * tile_rows * c.block_n * 4  # of two tiles each, out and back
     ahead = c.num_stages - (2 if c.body == "wgmma" else 1) if arch.has_cp_async else 1
-    way = "overlap" if c.overlaps_reduce else c.blocks_per_sm if c.warpgroups else f"{c.block_n}x{c.warps_k}"
+    way = "overlap" if c.overlaps_reduce else c.blocks_per_sm if c.body == "wgmma_ws" else f"{c.block_n}x{c.warps_k}"
     return Traffic(
         p.dram_bytes,
         flops,
@@ -153,7 +153,7 @@ def _register_traffic(p: Product, c: Tiling, arch: Arch) -> Traffic:
         flops = 2 * c.block_m * weights
         ops += _unpack_ops(weights, p.dtype, products_scaled=True) + _mma_ops(flops, arch)
         smem_bytes = weights // (STRIP * c.warp_n) * 4 * min(p.tile_rows, c.block_m) * LINE_BYTES
-    way = "_loop" if c.gemv and c.blocks_per_sm else "_once" if turns == 1 else ""
+    way = "_loop" if c.body == "gemv" and c.blocks_per_sm else "_once" if turns == 1 else ""
     return Traffic(
         p.dram_bytes,
         flops,

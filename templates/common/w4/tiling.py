@@ -10,8 +10,10 @@ alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
+from kerngen.arch import Target
 from kerngen.errors import ProblemError
 from kerngen.templates.common.rows.spec import DTYPES
 
@@ -19,8 +21,8 @@ STRIP = 32  # rows of W, and columns of K, in one packed tile: 512 bytes, 16 a l
 GROUP_SIZES = (32, 64, 128)
 STREAM_BLOCK_M = (1, 4)  # tokens of a tile with stream (x_registers.cuh)
 X_SCRATCH_BYTES = 1024  # shared memory of a warp, for the layout change of four tokens
-EXTRA_WARPS = 2  # of tma_block, beside the consumers: producer and reduction warp
 MAX_PENDING_UNITS = 2  # whose sums may wait for the reduction warp
+MAX_PREFETCH_TOKENS = 64  # up to which candidates and searches limit what is in flight while x is waited for
 MANY_TOKENS = 128  # of a tile of warpgroups: from here on sums may be added up beside, and the last tile begins early
 
 # What rows have in place of `body`, which were flags once (templates/kernel.py, defaults_of).
@@ -40,12 +42,12 @@ class Tiling:
     warps_k: int = 1  # warps that share a tile and differ in K; summed through shared memory
     num_stages: int = 4
     blocks_per_sm: int = 1  # stream-K over this many blocks an SM (wgmma_ws: of the last waves); 0: one block a tile
-    # mma: mma.sync, a cp.async pipeline. wgmma: wgmma in place of mma.sync. wgmma_ws: warp-specialised; each consumer
-    #   warpgroup multiplies 64 rows of W by all tokens of a tile.
-    # gemv: up to 8 tokens, W from memory straight to registers (gemv.cuh). block_k is what the warps of a tile have in
-    #   flight, num_stages is 1, and blocks_per_sm blocks an SM loop over all tiles (0: each has its own).
-    # tma_warp: up to four tokens, W by bulk copies into a pipeline of each warp (warp_pipeline.cuh). A tile is a strip,
-    #   block_k is one stage of every warp, num_stages are a warp's.
+    # mma: mma.sync, a cp.async pipeline (gemm.cuh). wgmma: wgmma in place of mma.sync. wgmma_ws: warp-specialised, for
+    #   nine tokens and more; each consumer warpgroup multiplies 64 rows of W by all tokens of a tile.
+    # gemv: up to 8 tokens, W from memory straight to registers, best for a small W (gemv.cuh). block_k is what a tile's
+    #   warps have in flight; blocks_per_sm blocks an SM loop over all tiles (0: each has its own).
+    # tma_warp: up to four tokens and a large W, by bulk copies into a pipeline of each warp (warp_pipeline.cuh). A tile
+    #   is a strip, block_k is one stage of every warp, num_stages are a warp's.
     # tma_block: two to four tokens, one pipeline for all warps of a block, which a producer warp fills, one copy a
     #   stage (cta_pipeline.cuh). block_k is one stage; num_stages and prefetch_stages are the block's.
     body: str = field(default="mma", metadata={"filed": BODIES_AS_FILED})
@@ -59,31 +61,25 @@ class Tiling:
     cap_inflight: bool = field(default=False, metadata={"filed": "throughout"})
 
     @property
-    def gemv(self) -> bool:
-        return self.body == "gemv"
-
-    @property
     def stream(self) -> bool:
         """Whether W is loaded by bulk copies, into pipelines of warps or of a block."""
         return self.body in ("tma_warp", "tma_block")
 
     @property
-    def cta_pipeline(self) -> bool:
-        return self.body == "tma_block"
-
-    @property
-    def warpgroups(self) -> bool:
-        return self.body == "wgmma_ws"
+    def few_tokens(self) -> bool:
+        """Whether all tokens are in one tile, which blocks share by split_k alone."""
+        return self.stream or self.body == "gemv"
 
     @property
     def overlaps_reduce(self) -> bool:
         """Whether warps beside those that multiply add up the sums of shared tiles; there must be registers."""
-        return self.warpgroups and self.blocks_per_sm == 1 and self.block_n == 128 and self.block_m >= MANY_TOKENS
+        is_wide = self.block_n == 128 and self.block_m >= MANY_TOKENS
+        return is_wide and self.body == "wgmma_ws" and self.blocks_per_sm == 1
 
     @property
     def shares_tiles(self) -> bool:
         """Whether blocks exchange partial sums through the workspace."""
-        return self.split_k > 1 if self.gemv or self.stream else self.blocks_per_sm > 0
+        return self.split_k > 1 if self.few_tokens else self.blocks_per_sm > 0
 
     @property
     def num_warps(self) -> int:
@@ -92,8 +88,8 @@ class Tiling:
 
     @property
     def extra_warps(self) -> int:
-        """Of a block, that copy or add up."""
-        return 4 if self.warpgroups else EXTRA_WARPS if self.cta_pipeline else 0
+        """Of a block, that copy or add up: producer warps, and those that reduce."""
+        return {"wgmma_ws": 4, "tma_block": 2}.get(self.body, 0)
 
     @property
     def unit_bytes(self) -> int:
@@ -108,7 +104,7 @@ class Tiling:
         if self.stream:
             return self.weight_bytes(group_size)
         used = self.weight_bytes(group_size) + self.block_m * self.block_k * 2
-        return -(-used // 1024) * 1024 if self.body == "wgmma" else used
+        return -(-used // 1024) * 1024 if "wgmma" in self.body else used
 
     def smem_bytes(self, group_size: int) -> int:
         """The stages, and the exchange of the warps that split K. All dynamic.
@@ -118,14 +114,14 @@ class Tiling:
         of pending units.
         """
         stages = self.num_stages * self.stage_bytes(group_size)
-        if self.cta_pipeline:
+        if self.body == "tma_block":
             places = self.num_stages + MAX_PENDING_UNITS  # two barriers and whose it is
             ring = -(-(stages + places * (16 + 4)) // 16) * 16 + MAX_PENDING_UNITS * self.warps_k * self.unit_bytes
             return -(-ring // 128) * 128 + X_SCRATCH_BYTES * self.warps_k
         if self.stream:
             ring = -(-(stages + self.num_stages * 8 * self.warps_k) // 16) * 16
             return ring + (X_SCRATCH_BYTES * self.warps_k if self.block_m > 1 else 0)
-        if self.gemv:
+        if self.body == "gemv":
             sums = self.warps_k * self.unit_bytes * (2 if self.blocks_per_sm else 1)
             return 0 if self.warps_k == 1 else sums + 16 * (self.split_k > 1)
         return stages + (self.warps_k - 1) * self.unit_bytes
@@ -134,49 +130,48 @@ class Tiling:
         """Of a launch that multiplies `tiles` tiles of K = k; whole clusters."""
         if self.blocks_per_sm == 0:
             return tiles * self.split_k
-        is_split = self.gemv or self.stream
-        units = tiles // self.cluster * (self.split_k if is_split else -(-k // self.block_k))
+        units = tiles // self.cluster * (self.split_k if self.few_tokens else -(-k // self.block_k))
         return self.cluster * min(max(1, self.blocks_per_sm * num_sms // self.cluster), units)
 
     def partial_bytes(self, blocks: int) -> int:
         """An fp32 tile a block, two with warpgroups, one a unit with gemv and stream. 0 where no tile is shared."""
-        return self.shares_tiles * blocks * (2 if self.warpgroups else 1) * self.unit_bytes
+        return self.shares_tiles * blocks * (2 if self.body == "wgmma_ws" else 1) * self.unit_bytes
 
 
-SPACE = {
-    "block_m": (8, 16, 32, 64, 128, 256), "block_n": (64, 128, 256), "block_k": (32, 64, 128, 256, 512),
-    "warp_n": (32, 64), "warps_m": (1, 2, 4), "warps_k": (1, 2, 4, 8), "num_stages": (2, 3, 4, 5, 6, 8),
-    "blocks_per_sm": (0, 1, 2, 3, 4),
-}  # fmt: skip
-WGMMA_SPACE = SPACE | {
-    "block_m": (8, 16, 32, 64, 128), "block_n": (128, 256), "block_k": (64, 128, 256, 512), "warp_n": (32,),
-    "warps_m": (1,), "warps_k": (1,), "num_stages": (3, 4, 5, 6, 8),
-}  # fmt: skip
-GEMV_SPACE = {
-    "block_m": (8,), "block_n": (32, 64, 128), "block_k": (128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096),
-    "warp_n": (32, 64), "warps_m": (1,), "warps_k": (1, 2, 4, 8, 16), "num_stages": (1,), "blocks_per_sm": (0, 2, 3),
-    "split_k": (1, 2, 3, 4, 6, 8),
-}  # fmt: skip
-STREAM_SPACE = {
-    "block_m": STREAM_BLOCK_M, "block_n": (STRIP,),
-    "block_k": (512, 768, 1024, 1280, 1536, 1792, 1920, 2048, 2304, 2560, 2816, 3072, 4096, 5376),
-    "warp_n": (STRIP,), "warps_m": (1,), "warps_k": (8, 12, 14, 16), "num_stages": (2, 3, 4, 5, 6, 7, 9),
-    "blocks_per_sm": (1,), "split_k": (1, 2, 3, 4, 6, 8, 11), "prefetch_stages": (0, 1, 2),
-}  # fmt: skip
-BLOCK_STREAM_SPACE = STREAM_SPACE | {
-    "block_m": STREAM_BLOCK_M[1:], "block_k": (768, 896, 1024, 1280, 1344, 1536, 1792, 1920, 2048, 2560, 2688),
-    "warps_k": (8, 10, 12, 14), "num_stages": (3, 4, 5, 6, 7, 8, 10, 12), "prefetch_stages": (0, 1, 2, 3, 4),
-    "cap_inflight": (False, True),
-}  # fmt: skip
-WARPGROUP_SPACE = {
-    "block_m": (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256), "block_n": (128, 192, 256, 384),
-    "block_k": (64, 128, 256), "warp_n": (16,), "warps_m": (1,), "warps_k": (1,),
-    "num_stages": (3, 4, 5, 6, 8, 10, 12), "blocks_per_sm": (0, 1, 2), "cluster": (1, 2),
-    "l2_prefetch_stages": (0, 4, 8),
-}  # fmt: skip
-SPACES = {
-    "mma": SPACE, "wgmma": WGMMA_SPACE, "gemv": GEMV_SPACE, "tma_warp": STREAM_SPACE, "tma_block": BLOCK_STREAM_SPACE,
-    "wgmma_ws": WARPGROUP_SPACE,
+def _prefetch_stages(problem: Any, target: Target) -> tuple[int, ...]:
+    return (0, 1) if target.arch.has_pdl and 1 < problem.num_tokens <= MAX_PREFETCH_TOKENS else (0,)
+
+
+# What each body takes of the fields, and searches. Where block_k follows from K it may be another, and of
+# prefetch_stages any that num_stages leaves.
+_FIXED: dict[str, Any] = {f.name: (f.default,) for f in fields(Tiling) if f.name != "body"}
+SPACES: dict[str, dict[str, Any]] = {
+    "mma": _FIXED | {
+        "block_m": (8, 16, 32, 64, 128, 256), "block_n": (32, 64, 128, 256), "block_k": (32, 64, 128, 256, 512),
+        "warp_n": (32, 64), "warps_m": (1, 2, 4), "warps_k": (1, 2, 4, 8), "num_stages": (2, 3, 4, 5, 6, 8),
+        "blocks_per_sm": (0, 1, 2, 3, 4), "prefetch_stages": _prefetch_stages},
+    # tiles of 8 tokens scale mma.sync's products; of more than 128, a strip's two products do not fit in registers
+    "wgmma": _FIXED | {
+        "block_m": (16, 32, 64, 128), "block_n": (128, 256), "block_k": (64, 128, 256, 512),
+        "num_stages": (3, 4, 5, 6, 8), "blocks_per_sm": (0, 1, 2, 3, 4)},
+    "gemv": _FIXED | {
+        "block_n": (32, 64, 128), "block_k": (128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096),
+        "warp_n": (32, 64), "warps_k": (1, 2, 4, 8, 16), "num_stages": (1,), "blocks_per_sm": (0, 2, 3),
+        "split_k": (1, 2, 3, 4, 6, 8)},
+    "tma_warp": _FIXED | {
+        "block_m": STREAM_BLOCK_M, "block_n": (STRIP,),
+        "block_k": (512, 768, 1024, 1280, 1536, 1792, 1920, 2048, 2304, 2560, 2816, 3072, 4096, 5376),
+        "warps_k": (4, 8, 12, 14, 16), "num_stages": (2, 3, 4, 5, 6, 7, 9), "split_k": (1, 2, 3, 4, 6, 8, 11),
+        "prefetch_stages": (0, 1, 2)},
+    "tma_block": _FIXED | {
+        "block_m": STREAM_BLOCK_M[1:], "block_n": (STRIP,), "split_k": (1, 2, 3, 4, 6, 8, 11),
+        "block_k": (768, 896, 1024, 1280, 1344, 1536, 1792, 1920, 2048, 2560, 2688), "warps_k": (8, 10, 12, 14),
+        "num_stages": (2, 3, 4, 5, 6, 7, 8, 10, 11, 12), "prefetch_stages": (0, 1, 2, 3, 4),
+        "cap_inflight": (False, True)},
+    "wgmma_ws": _FIXED | {
+        "block_m": (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256), "block_n": (128, 192, 256),
+        "block_k": (64, 128, 256), "warp_n": (16,), "num_stages": (3, 4, 5, 6, 8, 10, 12), "blocks_per_sm": (0, 1, 2),
+        "cluster": (1, 2), "l2_prefetch_stages": (0, 4, 8), "prefetch_stages": _prefetch_stages},
 }  # fmt: skip
 
 

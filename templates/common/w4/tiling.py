@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kerngen.arch import Target
-from kerngen.errors import ProblemError
-from kerngen.templates.common.rows.spec import DTYPES
+from kerngen.templates.common.rows.spec import require, require_dtypes
 
 STRIP = 32  # rows of W, and columns of K, in one packed tile: 512 bytes, 16 a lane
 GROUP_SIZES = (32, 64, 128)
@@ -177,14 +176,10 @@ SPACES: dict[str, dict[str, Any]] = {
 
 def require_matrix(n: int, k: int, group_size: int, dtype: str) -> None:
     """Raises ProblemError unless a W of n x k can be packed in groups of group_size."""
-    if group_size not in GROUP_SIZES:
-        raise ProblemError(f"group_size={group_size} is not one of {GROUP_SIZES}")
-    if dtype not in DTYPES:
-        raise ProblemError(f"dtype={dtype!r} is not one of: {', '.join(DTYPES)}")
-    if n < STRIP or n % STRIP:
-        raise ProblemError(f"n={n} is not a positive multiple of {STRIP}: pad the rows of W with zeros")
-    if k < group_size or k % group_size:
-        raise ProblemError(f"k={k} is not a positive multiple of group_size={group_size}")
+    require(group_size in GROUP_SIZES, f"group_size={group_size} is not one of {GROUP_SIZES}")
+    require_dtypes(dtype)
+    require(n >= STRIP and n % STRIP == 0, f"n={n} is not a positive multiple of {STRIP}: pad the rows of W with zeros")
+    require(k >= group_size and k % group_size == 0, f"k={k} is not a positive multiple of group_size={group_size}")
 
 
 def matrix_bytes(n: int, k: int, group_size: int) -> int:

@@ -17,8 +17,7 @@ from math import gcd
 from typing import ClassVar
 
 from kerngen.arch import Arch, Target
-from kerngen.errors import ProblemError
-from kerngen.templates.common.rows.spec import DTYPES
+from kerngen.templates.common.rows.spec import require, require_dtypes, require_heads
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, TensorMap, args
 
 HEAD_DIMS = (128, 256, 512)
@@ -57,14 +56,12 @@ class Problem:
     kv_len: int = 8192
 
     def __post_init__(self) -> None:
-        if self.head_dim not in HEAD_DIMS:
-            raise ProblemError(f"head_dim={self.head_dim}: attn_prefill has {', '.join(map(str, HEAD_DIMS))}")
-        if self.dtype not in DTYPES:
-            raise ProblemError(f"dtype={self.dtype!r} is not one of: {', '.join(DTYPES)}")
-        if self.num_kv_heads < 1 or self.num_q_heads < 1 or self.num_q_heads % self.num_kv_heads:
-            raise ProblemError(f"num_q_heads={self.num_q_heads} is no multiple of num_kv_heads={self.num_kv_heads}")
-        if min(self.page_size, self.window, self.batch, self.num_tokens, self.kv_len) < 0:
-            raise ProblemError("page_size, window, batch, num_tokens and kv_len cannot be negative")
+        known = ", ".join(map(str, HEAD_DIMS))
+        require(self.head_dim in HEAD_DIMS, f"head_dim={self.head_dim}: attn_prefill has {known}")
+        require_dtypes(self.dtype)
+        require_heads(self.num_q_heads, self.num_kv_heads)
+        least = min(self.page_size, self.window, self.batch, self.num_tokens, self.kv_len)
+        require(least >= 0, "page_size, window, batch, num_tokens and kv_len cannot be negative")
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,12 @@ def require_vectors(**sizes: int) -> None:
         require(size > 0 and size % VEC == 0, f"{name}={size} is not a positive multiple of {VEC}")
 
 
+def require_heads(num_q_heads: int, num_kv_heads: int) -> None:
+    """Raises ProblemError unless every kv head has as many q heads, one at least."""
+    shared = num_kv_heads > 0 and num_q_heads > 0 and num_q_heads % num_kv_heads == 0
+    require(shared, f"num_q_heads={num_q_heads} is no multiple of num_kv_heads={num_kv_heads}")
+
+
 def require_tokens(num_tokens: int) -> None:
     require(0 < num_tokens <= INT32_MAX, f"num_tokens={num_tokens} is not in 1..{INT32_MAX}")
 

@@ -55,7 +55,7 @@ def _complaints(spec: Any, folder: Path) -> Iterator[tuple[str, str]]:
     if absent := [name for name in needed if not hasattr(spec, name)]:
         yield "", f"lacks {', '.join(absent)}; a spec.py has {', '.join(needed)}"
         return
-    if sum(hasattr(spec, name) for name in CHOICE) != 1:
+    if sum(hasattr(spec, name) or (folder / f"{name}.py").is_file() for name in CHOICE) != 1:
         yield "", f"has not one of {' and '.join(CHOICE)}: which configurations to choose among, or the choice itself"
     for name, count in (REQUIRED | CHOICE | OPTIONAL).items():
         if hasattr(spec, name) and (why := _why_not_called(getattr(spec, name), count)):

@@ -9,6 +9,7 @@ templates/<name>/
                     the op that asks for a case takes more than `Kernel.op_call` knows, op_call(case, inputs)
   bench.py          baselines(case, inputs): what to compare the time with
   traffic.py        optional: traffic(problem, config, target), what the cost model should know beyond spec.cost
+  candidates.py     optional: candidates(problem, target), where they are too many lines for spec.py
 """
 
 from __future__ import annotations
@@ -370,8 +371,7 @@ class Kernel:
         """The few valid configurations that the spec names for `problem`, each once; of a spec that chooses itself, its
         default. Raises ProblemError where none is valid.
         """
-        named: Callable[[Any, Target], Iterable[Any]] | None = getattr(self.spec, "candidates", None)
-        if named is None:
+        if (named := self._named) is None:
             return [self.default_config(problem, target)]
         found = [c for c in dict.fromkeys(named(problem, target)) if self.spec.why_invalid(problem, c, target) is None]
         if not found:
@@ -444,11 +444,18 @@ class Kernel:
         return None if given is None else given(problem, config, of, shape)
 
     @cached_property
-    def _refine(self) -> Callable[[Any, Any, Target], Traffic | list[Traffic]] | None:
-        if hasattr(self.spec, "traffic") or not (self.folder / "traffic.py").is_file():
-            return getattr(self.spec, "traffic", None)
-        refine: Callable[[Any, Any, Target], Traffic | list[Traffic]] = self._module("traffic").traffic
-        return refine
+    def _refine(self) -> Any:
+        return self._beside("traffic")
+
+    @cached_property
+    def _named(self) -> Any:
+        return self._beside("candidates")
+
+    def _beside(self, name: str) -> Any:
+        """The function `name` of spec.py, or of a NAME.py beside it; None where neither has it."""
+        if hasattr(self.spec, name) or not (self.folder / f"{name}.py").is_file():
+            return getattr(self.spec, name, None)
+        return getattr(self._module(name), name)
 
     def traffic(self, problem: Any, config: Any, target: Target) -> tuple[Traffic, ...] | None:
         """One Traffic per launch, from `traffic` in spec.py or in a traffic.py beside it; None if there is none."""

@@ -6,7 +6,6 @@ online softmax of arXiv 1805.02867. Split-KV partials are combined
 
 - by attn_combine, a second launch, from the workspace: in fp32 or, Config.partial_bits without a cluster, as blocks
   store their accumulators, in fragment layout (fragment_partials.cuh.jinja);
-- with Config.fused_combine in the same launch (fused_combine.cuh.jinja);
 - with Config.cluster, of body=wgmma_ws, through DSMEM (dsmem_reduce.cuh.jinja), and the clusters' results as above.
 
 If `q` is the projection itself (Problem.source), each block applies norm and RoPE to its own rows of q, and makes K and
@@ -21,16 +20,14 @@ it may write nothing else that is read here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import ceil, prod
 from typing import ClassVar
 
 from kerngen.arch import Arch, Target
-from kerngen.errors import ProblemError
 from kerngen.templates.attn_decode import wgmma_ws
-from kerngen.templates.common.rows.spec import DTYPES
-from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, TensorMap
+from kerngen.templates.common.rows.spec import require, require_dtypes, require_heads
+from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, TensorMap, args
 
 SOURCES = ("q", "raw_q", "qkv", "qk")
 MAX_Q_LEN = 8  # new tokens a sequence: more are a prefill's
@@ -68,25 +65,19 @@ class Problem:
     num_rotated_pairs: int = 0  # 0 with source q
 
     def __post_init__(self) -> None:
-        if self.head_dim not in (128, 256, 512):
-            raise ProblemError(f"head_dim={self.head_dim}: attn_decode serves 128, 256 and 512")
-        if self.num_kv_heads < 1 or self.num_q_heads % self.num_kv_heads:
-            raise ProblemError(f"{self.num_q_heads} q heads are no multiple of {self.num_kv_heads} kv heads")
-        if self.group not in (1, 2, 4, 8, 16):
-            raise ProblemError(f"{self.group} q heads per kv head: attn_decode serves 1, 2, 4, 8 and 16")
-        if not 1 <= self.q_len <= MAX_Q_LEN:
-            raise ProblemError(f"q_len={self.q_len}: attn_decode serves 1 to {MAX_Q_LEN}; attn_prefill serves more")
-        if self.page_size < 16 or self.page_size % 16:
-            raise ProblemError(f"page_size={self.page_size} is no multiple of 16")
-        if self.dtype not in DTYPES:
-            raise ProblemError(f"dtype={self.dtype!r} is not one of: {', '.join(DTYPES)}")
-        if self.window < 0 or self.batch < 1 or self.kv_len < 0:
-            raise ProblemError(f"window={self.window}, batch={self.batch} and kv_len={self.kv_len} must be >= 0, 1, 0")
-        if self.source not in SOURCES:
-            raise ProblemError(f"source={self.source!r} is not one of: {', '.join(SOURCES)}")
-        most = 0 if self.source == "q" else self.head_dim // 2
-        if not 0 <= self.num_rotated_pairs <= most:
-            raise ProblemError(f"num_rotated_pairs={self.num_rotated_pairs} is not in 0..{most} (source {self.source})")
+        require(self.head_dim in (128, 256, 512), f"head_dim={self.head_dim}: attn_decode serves 128, 256 and 512")
+        require_heads(self.num_q_heads, self.num_kv_heads)
+        groups = (1, 2, 4, 8, 16)
+        require(self.group in groups, f"{self.group} q heads per kv head: attn_decode serves 1, 2, 4, 8 and 16")
+        tokens = f"attn_decode serves 1 to {MAX_Q_LEN}; attn_prefill serves more"
+        require(1 <= self.q_len <= MAX_Q_LEN, f"q_len={self.q_len}: {tokens}")
+        require(self.page_size >= 16 and not self.page_size % 16, f"page_size={self.page_size} is no multiple of 16")
+        require_dtypes(self.dtype)
+        least = f"window={self.window}, batch={self.batch} and kv_len={self.kv_len} must be >= 0, 1, 0"
+        require(self.window >= 0 and self.batch >= 1 and self.kv_len >= 0, least)
+        require(self.source in SOURCES, f"source={self.source!r} is not one of: {', '.join(SOURCES)}")
+        pairs, most = self.num_rotated_pairs, 0 if self.source == "q" else self.head_dim // 2
+        require(0 <= pairs <= most, f"num_rotated_pairs={pairs} is not in 0..{most} (source {self.source})")
 
     @property
     def group(self) -> int:
@@ -122,18 +113,14 @@ class Config:
     num_warps: int = 4
     num_stages: int = 2  # tiles of K or V on their way to each warp (always 1 where the body has no cp.async)
     num_splits: int = 1  # parts of the visible keys
-    # Splits are combined in this launch, by the blocks that made them. mma: they wait for each other, so all must be
-    # co-resident. wgmma_ws: the last block to arrive combines, and none waits.
-    fused_combine: bool = field(default=False, metadata={"filed": "together"})
     # mma: each warp loads its own tiles by cp.async and multiplies them by mma.sync.
     # wgmma_ws: a producer warp loads TMA boxes of block_n keys; consumer warpgroups multiply. split_d warps, one or two
-    #   warpgroups, share a tile of 64 keys, which takes stages_per_tile of the num_stages stages.
+    #   warpgroups, share a tile of 64 keys, whose K and V take k_column_parts stages each.
     body: str = field(default="mma", metadata={"filed": {"wgmma_ws": {"warpgroups": True}}})
     cluster: int = 1  # with wgmma_ws: consecutive splits of the same rows, reduced through DSMEM
     # With wgmma_ws: parts of head_dim in which K of a tile is loaded, one stage each; each is multiplied as it arrives.
-    # 1: K is loaded in whole rows, as V is, and multiplied once all have arrived.
     k_column_parts: int = field(default=2, metadata={"filed": "key_parts"})
-    # With wgmma_ws: bits, 16 or 32, of partials that a block writes straight from registers: in a cluster to the block
+    # With wgmma_ws: 16, the bits of partials that a block writes straight from registers: in a cluster to the block
     # that combines them, by DSMEM (dsmem_reduce.cuh.jinja), else to the workspace (fragment_partials.cuh.jinja). 0:
     # fp32 partials stay in the block's own stages, and the cluster reads them there.
     partial_bits: int = field(default=0, metadata={"filed": "push_bits"})
@@ -148,19 +135,7 @@ class Config:
         return self.body == "wgmma_ws"
 
 
-def split_choices(problem: Problem, target: Target) -> tuple[int, ...]:
-    """Candidates for num_splits: a ladder, and what gives every SM of the board an equal share of the blocks."""
-    blocks = problem.num_kv_heads * problem.batch  # of one split, where one block takes all rows
-    sms = target.device.num_sms
-    even = {int(sms * waves / blocks) for waves in (0.25, 1 / 3, 0.5, 1, 2, 4)}
-    return tuple(sorted({*LADDER, *(s for s in even if 1 <= s <= sms)}))
-
-
-def cluster_split_choices(problem: Problem, target: Target) -> tuple[int, ...]:
-    """Those, and the next fewer that clusters of up to 8 blocks divide; of these as many as are resident, and half."""
-    choices = split_choices(problem, target)
-    resident = resident_cluster_blocks(target) // (problem.num_kv_heads * problem.batch)
-    return tuple(sorted({s // 8 * 8 for s in (*choices, resident, resident // 2) if s >= 8} | set(choices)))
+LADDER = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 27)
 
 
 def resident_cluster_blocks(target: Target) -> int:
@@ -168,7 +143,17 @@ def resident_cluster_blocks(target: Target) -> int:
     return target.device.num_sms * 6 // 7
 
 
-LADDER = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 27)
+def split_choices(problem: Problem, target: Target) -> tuple[int, ...]:
+    """Candidates for num_splits: a ladder, what gives every SM of the board or of resident clusters an equal share of
+    the blocks, and the next fewer of all these that clusters of up to 8 blocks divide.
+    """
+    blocks = problem.num_kv_heads * problem.batch  # of one split, where one block takes all rows
+    sms, resident = target.device.num_sms, resident_cluster_blocks(target)
+    shares = *(sms * waves for waves in (0.25, 1 / 3, 0.5, 1, 2, 4)), resident, resident // 2
+    choices = {*LADDER, *(s for share in shares if 1 <= (s := int(share / blocks)) <= sms)}
+    return tuple(sorted(choices | {s // 8 * 8 for s in choices if s >= 8}))
+
+
 _VOLTA_SPACE: dict[str, Choices] = {
     "block_m": (8, 16, 32), "block_n": (16, 32), "split_d": (1, 2, 4, 8), "num_warps": (2, 3, 4, 6, 8, 12),
     "num_splits": split_choices,
@@ -176,40 +161,27 @@ _VOLTA_SPACE: dict[str, Choices] = {
 
 ARGS: dict[str, tuple[Arg, ...]] = {
     "attn_decode": (
-        Arg("out", "ptr"), Arg("q", "ptr"), Arg("k_cache", "ptr"), Arg("v_cache", "ptr"),
-        Arg("block_table", "ptr", align=4), Arg("kv_lens", "ptr", align=4), Arg("workspace", "ptr"),
-        Arg("q_weight", "ptr"), Arg("k_weight", "ptr"), Arg("inv_freq", "ptr"), Arg("positions", "ptr", align=8),
-        Arg("slot_mapping", "ptr", align=8), Arg("sm_scale", "f32"), Arg("logit_cap", "f32"), Arg("eps", "f32"),
-        Arg("batch", "i32"), Arg("max_pages", "i32"),
+        *args("ptr", "out", "q", "k_cache", "v_cache"), *args("ptr", "block_table", "kv_lens", align=4),
+        *args("ptr", "workspace", "q_weight", "k_weight", "inv_freq"),
+        *args("ptr", "positions", "slot_mapping", align=8),
+        *args("f32", "sm_scale", "logit_cap", "eps"), *args("i32", "batch", "max_pages"),
     ),
-    "attn_combine": (Arg("out", "ptr"), Arg("workspace", "ptr"), Arg("batch", "i32")),
+    "attn_combine": (*args("ptr", "out", "workspace"), Arg("batch", "i32")),
 }  # fmt: skip
-# Volta: m8n8k4, K and V straight to registers. The other body serves sm75 (m16n8k8, no cp.async) and newer (m16n8k16).
-# `fused_combine` was right and, of batch 7, 10 % faster (docs/performance.md); its layout has changed since.
-_MMA_SPACE = _VOLTA_SPACE | {"num_stages": (1, 2, 3, 4, 6), "prefetch_stages": (0, 2)}
 _MAPS = (Arg("k_map", "map", of="k_cache"), Arg("v_map", "map", of="v_cache"))
 _WGMMA_WS_SPACE: dict[str, Choices] = {
-    "block_m": (8, 16, 24, 32, 40, 48, 56, 64), "block_n": (16,), "split_d": (4, 8), "num_warps": (4, 8, 12),
-    "num_stages": (4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24), "num_splits": cluster_split_choices,
-    "cluster": (1, 2, 4, 8), "k_column_parts": (1, 2, 4),
-    # Few rows have few results, which come as soon in 32 bits; those of many need half the room in 16.
-    "partial_bits": lambda problem, target: (0, 32 if problem.rows <= 8 or problem.head_dim == 128 else 16),
-    "prefetch_stages": (0, 3),
+    "block_m": (8, 16, 24, 32, 40, 48, 56, 64), "block_n": (16,), "split_d": (4, 8), "num_warps": (4, 8),
+    "num_stages": (4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24), "num_splits": split_choices, "cluster": (1, 2, 4, 8),
+    "k_column_parts": (2, 4), "partial_bits": (0, 16), "prefetch_stages": (0, 3),
 }  # fmt: skip
-BODIES = (
-    *(
-        Body(
-            "kernel.cu.jinja", ARGS, _MMA_SPACE, serves=lambda arch: arch.has_ldmatrix,
-            when={"fused_combine": fused, "body": "mma"}, proven=not fused,
-        )
-        for fused in (False, True)
+BODIES = (  # mma serves sm75 (m16n8k8, no cp.async) and newer (m16n8k16); Volta's has K and V straight to registers
+    Body(
+        "kernel.cu.jinja", ARGS, _VOLTA_SPACE | {"num_stages": (1, 2, 3, 4, 6), "prefetch_stages": (0, 2)},
+        serves=lambda arch: arch.has_ldmatrix, when={"body": "mma"},
     ),
-    *(
-        Body(
-            "wgmma_ws.cu.jinja", ARGS | {"attn_decode": (*ARGS["attn_decode"], *_MAPS)}, _WGMMA_WS_SPACE,
-            serves=lambda arch: arch.has_wgmma, when={"fused_combine": fused, "body": "wgmma_ws"},
-        )
-        for fused in (False, True)
+    Body(
+        "wgmma_ws.cu.jinja", ARGS | {"attn_decode": (*ARGS["attn_decode"], *_MAPS)}, _WGMMA_WS_SPACE,
+        serves=lambda arch: arch.has_wgmma, when={"body": "wgmma_ws"},
     ),
     Body(
         "volta.cu.jinja", ARGS, _VOLTA_SPACE | {"block_m": (8, 16), "block_n": (32,), "num_stages": (2, 4)},
@@ -223,17 +195,11 @@ MAX_ACCUMULATORS = 128
 # One register on sm70 with head_dim 128, where a cap of 128 registers lets two blocks share an SM.
 MAX_SPILL_BYTES = 8
 MAX_SLICES = 8  # of the splits, in a block of the combine
-LINE_QUADS = 8  # of 4 fp32, a line: a block combines a multiple of it
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
-    p, c = problem, config
-    found = {"MAX_SLICES": MAX_SLICES, "FRAGMENT_PARTIALS": int(wgmma_ws.has_fragment_partials(c))}
-    if c.warpgroups:
-        return found | wgmma_ws.constants(p, c, arch)
-    if c.fused_combine:
-        found |= zip(("PIECE", "OWNERS", "PIECE_ROWS", "CELL"), combine_tiles(p, c), strict=True)
-    return found
+    found = {"MAX_SLICES": MAX_SLICES, "FRAGMENT_PARTIALS": int(wgmma_ws.has_fragment_partials(config))}
+    return found | (wgmma_ws.constants(problem, config, arch) if config.warpgroups else {})
 
 
 def bound_threads(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
@@ -248,22 +214,6 @@ def expected_registers(problem: Problem, config: Config, target: Target) -> int:
     if c.warpgroups:
         return target.arch.registers_of(wgmma_ws.register_split(p, c, target.arch)[3])
     return min(255, 64 + 2 * (c.block_m * p.head_dim // c.split_d // 32))
-
-
-def combine_tiles(problem: Problem, config: Config) -> tuple[int, int, int, int]:
-    """Pieces of a block's output that the num_splits blocks with the same rows combine in the same launch.
-
-    (4-element quads of a piece, whole lines of their fp32; pieces, one a block; rows that a piece touches at most;
-    quads that a split sends to a piece's owner: the piece, then lines with the lse of its rows)
-    """
-    p, c = problem, config
-    row = p.head_dim // 4
-    quads = min(c.block_m, p.rows) * row
-    piece = ceil(quads / c.num_splits / LINE_QUADS) * LINE_QUADS
-    owners = ceil(quads / piece)
-    ends = ((i * piece, min((i + 1) * piece, quads)) for i in range(owners))
-    rows = max((end - 1) // row - first // row + 1 for first, end in ends)
-    return piece, owners, rows, piece + ceil(rows / 4 / LINE_QUADS) * LINE_QUADS
 
 
 def partials(config: Config) -> int:
@@ -318,21 +268,7 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return f"{arch} has registers for block_m=8 or 16, of tiles of block_n=32 keys in num_stages=2 or 4"
     if not volta and (c.num_stages > 1) != arch.has_cp_async:
         return f"num_stages={c.num_stages}: with cp.async, from sm80 on, 2 at least, and 1 without it"
-    return why_not_fused_combine(p, c, target) or arch.why_too_large(smem_bytes(p, c, target))
-
-
-def why_not_fused_combine(problem: Problem, config: Config, target: Target) -> str | None:
-    """Why fused_combine, if set, cannot work: a waiting block keeps its SM, so all must be co-resident."""
-    p, c, sms = problem, config, target.device.num_sms
-    if not c.fused_combine:
-        return None
-    if not target.arch.has_ldmatrix:
-        return f"fused_combine=True: splits are merged by a second launch on {target.arch}; fused_combine=False serves"
-    if c.num_splits == 1:
-        return "fused_combine=True: num_splits=1 leaves nothing to merge; fused_combine=False"
-    if (blocks := prod(grid_of(p, c))) > sms:
-        return f"fused_combine=True: {blocks} blocks wait for each other, and {sms} SMs hold one each; at most {sms}"
-    return None
+    return arch.why_too_large(smem_bytes(p, c, target))
 
 
 def grid_of(p: Problem, c: Config) -> tuple[int, int, int]:
@@ -352,7 +288,7 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
         ring = teams * c.num_stages * c.block_n * p.head_dim * 2
         dealt = c.split_d > 1 and c.block_m // 8 % c.split_d == 0  # rows, to the warps of a team
         exchange = scores + teams * c.block_m * (c.block_n * 2 + 4) if dealt else 2 * scores
-        meeting = 16 if target.arch.has_cp_async and c.split_d > 1 and teams > 1 and not c.fused_combine else 0
+        meeting = 16 if target.arch.has_cp_async and c.split_d > 1 and teams > 1 else 0
         return ring + queries + exchange + stats + meeting + turns
     merge, probabilities = teams * 8 * 128 * c.split_d * 4, c.num_warps * c.block_m * 80
     return merge + queries + probabilities + 2 * scores + stats + turns
@@ -364,9 +300,9 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
     grid = grid_of(p, c)
     decode = Launch(
         "attn_decode", grid, (warps * 32, 1, 1), smem_bytes(p, c, target), pdl=arch.has_pdl, reads_ahead=arch.has_pdl,
-        cluster=(c.cluster, 1, 1), cooperative=c.fused_combine and not c.warpgroups,
+        cluster=(c.cluster, 1, 1),
     )  # fmt: skip
-    if partials(c) == 1 or c.fused_combine:
+    if partials(c) == 1:
         return (decode,)
     if wgmma_ws.has_fragment_partials(c):
         blocks, _, pairs, chunks, _, span = wgmma_ws.fragment_combine(p, c)
@@ -388,23 +324,15 @@ def combine_shape(head_dim: int, num_partials: int) -> tuple[int, int]:
 def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     """Partials for attn_combine, fp32: o [rows, partials, head_dim], then lse [rows, partials].
 
-    A group is the blocks with the same rows. fused_combine, body=mma: for each group [owners, num_splits] cells
-    (combine_tiles), zero between launches. fused_combine, body=wgmma_ws: for each group [rows, head_dim / 128] items
-    (item_words), counters zero between launches. Fragment partials: for each group [pairs of rows, chunks, num_splits]
-    chunks of 128 bytes; then, for all groups, the lse [rows, num_splits].
+    Fragment partials: for each group, the blocks with the same rows, [pairs of rows, chunks, num_splits] chunks of 128
+    bytes; then, for all groups, the lse [rows, num_splits].
     """
     p, c = problem, config
     if partials(c) == 1:
         return 0
-    groups = prod(grid_of(p, c)) // c.num_splits
     if wgmma_ws.has_fragment_partials(c):
         _, _, pairs, chunks, _, _ = wgmma_ws.fragment_combine(p, c)
-        return groups * pairs * c.num_splits * (chunks * 128 + 2 * 4)
-    if c.fused_combine and c.warpgroups:
-        return groups * min(c.block_m, p.rows) * p.head_dim // 128 * wgmma_ws.item_words(c) * 4
-    if c.fused_combine:
-        _, owners, _, cell = combine_tiles(p, c)
-        return groups * owners * c.num_splits * cell * 16
+        return prod(grid_of(p, c)) * pairs * (chunks * 128 + 2 * 4)
     return p.batch * p.q_len * p.num_q_heads * partials(c) * (p.head_dim + 1) * 4
 
 
@@ -416,10 +344,3 @@ def cost(problem: Problem) -> Cost:
     ends = p.batch * p.q_len * (p.num_heads + p.num_q_heads + new) * p.head_dim * 2
     constants = 0 if p.source == "q" else p.head_dim * (4 if p.owns_kv else 2) + p.head_dim * 2  # norms, frequencies
     return Cost(bytes=kv + ends + constants, flops=4 * p.batch * p.q_len * p.num_q_heads * p.visible * p.head_dim)
-
-
-def candidates(problem: Problem, target: Target) -> Iterator[Config]:
-    """See candidates.py. Raises ProblemError where no shape fits."""
-    from kerngen.templates.attn_decode.candidates import candidates as found  # which imports this module
-
-    return found(problem, target)

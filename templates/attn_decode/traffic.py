@@ -20,7 +20,6 @@ from kerngen.templates.attn_decode.wgmma_ws import (
     has_fragment_partials,
     max_inflight_stages,
     stage_bytes,
-    stages_per_tile,
 )
 from kerngen.templates.kernel import Traffic
 
@@ -40,11 +39,11 @@ DSMEM_WAITS = 1  # where what a block merges is pushed to it
 # Of the memory's rate: the part of an SM's share that nobody takes where it has no block, and the even shares that an
 # SM takes at most where others have done their blocks.
 IDLE_COSTS, MOST_SHARES = 0.2, 1.3
-COMBINE_WAITS = 2  # where blocks merge together: partial results out to L2 or another SM, and the others' from it
+COMBINE_WAITS = 2  # where they read each other's: partial results to shared memory, and the others' from it
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, ...]:
-    """One Traffic for the decode launch and, with several splits that are not merged together, one for the combine."""
+    """One Traffic for the decode launch and, with several partials of a row, one for the combine."""
     p, c, arch = problem, config, target.arch
     if c.warpgroups:
         return _wgmma_ws_traffic(p, c, target)
@@ -81,35 +80,30 @@ def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, 
         + (EXCHANGE_CLOCKS if c.split_d > 1 else 0)
     )
     moved_on = workspace_bytes(p, c, target)
-    merged = moved_on if c.fused_combine else 0  # in the same launch: they are received, and zeros left in their place
     least = cost(p).bytes
     decode = Traffic(
         dram_bytes=least,
         flops=tiles * 4 * c.block_m * c.block_n * p.head_dim,
-        l2_bytes=least + (m_blocks - 1) * tiles // m_blocks * tile_bytes + moved_on + 2 * merged,
+        l2_bytes=least + (m_blocks - 1) * tiles // m_blocks * tile_bytes + moved_on,
         smem_bytes=tiles * moved,
         join_bytes=merge,
-        cuda_ops=tiles * c.split_d * warp_ops * 32
-        + blocks * p.head_dim * (heads * HEAD_OPS + turns * TURN_OPS)
-        + merged // 2,
+        cuda_ops=tiles * c.split_d * warp_ops * 32 + blocks * p.head_dim * (heads * HEAD_OPS + turns * TURN_OPS),
         bytes_in_flight=int(bytes_in_flight(p, c, target)),
         memory_share=_memory_share(blocks, target),
         copies=arch.has_cp_async,
         joins=1,
-        waits=WAITS + _own_waits(p, c) + (COMBINE_WAITS if c.fused_combine else 0),
+        waits=WAITS + _own_waits(p, c),
         clocks=ceil(ceil(tiles / blocks) / teams) * tile_clocks,
         fit=_fit(c),
     )
-    return (decode,) if c.num_splits == 1 or c.fused_combine else (decode, _combine(p, c, moved_on))
+    return (decode,) if c.num_splits == 1 else (decode, _combine(p, c, moved_on))
 
 
 def bytes_in_flight(p: Problem, c: Config, target: Target) -> float:
     """Bytes of KV of a block in flight, on average: a warp waits for one of its tiles and uses another."""
     dim = p.head_dim // c.split_d
-    if c.warpgroups:  # two stages are in use, or those of a tile's whole keys
-        in_use = stages_per_tile(c) if c.k_column_parts == 1 else 2
-        flying = min(max(c.num_stages - in_use, 1), max_inflight_stages(p, c))
-        return flying * stage_bytes(p, c)
+    if c.warpgroups:  # two stages are in use
+        return min(max(c.num_stages - 2, 1), max_inflight_stages(p, c)) * stage_bytes(p, c)
     if not target.arch.has_ldmatrix:
         return c.num_warps * (c.num_stages - 0.5) * 32 * 4 * 16  # batches of four 16-byte loads a lane
     return c.num_warps * max(c.num_stages - 0.5, 0.5) * c.block_n * dim * 2
@@ -133,9 +127,7 @@ def _wgmma_ws_traffic(p: Problem, c: Config, target: Target) -> tuple[Traffic, .
     turns = 0 if p.source == "q" else p.q_len
     results = blocks * teams * c.block_m * p.head_dim * 4 * 2  # written to shared memory and read
     if c.partial_bits:
-        pushed = (
-            0 if has_fragment_partials(c) else blocks * min(c.block_m, p.rows) * p.head_dim * c.partial_bits // 8 * 2
-        )
+        pushed = 0 if has_fragment_partials(c) else blocks * min(c.block_m, p.rows) * p.head_dim * 2 * 2
         results = results * (teams > 1) + pushed
     moved_on, least = workspace_bytes(p, c, target), cost(p).bytes
     in_cluster = 0 if c.cluster == 1 else DSMEM_WAITS if c.partial_bits else COMBINE_WAITS
@@ -151,19 +143,18 @@ def _wgmma_ws_traffic(p: Problem, c: Config, target: Target) -> tuple[Traffic, .
         copies=True,
         tensor="roles",
         joins=1,
-        waits=WAITS + _own_waits(p, c) + in_cluster + (COMBINE_WAITS if c.fused_combine else 0),
+        waits=WAITS + _own_waits(p, c) + in_cluster,
         clocks=ceil(ceil(tiles / blocks) / teams) * ((scores + outputs) // sharing * PRODUCT_CLOCKS + SOFTMAX_CLOCKS),
         fit=_fit(c),
     )
-    if partials(c) == 1 or c.fused_combine:
+    if partials(c) == 1:
         return (decode,)
     if not has_fragment_partials(c):
         return (decode, _combine(p, c, moved_on))
     _, _, _, _, lanes, span = fragment_combine(p, c)
     loads = ceil(c.num_splits * 8 / lanes) * (span * lanes // 32)  # of 16 bytes, of a lane for its part of a span
     in_flight = COMBINE_WARPS * 32 * 16 * min(COMBINE_LOADS, loads)
-    ops = moved_on * 16 // c.partial_bits
-    return (decode, Traffic(0, 0, moved_on, cuda_ops=ops, bytes_in_flight=in_flight, fit="fragment_combine"))
+    return (decode, Traffic(0, 0, moved_on, cuda_ops=moved_on, bytes_in_flight=in_flight, fit="fragment_combine"))
 
 
 def _memory_share(blocks: int, target: Target) -> float:

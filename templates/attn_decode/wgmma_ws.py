@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -27,13 +26,9 @@ def has_fragment_partials(c: Config) -> bool:
     return c.warpgroups and c.partial_bits > 0 and c.cluster == 1
 
 
-def stages_per_tile(c: Config) -> int:
-    """Stages that K of a tile takes, by columns or by keys; V takes as many, by keys."""
-    return TILE // c.block_n if c.k_column_parts == 1 else c.k_column_parts
-
-
 def stage_bytes(p: Problem, c: Config) -> int:
-    return TILE * p.head_dim * 2 // stages_per_tile(c)
+    """K of a tile takes k_column_parts stages, by columns, and V as many, by keys."""
+    return TILE * p.head_dim * 2 // c.k_column_parts
 
 
 def max_inflight_stages(p: Problem, c: Config) -> int:
@@ -42,25 +37,16 @@ def max_inflight_stages(p: Problem, c: Config) -> int:
     return min(c.num_stages, most)
 
 
-def item_words(c: Config) -> int:
-    """Words of the workspace for 128 columns of a row that the last block combines (fused_combine): each cluster's
-    partial; then, on lines of their own, the arrival counter and the clusters' lse.
-    """
-    clusters = c.num_splits // c.cluster
-    return clusters * 128 + ceil((1 + clusters) / 32) * 32
-
-
 def receive_buffer(p: Problem, c: Config) -> tuple[int, int]:
     """(columns of a pair of rows that one block of a cluster combines; bytes of the buffer for what is pushed to it).
 
-    The columns are at most an item's (item_words); exactly those if the last block combines the clusters. The buffer
-    has units and log-sum-exps of each block of the cluster, and an mbarrier.
+    The buffer has units and log-sum-exps of each block of the cluster, and an mbarrier.
     """
-    columns = 128 if c.fused_combine else min(128, p.head_dim // c.cluster)
-    if not c.partial_bits or has_fragment_partials(c):
+    columns = min(128, p.head_dim // c.cluster)
+    if not c.partial_bits or c.cluster == 1:
         return columns, 0
     slots = ceil(ceil(min(c.block_m, p.rows) / 2) * (p.head_dim // columns) / c.cluster)
-    return columns, slots * c.cluster * (2 * columns * c.partial_bits // 8 + 8) + 16
+    return columns, slots * c.cluster * (4 * columns + 8) + 16
 
 
 def fragment_combine(p: Problem, c: Config) -> tuple[int, int, int, int, int, int]:
@@ -70,7 +56,7 @@ def fragment_combine(p: Problem, c: Config) -> tuple[int, int, int, int, int, in
     """
     blocks, loads = (8, 9) if c.num_splits <= FEW_FRAGMENT_SPLITS else (6, 8)
     lanes = min(32, 8 << (ceil(c.num_splits / 9) - 1).bit_length())
-    chunks = p.head_dim * c.partial_bits // 512
+    chunks = p.head_dim // 32
     more = next(n for n in (4, 2, 1) if n == 1 or n * ceil(c.num_splits * 8 / lanes) <= loads)
     return blocks, loads, ceil(min(c.block_m, p.rows) / 2), chunks, lanes, min(32 // lanes * more, chunks)
 
@@ -106,8 +92,7 @@ def register_split(p: Problem, c: Config, arch: Arch) -> tuple[int, int, int, in
     def dealt(registers: int) -> int:  # of a consumer thread, if every thread starts with so many
         return min(232, (registers // 8 * 8 * (c.num_warps + 4) - 4 * PRODUCER_REGS) // c.num_warps // 8 * 8)
 
-    # No two blocks of twelve warps: 64 registers are too few for clusters.
-    two = 2 * (smem_bytes(p, c) + arch.reserved_smem_bytes) <= arch.smem_per_sm and c.num_warps < 12
+    two = 2 * (smem_bytes(p, c) + arch.reserved_smem_bytes) <= arch.smem_per_sm
     if has_fragment_partials(c) and not two:
         left = arch.regs_per_sm * (COMBINE_SHARE - 1) // COMBINE_SHARE // threads // 8 * 8
         if held + SPARE_REGS <= dealt(left):
@@ -123,27 +108,23 @@ def register_split(p: Problem, c: Config, arch: Arch) -> tuple[int, int, int, in
 
 
 def constants(p: Problem, c: Config, arch: Arch) -> dict[str, int]:
-    names = "BLOCKS_PER_SM", "PRODUCER_WARPS", "REGISTERS", "BOUND_THREADS"
-    found = dict(zip(names, register_split(p, c, arch), strict=True))
-    found["UNIT_COLUMNS"], found["DSMEM_BYTES"] = receive_buffer(p, c)
-    found |= {"SMEM_BYTES": smem_bytes(p, c), "PRODUCER_REGISTERS": PRODUCER_REGS, "ITEM_WORDS": item_words(c)}
-    found["MAX_INFLIGHT_STAGES"] = max_inflight_stages(p, c)
-    if has_fragment_partials(c):
-        blocks, loads, _, _, lanes, span = fragment_combine(p, c)
-        found |= {"COMBINE_WARPS": COMBINE_WARPS, "COMBINE_BLOCKS": blocks, "COMBINE_AHEAD": loads}
-        found |= {"CHUNK_LANES": lanes, "SPAN": span}
-    return found
+    names = "BLOCKS_PER_SM", "PRODUCER_WARPS", "REGISTERS", "BOUND_THREADS", "UNIT_COLUMNS", "DSMEM_BYTES"
+    found = dict(zip(names, register_split(p, c, arch) + receive_buffer(p, c), strict=True))
+    found |= {"SMEM_BYTES": smem_bytes(p, c), "PRODUCER_REGISTERS": PRODUCER_REGS, "COMBINE_WARPS": COMBINE_WARPS}
+    blocks, loads, _, _, lanes, span = fragment_combine(p, c)
+    found |= {"COMBINE_BLOCKS": blocks, "COMBINE_AHEAD": loads, "CHUNK_LANES": lanes, "SPAN": span}
+    return found | {"MAX_INFLIGHT_STAGES": max_inflight_stages(p, c)}
 
 
 ALLOWED = {
     "split_d": ((4, 8), "one warpgroup or two, 4 or 8 warps, share a tile with body=wgmma_ws"),
-    "num_warps": ((4, 8, 12), "one to three warpgroups, 4, 8 or 12 warps, multiply with body=wgmma_ws"),
+    "num_warps": ((4, 8), "one warpgroup or two, 4 or 8 warps, multiply with body=wgmma_ws"),
     "block_n": ((16,), "any page is sure to hold boxes of 16 keys; block_n=16"),
     "block_m": (range(8, TILE + 1, 8), f"a multiple of 8 up to {TILE} with body=wgmma_ws"),
     "num_stages": (range(2, 33), "one is in use, one awaited, and a thread has a bit for the phase of each; 2 to 32"),
     "cluster": ((1, 2, 4, 8), "a cluster has 1, 2, 4 or 8 blocks wherever it lies"),
-    "k_column_parts": ((1, 2, 4), "1, 2 or 4 parts have whole blocks of 64 columns"),
-    "partial_bits": ((0, 16, 32), "values are pushed in 16 or 32 bits; 0 pushes none"),
+    "k_column_parts": ((2, 4), "2 or 4 parts have whole blocks of 64 columns"),
+    "partial_bits": ((0, 16), "values are pushed in 16 bits; 0 pushes none"),
 }
 
 
@@ -155,33 +136,22 @@ def why_not(p: Problem, c: Config, arch: Arch) -> str | None:
         if (value := getattr(c, name)) not in values:
             return f"{name}={value}: {why}"
     teams, bits, held = c.num_warps // c.split_d, c.partial_bits, registers_held(p, c)
-    blocks, _, limit, _ = register_split(p, c, arch)
-    columns, received = receive_buffer(p, c)
-    left = max(L2_PREFETCH_TILES * 2 * stages_per_tile(c) - c.num_stages, 0)
+    limit, left = register_split(p, c, arch)[2], max(L2_PREFETCH_TILES * 2 * c.k_column_parts - c.num_stages, 0)
     results, stages = teams * c.block_m * p.head_dim * 4, c.num_stages * stage_bytes(p, c)
-    clusters = c.num_splits / c.cluster
     if c.block_m >= p.rows + 8:
         return f"block_m={c.block_m}: {p.rows} rows fill {c.block_m - 8}"
-    if c.k_column_parts > (most := min(4, p.head_dim // 64)):
+    if c.k_column_parts > (most := p.head_dim // 64):
         return f"k_column_parts={c.k_column_parts}: parts have whole blocks of 64 columns; {most} at most"
-    if c.k_column_parts == 1 and c.num_stages % (TILE // c.block_n):
-        return f"num_stages={c.num_stages}: whole keys take four stages; a multiple of 4 with k_column_parts=1"
     if not 0 <= c.l2_prefetch_stages <= left:
         return f"l2_prefetch_stages={c.l2_prefetch_stages}: after num_stages={c.num_stages} at most {left}"
-    if clusters < 1 or clusters % 1:
+    if c.num_splits < 1 or c.num_splits % c.cluster:
         return f"num_splits={c.num_splits}: whole clusters have them; a multiple of cluster={c.cluster}"
-    if c.fused_combine and not 2 <= clusters <= 32:
-        return f"fused_combine=True: the last block merges 2 to 32 clusters' results of a row, not {clusters:.0f}"
     if held + SPARE_REGS > limit:
         return f"a thread holds {held} registers; with {SPARE_REGS} for the rest that is over {limit}"
-    if bits and c.cluster == 1 and (c.fused_combine or c.num_splits == 1):
-        return f"partial_bits={bits}: of cluster=1 they go to attn_combine; fused_combine=False and several splits"
-    if bits == 16 and p.head_dim * 4 < 128 * c.split_d:
-        return f"partial_bits=16: split_d={c.split_d} leaves a warpgroup 64 columns; 128 are pushed at once"
-    if bits == 16 and columns < 32:
-        return f"partial_bits=16: of each row a block merges {columns} columns; 32 are pushed at once, or 32 bits"
-    if bits and blocks < register_split(p, replace(c, partial_bits=0), arch)[0]:
-        return f"partial_bits={bits}: its {received:,} B cost an SM its second block; fewer num_stages, or 0"
+    if bits and c.num_splits == 1:
+        return f"partial_bits={bits}: num_splits=1 leaves nothing to combine; 0"
+    if bits and p.head_dim < 32 * (parts := max(c.split_d, c.cluster)):
+        return f"partial_bits={bits}: 32 columns are pushed at once, of {parts} parts of head_dim={p.head_dim} each"
     if (teams > 1 or not bits) and results > stages:
         return f"{results:,} B of results of {teams} teams meet in a ring of {stages:,} B"
     return None

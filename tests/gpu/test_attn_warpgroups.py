@@ -17,21 +17,16 @@ from kerngen.templates.attn_decode.spec import Config, Problem
 from kerngen.timing.measure import check_function, compare, load
 
 KERNEL = find_kernel("attn_decode")
-# (num_splits, cluster, together): merged by a second launch, by clusters, by both, and by the last block or cluster.
-SPLITS = (
-    (1, 1, False), (3, 1, False), (2, 2, False), (8, 8, False), (20, 4, False), (3, 1, True), (4, 4, False),
-    (16, 8, False), (16, 8, True), (8, 2, True), (32, 1, True),
-)  # fmt: skip
-# (split_d, num_warps, num_stages, k_column_parts): one team of one warpgroup, two of them, one of two, three, if they
-# fit; rings so small that two blocks share an SM, and that a piece is used while the next comes; keys whole, in parts.
+# (num_splits, cluster): merged by a second launch, by clusters, and by both.
+SPLITS = ((1, 1), (3, 1), (2, 2), (8, 8), (20, 4), (4, 4), (16, 8), (8, 2), (32, 1))
+# (split_d, num_warps, num_stages, k_column_parts): one team of one warpgroup, two of them, one of two, if they fit;
+# rings so small that two blocks share an SM, and that a piece is used while the next comes.
 TEAMS = (
-    (4, 8, 12, 1), (8, 8, 9, 4), (4, 4, 6, 2), (4, 12, 10, 4), (8, 8, 16, 1), (4, 8, 5, 2), (4, 4, 20, 4),
-    (8, 8, 5, 4), (4, 4, 2, 2), (8, 8, 8, 1), (4, 8, 4, 1),
+    (4, 8, 12, 4), (8, 8, 9, 4), (4, 4, 6, 2), (4, 8, 5, 2), (4, 4, 20, 4), (8, 8, 5, 4), (4, 4, 2, 2), (8, 8, 8, 2),
 )  # fmt: skip
-# Handed over from registers: pushed in clusters and merged there, by a second launch, and by the last cluster; stored.
+# Handed over from registers: pushed in clusters and merged there, or by a second launch; stored.
 PUSHED = (
-    (8, 8, False), (2, 2, False), (4, 4, False), (16, 8, False), (16, 8, True), (8, 2, True), (12, 4, True),
-    (3, 1, False), (40, 1, False), (2, 1, False), (9, 1, False), (18, 1, False),
+    (8, 8), (2, 2), (4, 4), (16, 8), (8, 2), (12, 4), (3, 1), (40, 1), (2, 1), (9, 1), (18, 1),
 )  # fmt: skip
 # As Gemma 4 has them: a window's layer and a full one, and one whose K and V another kernel has made.
 WINDOW = Problem(256, 32, 16, window=1024, kv_len=8192, source="qkv", num_rotated_pairs=128)
@@ -42,22 +37,20 @@ READY = [Problem(256, 32, 16, q_len, window=1024, kv_len=8192) for q_len in (1, 
 LENGTHS = (0, 1, 4, 5, 8, 15, 16, 17, 63, 64, 65, 79, 80, 81, 1023, 1024, 1025, 1029, 1087, 8192)
 
 
-def _configs(
-    case: Case, splits: tuple[int, int, bool], count: int, first: int = 0, partial_bits: int = 0
-) -> list[Config]:
+def _configs(case: Case, splits: tuple[int, int], count: int, first: int = 0, partial_bits: int = 0) -> list[Config]:
     """`count` of those that serve here, from the `first` on: the fewest blocks of rows that the registers allow.
 
-    Columns that are fewer than are pushed at once in 16 bits are pushed in 32.
+    Columns that are fewer than are pushed at once stay in shared memory.
     """
-    num_splits, cluster, fused_combine = splits
-    if partial_bits and not fused_combine and case.problem.head_dim // cluster < 32:
-        partial_bits = 32
+    num_splits, cluster = splits
+    if case.problem.head_dim // cluster < 32:
+        partial_bits = 0
     found = []
     for split_d, num_warps, num_stages, k_column_parts in TEAMS:
         prefetch_stages = min((0, 3, 1)[len(found) % 3], num_stages - 1)
         shapes = [
-            Config(m, 16, split_d, num_warps, num_stages, num_splits, fused_combine, "wgmma_ws", cluster,
-                   k_column_parts, partial_bits, prefetch_stages)
+            Config(m, 16, split_d, num_warps, num_stages, num_splits, "wgmma_ws", cluster, k_column_parts, partial_bits,
+                   prefetch_stages)
             for m in range(64, 0, -8)
         ]  # fmt: skip
         found += valid_here(KERNEL, case, shapes)[:1]
@@ -77,11 +70,10 @@ def test_by_warpgroups(turn: int, case: Case) -> None:
     assert wrong_of(KERNEL, case, configs) == []
 
 
-@pytest.mark.parametrize("partial_bits", [16, 32])
 @pytest.mark.parametrize(("turn", "case"), list(enumerate(KERNEL.cases.CASES)), ids=str)
-def test_pushed(turn: int, case: Case, partial_bits: int) -> None:
+def test_pushed(turn: int, case: Case) -> None:
     """Each case in its turn, as above. No key at all, or fewer chunks than splits: then blocks push zeros and -inf."""
-    configs = _configs(case, PUSHED[turn % len(PUSHED)], 1, turn, partial_bits)
+    configs = _configs(case, PUSHED[turn % len(PUSHED)], 1, turn, 16)
     assert wrong_of(KERNEL, case, configs) == []
 
 
@@ -94,16 +86,14 @@ def _require_right_at_lengths(problem: Problem, configs: tuple[Config, ...]) -> 
             assert result.ok, f"{config} kv_len={kv_len}: {result.message}"
 
 
-@pytest.mark.parametrize("partial_bits", [16, 32])
 @pytest.mark.parametrize("problem", MODEL, ids=lambda p: f"{p.source}-d{p.head_dim}-q{p.q_len}")
-def test_pushed_at_lengths_of_a_model(problem: Problem, partial_bits: int) -> None:
+def test_pushed_at_lengths_of_a_model(problem: Problem) -> None:
     """A window's and one more or less, and splits without keys among those of a cluster, or whole clusters of them."""
     full = KERNEL.cases.case_for(problem)
     _require_right_at_lengths(problem, (
-        *_configs(full, (8, 8, False), 3, 0, partial_bits), *_configs(full, (6, 2, False), 1, 4, partial_bits),
-        *_configs(full, (32, 8, True), 2, 2, partial_bits), *_configs(full, (16, 4, True), 1, 5, partial_bits),
-        *_configs(full, (33, 1, False), 3, 1, partial_bits), *_configs(full, (8, 1, False), 2, 4, partial_bits),
-        *_configs(full, (4, 1, False), 1, 2, partial_bits), *_configs(full, (13, 1, False), 1, 6, partial_bits),
+        *_configs(full, (8, 8), 3, 0, 16), *_configs(full, (6, 2), 1, 4, 16), *_configs(full, (32, 8), 2, 2, 16),
+        *_configs(full, (16, 4), 1, 5, 16), *_configs(full, (33, 1), 3, 1, 16), *_configs(full, (8, 1), 2, 4, 16),
+        *_configs(full, (4, 1), 1, 2, 16), *_configs(full, (13, 1), 1, 6, 16),
     ))  # fmt: skip
 
 
@@ -112,26 +102,23 @@ def test_at_lengths_of_a_model(problem: Problem) -> None:
     """One Function at every length: splits without keys, tiles of fewer chunks, rows whose windows begin elsewhere."""
     full = KERNEL.cases.case_for(problem)
     _require_right_at_lengths(problem, (
-        *_configs(full, (8, 8, False), 3), *_configs(full, (8, 1, False), 1, 3), *_configs(full, (33, 1, False), 1, 1),
-        *_configs(full, (32, 8, False), 2, 2), *_configs(full, (6, 2, False), 1, 4),
-        *_configs(full, (16, 4, True), 1, 5), *_configs(full, (32, 8, True), 2), *_configs(full, (31, 1, True), 1, 6),
+        *_configs(full, (8, 8), 3), *_configs(full, (8, 1), 1, 3), *_configs(full, (33, 1), 1, 1),
+        *_configs(full, (32, 8), 2, 2), *_configs(full, (6, 2), 1, 4), *_configs(full, (16, 4), 1, 5),
     ))  # fmt: skip
 
 
 def _windows(problem: Problem) -> list[Config]:
     """The default, and others of one team and keys in two parts, whose blocks may have a chunk beside their tiles."""
     rows = -(-problem.rows // 8) * 8
-    ways = [  # (split_d, places, splits, cluster, merged by the last, bits, on their way, asked into L2)
-        (4, 6, 8, 8, False, 16, 2, 2), (4, 6, 8, 8, False, 32, 1, 26), (8, 4, 8, 8, False, 32, 0, 1),
-        (4, 2, 4, 4, False, 16, 1, 5), (4, 5, 16, 8, True, 16, 3, 0), (8, 9, 2, 2, False, 16, 2, 7),
-        (4, 3, 12, 4, False, 16, 2, 3), (4, 12, 6, 2, True, 16, 0, 9),
+    ways = [  # (split_d, places, splits, cluster, on their way, asked into L2)
+        (4, 6, 8, 8, 2, 2), (4, 6, 8, 8, 1, 26), (8, 4, 8, 8, 0, 1), (4, 2, 4, 4, 1, 5), (4, 5, 16, 8, 3, 0),
+        (8, 9, 2, 2, 2, 7), (4, 3, 12, 4, 2, 3), (4, 12, 6, 2, 0, 9),
     ]  # fmt: skip
     configs = [
         Config(
-            rows, 16, split_d, split_d, places, splits, fused_combine, "wgmma_ws", cluster, 2, bits, prefetch_stages,
-            l2_prefetch_stages,
+            rows, 16, split_d, split_d, places, splits, "wgmma_ws", cluster, 2, 16, prefetch_stages, l2_prefetch_stages,
         )
-        for split_d, places, splits, cluster, fused_combine, bits, prefetch_stages, l2_prefetch_stages in ways
+        for split_d, places, splits, cluster, prefetch_stages, l2_prefetch_stages in ways
     ]  # fmt: skip
     return valid_here(KERNEL, KERNEL.cases.case_for(problem), configs)
 
@@ -166,14 +153,11 @@ def test_groups_pages_and_ragged_batches(head_dim: int, group: int, q_len: int, 
         lens = [0, q_len - 1, page_size - 1, page_size + 1, 0, 700, 39 + q_len]
         case = Case("ragged", problem, head_dim + group + q_len, {"kv_lens": lens})
         configs = [
-            c for i, splits in enumerate(((3, 1, False), (4, 4, False), (6, 2, True)))
+            c for i, splits in enumerate(((3, 1), (4, 4), (6, 2)))
             for c in _configs(case, splits, 1, group + q_len * i)
         ] + [
-            c for i, (splits, bits) in enumerate(
-                (((8, 8, False), 16), ((4, 4, False), 32), ((6, 2, True), 16), ((5, 1, False), 16), ((2, 1, False), 32),
-                 ((12, 1, False), 16))
-            )
-            for c in _configs(case, splits, 1, group + q_len * i, bits)
+            c for i, splits in enumerate(((8, 8), (4, 4), (6, 2), (5, 1), (2, 1), (12, 1)))
+            for c in _configs(case, splits, 1, group + q_len * i, 16)
         ]  # fmt: skip
         assert wrong_of(KERNEL, case, configs) == []
 
@@ -185,12 +169,10 @@ def test_right_behind_another_with_the_same_bits(problem: Problem) -> None:
     inputs: list[dict[str, Any]] = [KERNEL.cases.inputs(case, torch.device("cuda")) for case in cases]
     expected = [KERNEL.reference.expected(problem, given) for given in inputs]
     for config in (
-        *_configs(cases[0], (8, 1, False), 2), *_configs(cases[0], (8, 8, False), 2),
-        *_configs(cases[0], (16, 4, False), 1, 2), *_configs(cases[0], (32, 8, True), 2),
-        *_configs(cases[0], (8, 1, True), 1),
-        *_configs(cases[0], (8, 8, False), 2, 0, 16), *_configs(cases[0], (8, 8, False), 1, 2, 32),
-        *_configs(cases[0], (32, 8, True), 1, 1, 16), *_configs(cases[0], (16, 4, False), 1, 0, 32),
-        *_configs(cases[0], (33, 1, False), 3, 0, 16), *_configs(cases[0], (8, 1, False), 1, 3, 32),
+        *_configs(cases[0], (8, 1), 2), *_configs(cases[0], (8, 8), 2), *_configs(cases[0], (16, 4), 1, 2),
+        *_configs(cases[0], (8, 8), 3, 0, 16), *_configs(cases[0], (32, 8), 1, 1, 16),
+        *_configs(cases[0], (16, 4), 1, 0, 16), *_configs(cases[0], (33, 1), 3, 0, 16),
+        *_configs(cases[0], (8, 1), 1, 3, 16),
         *(_windows(problem)[:4] if problem.window else ()),
     ):  # fmt: skip
         function = _loaded(problem, config)

@@ -23,11 +23,9 @@ from kerngen.templates.attn_decode.wgmma_ws import (
     TILE,
     fragment_combine,
     has_fragment_partials,
-    item_words,
     receive_buffer,
     register_split,
     stage_bytes,
-    stages_per_tile,
 )
 from kerngen.tuning.space import candidates
 
@@ -43,10 +41,9 @@ def _fragment_partials(problem: Problem) -> Config:
 
 
 @pytest.mark.parametrize(("changes", "why"), [
-    ({"fused_combine": True}, "the last block merges 2 to 32 clusters' results of a row, not 33"),
-    ({"fused_combine": True, "num_splits": 8, "cluster": 8}, "results of a row, not 1"),
     ({"split_d": 2}, "split_d=2: one warpgroup or two, 4 or 8 warps"),
-    ({"num_warps": 16}, "num_warps=16: one to three warpgroups"),
+    ({"num_warps": 12, "split_d": 4}, "num_warps=12: one warpgroup or two"),
+    ({"num_warps": 16}, "num_warps=16: one warpgroup or two"),
     ({"num_warps": 4}, "num_warps=4 is no multiple of split_d=8"),
     ({"block_n": 32}, "block_n=32: any page is sure to hold boxes of 16 keys"),
     ({"block_m": 12}, "block_m=12: a multiple of 8 up to 64"),
@@ -59,19 +56,17 @@ def _fragment_partials(problem: Problem) -> Config:
     ({"cluster": 2}, "num_splits=33: whole clusters have them; a multiple of cluster=2"),
     ({"cluster": 3, "body": "mma", "num_stages": 2}, "cluster=3 is body=wgmma_ws's; cluster=1"),
     ({"body": "mma", "num_stages": 2}, "k_column_parts=4 is body=wgmma_ws's; k_column_parts=2"),
-    ({"k_column_parts": 3}, "k_column_parts=3: 1, 2 or 4 parts"),
+    ({"k_column_parts": 3}, "k_column_parts=3: 2 or 4 parts"),
     ({"num_splits": 0}, "num_splits=0: whole clusters have them"),
-    ({"k_column_parts": 1}, "num_stages=10: whole keys take four stages; a multiple of 4"),
+    ({"k_column_parts": 1}, "k_column_parts=1: 2 or 4 parts"),
     ({"num_stages": 13}, "B of shared memory"),
-    ({"partial_bits": 8, "cluster": 8, "num_splits": 8}, "partial_bits=8: values are pushed in 16 or 32 bits"),
-    ({"partial_bits": 16, "num_splits": 1}, "of cluster=1 they go to attn_combine; fused_combine=False and several"),
-    ({"partial_bits": 32, "fused_combine": True, "num_splits": 32}, "of cluster=1 they go to attn_combine"),
+    ({"partial_bits": 8, "cluster": 8, "num_splits": 8}, "partial_bits=8: values are pushed in 16 bits"),
+    ({"partial_bits": 16, "num_splits": 1}, "partial_bits=16: num_splits=1 leaves nothing to combine; 0"),
     ({"partial_bits": 16, "cluster": 8, "num_splits": 8}, "B of shared memory"),
     (
         {"partial_bits": 16, "body": "mma", "k_column_parts": 2, "num_stages": 2},
         "partial_bits=16 is body=wgmma_ws's; partial_bits=0",
     ),
-    ({"num_warps": 12, "split_d": 4}, "a thread holds 168 registers; with 24"),
     ({"l2_prefetch_stages": -1}, "l2_prefetch_stages=-1: after num_stages=10 at most 54"),
     ({"l2_prefetch_stages": 55}, "l2_prefetch_stages=55: after num_stages=10 at most 54"),
     (
@@ -82,6 +77,11 @@ def _fragment_partials(problem: Problem) -> Config:
 def test_refusals_say_what_decided(changes: dict[str, int], why: str) -> None:
     assert KERNEL.why_invalid(FULL, CONFIG, H200) is None
     assert why in (KERNEL.why_invalid(FULL, replace(CONFIG, **changes), H200) or "")
+
+
+def test_rows_of_one_warpgroup_take_no_more_registers_than_there_are() -> None:
+    many, config = replace(FULL, q_len=8), replace(CONFIG, block_m=64, split_d=4, num_warps=4, num_stages=8)
+    assert "a thread holds 336 registers; with 24" in (KERNEL.why_invalid(many, config, H200) or "")
 
 
 @pytest.mark.parametrize("problem", [
@@ -119,7 +119,7 @@ def _is_wgmma_ws(config: Config) -> bool:
 
 def test_a_search_may_choose_it() -> None:
     found = candidates(KERNEL, FULL, H200).valid
-    assert {(_is_wgmma_ws(c), c.fused_combine) for c in found} == {(False, False), (True, False), (True, True)}
+    assert {_is_wgmma_ws(c) for c in found} == {False, True}
     assert {c.cluster for c in found if _is_wgmma_ws(c)} == {1, 2, 4, 8}
     assert {(c.cluster > 1, c.partial_bits) for c in found} == {(False, 0), (False, 16), (True, 0), (True, 16)}
 
@@ -245,12 +245,12 @@ def test_blocks_that_store_leave_room_for_those_that_merge() -> None:
         assert combine.grid[0] <= 2 * prod(decode.grid) + 8 * (H200.device.num_sms - prod(decode.grid))
 
 
-@pytest.mark.parametrize(("head_dim", "split_d", "bits"), [(128, 4, 16), (256, 8, 32), (512, 4, 16), (512, 8, 16)])
-def test_each_value_is_stored_where_a_lane_of_the_merge_finds_it(head_dim: int, split_d: int, bits: int) -> None:
+@pytest.mark.parametrize(("head_dim", "split_d"), [(128, 4), (256, 8), (512, 4), (512, 8)])
+def test_each_value_is_stored_where_a_lane_of_the_merge_finds_it(head_dim: int, split_d: int) -> None:
     """fragment_partials.cuh.jinja: who stores which columns of which rows, in which 16 bytes; who merges them."""
     problem = Problem(head_dim, 16, 2, q_len=5)
-    config = Config(24, 16, split_d, 8, 8, 5, body="wgmma_ws", partial_bits=bits)
-    blocks, parts = (2 if bits == 16 else 1), split_d // 4
+    config = Config(24, 16, split_d, 8, 8, 5, body="wgmma_ws", partial_bits=16)
+    blocks, parts = 2, split_d // 4
     _, _, pairs, of_pair, _, _ = fragment_combine(problem, config)
     assert (pairs, of_pair) == (12, head_dim // (16 * blocks))
     found: dict[tuple[int, int, int], list[tuple[int, int]]] = {}  # (pair, chunk, lane g): (row, column) in its words
@@ -306,11 +306,11 @@ def test_what_is_compiled_leaves_room_for_the_second_block() -> None:
     window = Problem(256, 32, 16, window=1024)
     for problem, config in (
         (Problem(512, 32, 4), Config(8, 16, 8, 8, 5, 8, body="wgmma_ws", cluster=8, k_column_parts=4)),
-        (Problem(512, 32, 4), Config(8, 16, 4, 4, 3, 48, True, "wgmma_ws", 8)),
+        (Problem(512, 32, 4), Config(8, 16, 4, 4, 3, 48, "wgmma_ws", 8)),
         (window, Config(8, 16, 4, 8, 11, 8, body="wgmma_ws", cluster=8, k_column_parts=4)),
-        (window, Config(8, 16, 4, 4, 12, 8, body="wgmma_ws", cluster=8, k_column_parts=1)),
+        (window, Config(8, 16, 4, 4, 12, 8, body="wgmma_ws", cluster=8, k_column_parts=4)),
         (replace(window, q_len=4, source="qkv", num_rotated_pairs=128), Config(8, 16, 4, 4, 5, 1, body="wgmma_ws")),
-        (Problem(512, 32, 4, q_len=2), Config(16, 16, 8, 8, 4, 32, True, "wgmma_ws", 8, 1)),
+        (Problem(512, 32, 4, q_len=2), Config(16, 16, 8, 8, 4, 32, "wgmma_ws", 8, 4)),
     ):
         blocks, copiers, _, _ = register_split(problem, config, H200.arch)
         assert blocks == 2
@@ -344,7 +344,7 @@ def test_a_cluster_has_consecutive_splits_of_the_same_rows(m_blocks: int, num_sp
         assert len(rows) == 1
         places += [(s, *rows) for s in splits]
     assert sorted(places) == list(product(range(num_splits), range(m_blocks)))
-    for num_warps, items in product((4, 8, 12), (1, 2, 40 * 4)):
+    for num_warps, items in product((4, 8), (1, 2, 40 * 4)):
         taken = Counter(
             i for rank in range(cluster) for w in range(num_warps)
             for i in range(rank + w * cluster, items, num_warps * cluster)
@@ -352,16 +352,16 @@ def test_a_cluster_has_consecutive_splits_of_the_same_rows(m_blocks: int, num_sp
         assert taken == Counter(range(items))
 
 
-@pytest.mark.parametrize(("problem", "config", "why"), [
-    (Problem(128, 16, 2), Config(8, 16, 8, 8, 8, 2, False, "wgmma_ws", 2, 2, 16), "leaves a warpgroup 64 columns"),
-    (Problem(128, 16, 2), Config(8, 16, 4, 4, 8, 8, False, "wgmma_ws", 8, 2, 16), "a block merges 16 columns; 32"),
-    (
-        Problem(512, 32, 4), Config(8, 16, 4, 4, 6, 8, False, "wgmma_ws", 8, 4, 16),
-        "partial_bits=16: its 8,464 B cost an SM its second block; fewer num_stages, or 0",
-    ),
-])  # fmt: skip
-def test_what_cannot_be_pushed_says_why(problem: Problem, config: Config, why: str) -> None:
-    assert why in (KERNEL.why_invalid(problem, config, H200) or "")
+@pytest.mark.parametrize("config", [
+    Config(8, 16, 8, 8, 8, 2, "wgmma_ws", 2, 2, 16), Config(8, 16, 4, 4, 8, 8, "wgmma_ws", 8, 2, 16),
+], ids=["warpgroups", "blocks"])  # fmt: skip
+def test_fewer_columns_than_a_chunk_has_are_not_pushed(config: Config) -> None:
+    """Of a warpgroup, whose 64 are one block of columns, or of a block of a cluster."""
+    problem, why = (
+        Problem(128, 16, 2),
+        "partial_bits=16: 32 columns are pushed at once, of 8 parts of head_dim=128 each",
+    )
+    assert KERNEL.why_invalid(problem, config, H200) == why
     assert KERNEL.why_invalid(problem, replace(config, partial_bits=0), H200) is None
 
 
@@ -373,24 +373,18 @@ def test_one_team_that_pushes_needs_no_room_for_results_in_its_ring() -> None:
     assert receive_buffer(batch, replace(config, partial_bits=16))[1] == 40 * 512 * 2 + 20 * 8 * 8 + 16
     # Of a window's two rows nobody pushes the six that pad them.
     window = Problem(256, 32, 16, window=1024)
-    one = Config(8, 16, 4, 4, 6, 8, body="wgmma_ws", cluster=8, partial_bits=32)
-    assert receive_buffer(window, one)[1] == 2 * 256 * 4 + 8 * 8 + 16
+    one = Config(8, 16, 4, 4, 6, 8, body="wgmma_ws", cluster=8, partial_bits=16)
+    assert receive_buffer(window, one)[1] == 2 * 256 * 2 + 8 * 8 + 16
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "cluster", "fused_combine", "bits"),
-    [
-        c for c in product((128, 256, 512), (2, 4, 8), (False, True), (16, 32))
-        if c[3] == 32 or c[2] or c[0] // c[1] >= 32
-    ],
-)  # fmt: skip
-def test_each_column_is_pushed_to_one_block_which_finds_it(
-    head_dim: int, cluster: int, fused_combine: bool, bits: int
-) -> None:
+    ("head_dim", "cluster"), [c for c in product((128, 256, 512), (2, 4, 8)) if c[0] // c[1] >= 32]
+)
+def test_each_column_is_pushed_to_one_block_which_finds_it(head_dim: int, cluster: int) -> None:
     """dsmem_reduce.cuh.jinja: Slot, who pushes which columns of which rows, and who merges them."""
-    config = Config(64, 16, 4, 4, 8, 2 * cluster, fused_combine, True, cluster, 2, bits)
+    config = Config(64, 16, 4, 4, 8, 2 * cluster, "wgmma_ws", cluster, 2, 16)
     columns, _ = receive_buffer(Problem(head_dim), config)
-    blocks = 2 if bits == 16 else 1  # of 64 columns, that a chunk has 16 of each of
+    blocks = 2  # of 64 columns, that a chunk has 16 of each of
     chunks, units = columns // (16 * blocks), head_dim // columns
 
     def turn(pair: int) -> int:
@@ -428,10 +422,10 @@ def test_each_column_is_pushed_to_one_block_which_finds_it(
 def test_what_pushes_compiles_to_what_fits() -> None:
     window, batch = Problem(256, 32, 16, window=1024), Problem(512, 16, 2, q_len=5, batch=7, kv_len=5003)
     for problem, config, two in (
-        (window, Config(8, 16, 4, 4, 6, 8, False, "wgmma_ws", 8, 2, 32), True),
-        (replace(window, q_len=4), Config(8, 16, 4, 4, 6, 8, False, "wgmma_ws", 8, 2, 16), True),
-        (batch, Config(40, 16, 8, 8, 8, 8, False, "wgmma_ws", 8, 4, 16), False),
-        (FULL, Config(32, 16, 4, 8, 8, 24, True, "wgmma_ws", 8, 4, 16), False),
+        (window, Config(8, 16, 4, 4, 6, 8, "wgmma_ws", 8, 2, 16), True),
+        (replace(window, q_len=4), Config(8, 16, 4, 4, 6, 8, "wgmma_ws", 8, 2, 16), True),
+        (batch, Config(40, 16, 8, 8, 8, 8, "wgmma_ws", 8, 4, 16), False),
+        (FULL, Config(32, 16, 4, 8, 8, 24, "wgmma_ws", 8, 4, 16), False),
     ):
         blocks, copiers, _, _ = register_split(problem, config, H200.arch)
         assert blocks == 1 + two
@@ -440,17 +434,6 @@ def test_what_pushes_compiles_to_what_fits() -> None:
         assert takes.spill_store_bytes == 0
         assert blocks * warps * 32 * (-(-takes.registers // 8) * 8) <= H200.arch.regs_per_sm, config
         assert "serialized" not in cubin.log
-
-
-def test_the_last_block_merges_in_one_launch_and_waits_for_none() -> None:
-    config = replace(CONFIG, num_splits=32, cluster=8, fused_combine=True)
-    (decode,) = KERNEL.launches(FULL, config, H200)
-    assert (decode.cluster, decode.cooperative) == ((8, 1, 1), False)
-    assert item_words(config) == 4 * 128 + 32
-    assert item_words(replace(config, cluster=1)) == 32 * 128 + 64
-    # Where a sequence's counts lie does not depend on the batch.
-    one, three = (KERNEL.workspace_bytes(replace(FULL, batch=n), config, H200) for n in (1, 3))
-    assert three == 3 * one == 3 * 4 * 32 * 4 * item_words(config) * 4
 
 
 class _Barrier:
@@ -477,12 +460,10 @@ class _Barrier:
         return lambda: self.phase % 2 != parity
 
 
-def _pieces_of(tile: int, num_chunks: int, k_column_parts: int) -> tuple[int, int]:
-    """Of its keys, and of its keys and values."""
+def _pieces_of(tile: int, num_chunks: int, k_column_parts: int) -> int:
+    """Of its keys and values."""
     count = min(4, num_chunks - tile * 4)
-    return (
-        (count, 2 * count) if k_column_parts == 1 else (k_column_parts, k_column_parts - -count * k_column_parts // 4)
-    )
+    return k_column_parts - -count * k_column_parts // 4
 
 
 def _run(
@@ -497,12 +478,11 @@ def _run(
     place: list[tuple[int, int] | None] = [None] * stages  # tile and number in it of what lies there
     coming: list[Callable[[], None]] = []
     used: list[int] = []
-    whole, stages_per_tile = k_column_parts == 1, 4 if k_column_parts == 1 else k_column_parts
 
     def copier() -> Iterator[Callable[[], bool]]:
         stage, parity = 0, 0
         for tile in range(-(-num_chunks // 4)):
-            for piece in range(_pieces_of(tile, num_chunks, k_column_parts)[1]):
+            for piece in range(_pieces_of(tile, num_chunks, k_column_parts)):
                 yield free[stage].passed(parity ^ 1)
                 barrier, at, what = full[tile % teams][stage], stage, (tile, piece)
                 barrier.arrive(expected=1)
@@ -520,18 +500,15 @@ def _run(
     def warpgroup(team: int) -> Iterator[Callable[[], bool]]:
         parities = [0] * stages
         for tile in range(team, -(-num_chunks // 4), teams):
-            stage, in_use = tile * 2 * stages_per_tile % stages, list[tuple[int, int]]()
-            num_keys, num_pieces = _pieces_of(tile, num_chunks, k_column_parts)
+            stage, in_use = tile * 2 * k_column_parts % stages, list[tuple[int, int]]()
+            num_pieces = _pieces_of(tile, num_chunks, k_column_parts)
             for piece in range(num_pieces):
                 yield full[team][stage].passed(parities[stage])
                 parities[stage] ^= 1
                 in_use.append((stage, piece))
-                assert not whole or piece >= num_keys or stage == in_use[0][0] + piece, "keys lie side by side"
                 used.append(tile * 8 + piece)
                 stage = (stage + 1) % stages
-                ends = piece in (num_keys - 1, num_pieces - 1)  # scores are made, or the tile is done
-                if whole and piece < num_keys and not ends:
-                    continue
+                ends = piece in (k_column_parts - 1, num_pieces - 1)  # scores are made, or the tile is done
                 yield lambda: True
                 for at, what in in_use:
                     assert place[at] == (tile, what)
@@ -556,15 +533,15 @@ def _run(
     return used
 
 
-@pytest.mark.parametrize(("teams", "warpgroups"), [(1, 1), (1, 2), (2, 1), (3, 1)])
+@pytest.mark.parametrize(("teams", "warpgroups"), [(1, 1), (1, 2), (2, 1)])
 def test_pieces_are_used_as_they_lie_and_nobody_waits_for_ever(teams: int, warpgroups: int) -> None:
     rng = random.Random(teams)
-    for k_column_parts, num_chunks in product((1, 2, 4), (0, 1, 3, 4, 5, 8, 13, 30, 33)):
+    for k_column_parts, num_chunks in product((2, 4), (0, 1, 3, 4, 5, 8, 13, 30, 33)):
         combine_tiles = [
             tile * 8 + i for tile in range(-(-num_chunks // 4))
-            for i in range(_pieces_of(tile, num_chunks, k_column_parts)[1])
+            for i in range(_pieces_of(tile, num_chunks, k_column_parts))
         ]  # fmt: skip
-        for stages in (4, 8, 12, 16, 32) if k_column_parts == 1 else (2, 3, 4, 5, 7, 8, 11, 16, 24, 32):
+        for stages in (2, 3, 4, 5, 7, 8, 11, 16, 24, 32):
             used = _run(num_chunks, stages, teams, warpgroups, k_column_parts, rng)
             assert Counter(used) == Counter(dict.fromkeys(combine_tiles, warpgroups))
 
@@ -596,7 +573,7 @@ def _read_as_rows(smem: torch.Tensor, at: int, stride: int, step: int) -> torch.
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "page_size", "k_column_parts"), [(128, 16, 2), (256, 48, 4), (512, 64, 4), (512, 64, 2), (256, 16, 1)]
+    ("head_dim", "page_size", "k_column_parts"), [(128, 16, 2), (256, 48, 4), (512, 64, 4), (512, 64, 2)]
 )
 def test_products_find_keys_where_boxes_bring_them(head_dim: int, page_size: int, k_column_parts: int) -> None:
     """A tile of keys whose chunks lie in pages anywhere, a part of its columns after another."""
@@ -606,9 +583,7 @@ def test_products_find_keys_where_boxes_bring_them(head_dim: int, page_size: int
     seen = KERNEL.tensor_map(problem, config, "k_cache", tuple(cache.shape))
     assert seen is not None
     columns, head = head_dim // k_column_parts, 1
-    assert k_column_parts == 1 or TILE * columns * 2 == stage_bytes(
-        problem, config
-    ) == 16 * 2 * head_dim * 4 // stages_per_tile(config)
+    assert TILE * columns * 2 == stage_bytes(problem, config)
     where = [(5, 0), (2, page_size - 16), (8, 0), (0, page_size - 16)]  # page and first row of each chunk
     keys = torch.cat([cache[page, head, first : first + 16] for page, first in where])
     for part in range(k_column_parts):

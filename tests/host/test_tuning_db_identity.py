@@ -35,7 +35,7 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"head_dim": 128, "num_q_heads": 32, "num_kv_heads": 8, "q_len": 1, "page_size": 64, "window": 0,
          "dtype": "bf16", "logit_cap": False, "source": "q", "num_rotated_pairs": 0},
         {"block_m": 8, "block_n": 16, "split_d": 1, "num_warps": 4, "num_stages": 2, "num_splits": 1,
-         "together": False, "warpgroups": False, "cluster": 1, "key_parts": 2, "push_bits": 0, "in_flight": 0,
+         "warpgroups": False, "cluster": 1, "key_parts": 2, "push_bits": 0, "in_flight": 0,
          "prefetch": 0},
     ),
     "attn_prefill": (

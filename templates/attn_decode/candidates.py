@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from math import ceil
 
 from kerngen.arch import Target
@@ -20,30 +21,35 @@ MAX_FRAGMENT_ROWS = 40  # of a block of head_dim 512: more leave attn_combine's 
 
 
 def candidates(problem: Problem, target: Target) -> Iterator[Config]:
-    """Fragment partials, clusters, the default shape with a ladder of splits, shapes whose warps have a quarter or an
+    """The default shape with a ladder of splits, fragment partials, clusters, shapes whose warps have a quarter or an
     eighth of each key, and blocks of eight of many rows. Some may be invalid. Raises ProblemError where no shape fits.
     """
     p, sms, shape = problem, target.device.num_sms, _default_shape(problem, target)
     if not target.arch.has_wgmma or p.head_dim == 128:
         yield from _mma(p, target, shape, 1 / 4, 1 / 2, 1, 2, 4)
         return
-    yield from _fragment_partials(p, target)
-    yield from _clusters(p, target)
-    groups, eights = _groups(p, shape.block_m), _groups(p, 8)
+    groups, eights, quarters = _groups(p, shape.block_m), _groups(p, 8), Config(8, 16, 4, 8, 3)
     yield from _mma(p, target, shape, *((1 / 2, 1) if 2 * groups <= sms else (2,)))
-    if p.head_dim == 256 and p.rows <= 8 and groups > sms:
-        yield from (Config(8, 16, 4, warps, 2) for warps in (8, 4))
-    elif p.head_dim == 256 and p.rows <= 8:
-        yield from _mma(p, target, Config(8, 16, 4, 8, 3), 1, 5 / 4, 2)
-    elif p.head_dim == 256 and eights <= sms:
-        yield from _mma(p, target, Config(8, 16, 4, 8, 3), 2, tiles_each=2)
-    if p.head_dim == 512:  # the fewest splits whose two teams of warps have as few rounds of tiles
-        rounds = ceil(p.visible / max(1, min(sms // groups, p.visible // 16)) / 32) or 1
-        splits = max(ceil(p.visible / 32 / rounds), 1)
-        for few in (1, 2) if splits == 2 else (splits,):
-            teams = Config(shape.block_m, 16, 4, 8, num_splits=few, prefetch_stages=1)
-            yield from _most_stages(p, teams, target, 4 if p.visible <= few * 64 else 6)
-    if p.head_dim == 512 and p.rows > 8 and eights <= sms:  # not all SMs, so that the next launch begins beside them
+    yield from _fragment_partials(p, target)
+    if p.head_dim == 256:
+        if p.rows <= 8 and p.window and p.source == "q" and 8 * eights <= sms and p.visible >= 16 * TILE:
+            yield Config(8, 16, 4, 4, 6, 8, "wgmma_ws", 8, partial_bits=16, prefetch_stages=2, l2_prefetch_stages=2)
+        if p.rows <= 8 and groups > sms:
+            yield from (Config(8, 16, 4, warps, 2) for warps in (8, 4))
+        elif p.rows <= 8:
+            yield from _mma(p, target, quarters, 1, 2)
+        elif eights <= sms:
+            yield from _mma(p, target, quarters, 2, tiles_each=2)
+        return
+    # The fewest splits whose two teams of warps have as few rounds of tiles.
+    rounds = ceil(p.visible / max(1, min(sms // groups, p.visible // 16)) / 32) or 1
+    splits = max(ceil(p.visible / 32 / rounds), 1)
+    for few in (1, 2) if splits == 2 else (splits,):
+        teams = Config(shape.block_m, 16, 4, 8, num_splits=few, prefetch_stages=1)
+        yield from _most_stages(p, teams, target, 4 if p.visible <= few * 64 else 6)
+    if p.rows > 8:
+        yield from _clusters(p, target)
+    if p.rows > 8 and eights <= sms:  # not all SMs, so that the next launch begins beside them
         yield from _mma(p, target, Config(8, 16, 4, 8, 5) if eights >= 8 else Config(8, 16, 8, 8, 3), 0.73)
 
 
@@ -53,10 +59,8 @@ def _fragment_partials(p: Problem, target: Target) -> Iterator[Config]:
     most_rows, warps, few = (MAX_FRAGMENT_ROWS, 8, p.rows <= 16) if long else (32, 4, p.q_len == 1)
     rows = _rows(p, most_rows if p.rows <= most_rows else 32)
     groups, busy = _groups(p, rows), 0.0
-    shape = Config(
-        rows, 16, warps, warps, body="wgmma_ws", k_column_parts=warps // 2, partial_bits=16,
-        prefetch_stages=3 if few else 2,
-    )  # fmt: skip
+    shape = Config(rows, 16, warps, warps, body="wgmma_ws", k_column_parts=warps // 2, partial_bits=16)
+    shape = replace(shape, prefetch_stages=3 if few else 2)
     for waves in (1, 2, 3, 4):
         splits = min(waves * sms // groups, ceil(p.visible / (2 * TILE if long else TILE)))
         if splits > 1 and (share := splits * groups / (ceil(splits * groups / sms) * sms)) > busy + 0.05:
@@ -67,18 +71,13 @@ def _fragment_partials(p: Problem, target: Target) -> Iterator[Config]:
 def _clusters(p: Problem, target: Target) -> Iterator[Config]:
     """Many rows of long heads by warpgroups: as many splits as there are SMs for, alone, in pairs and in clusters of
     four or eight. Partials are pushed if the receive buffer leaves stages; pulled if not, or in pairs of many rows.
-    A window's few rows, if q is ready: a cluster a kv head.
     """
     sms, resident, rows = target.device.num_sms, resident_cluster_blocks(target), _rows(p, TILE)
-    few = p.head_dim == 256 and p.rows <= 8 and p.window and p.source == "q"
-    if few and 8 * _groups(p, 8) <= sms and p.visible >= 16 * TILE:
-        one = Config(8, 16, 4, 4, 6, 8, body="wgmma_ws", cluster=8, partial_bits=16)
-        yield replace(one, prefetch_stages=2, l2_prefetch_stages=2)
-    for cluster in (1, 2, 4, 8) if p.head_dim == 512 and p.rows > 8 else ():
+    for cluster in (1, 2, 4, 8):
         if cluster == 8:
             rows = _rows(p, MAX_FRAGMENT_ROWS if p.rows <= MAX_FRAGMENT_ROWS else 32)
-        most = min((sms if cluster < 4 else resident) // _groups(p, rows), p.visible // TILE)
-        splits = max((most if cluster == 8 else min(most, sms // 2)) // cluster * cluster, 1)
+        most = min((sms if cluster < 4 else resident) // _groups(p, rows), p.visible // TILE, sms // 2)
+        splits = max(most // cluster * cluster, 1)
         alone = cluster == 8 and rows <= 16  # a warpgroup has a tile by itself
         pull = Config(rows, 16, 8, 8, num_splits=splits, body="wgmma_ws", cluster=cluster, k_column_parts=4)
         push = replace(pull, split_d=4 if alone else 8, partial_bits=16, prefetch_stages=3)
@@ -97,11 +96,9 @@ def _mma(p: Problem, target: Target, shape: Config, *waves: float, tiles_each: i
 
 
 def _most_stages(p: Problem, shape: Config, target: Target, most: int) -> Iterator[Config]:
-    """`shape` with the most stages, up to `most`, that fit; of warpgroups not with less than half as many."""
-    for stages in range(most, most // 2 - 1 if shape.warpgroups else 0, -1):
-        if why_invalid(p, config := replace(shape, num_stages=stages), target) is None:
-            yield config
-            return
+    """`shape` with the most stages, up to `most`, that fit."""
+    fitting = (replace(shape, num_stages=stages) for stages in range(most, 0, -1))
+    yield from islice((c for c in fitting if why_invalid(p, c, target) is None), 1)
 
 
 def _rows(p: Problem, most: int) -> int:

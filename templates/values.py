@@ -1,4 +1,4 @@
-"""Values that attention's ops take: the cache of a layer, the batch, the mask, the head norms.
+"""Values that ops take: attention's cache of a layer, batch, mask and head norms; the peers of an exchange.
 
 An op that takes one is a flat operator of torch all the same: its fields are arguments there (`call.Op`).
 """
@@ -158,3 +158,19 @@ class HeadNorms:
         whole = k_eq_v or width == (num_q_heads + 2 * num_kv_heads) * dim
         require(whole, f"qkv has {width} columns, not those of {heads}")
         return k_eq_v
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Memory that this rank and its peers exchange rows of one width through (runtime/executors/peer_memory.py).
+
+    addresses: [ranks + 1] int64, of each rank's workspace as this GPU sees it, then of the abort word: once that is not
+    zero, what has not arrived is NaN. rank: this one. max_rows: rows of a slot; a launch exchanges no more.
+    two_shot_from: tokens from which each rank sums a part of every row for all, in place of whole rows for itself: less
+    travels, and twice; 0 for never. All but `addresses` and `rank` are the same on every rank.
+    """
+
+    addresses: Tensor
+    rank: int
+    max_rows: int
+    two_shot_from: int = 0

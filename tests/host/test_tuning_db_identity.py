@@ -85,6 +85,12 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"hidden": 5376, "vocab_size": 262144, "dtype": "bf16", "residual_dtype": "bf16"},
         {"threads": 128, "vecs_per_thread": 1},
     ),
+    "exchange_norm": (
+        {"num_tokens": 1},
+        {"ranks": 2, "hidden": 5376, "dtype": "bf16", "residual_dtype": "bf16", "pairs": False, "has_scalar": False,
+         "has_next": True},
+        {"vecs_per_thread": 1, "rows_per_block": 1},
+    ),
     "gelu_gate": (
         {"num_tokens": 1},
         {"width": 21504, "dtype": "bf16", "packed": True},

@@ -1,0 +1,145 @@
+"""A kernel's rendered text as a C++ library: each CUDA thread is a thread of the host, and PTX is what it means there.
+
+For kernels whose blocks or ranks wait for each other: what they do to memory, step by step and in any order, is seen
+without a GPU. It knows the instructions of exchange_norm, in bf16 and fp32. It says nothing of times, nor of what a
+GPU's weaker memory order allows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+
+# What inline PTX does, by function. Words are read and written one by one, as `relaxed` allows.
+_BODIES = {
+    "from_float": "uint32_t u = __builtin_bit_cast(uint32_t, f);"
+    " return f != f ? 0x7fff : uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);",
+    "fma2": "uint32_t r = 0; for (int s = 0; s < 32; s += 16) r |= uint32_t(from_float(fmaf(to_float(a >> s),"
+    " to_float(b >> s), to_float(c >> s)))) << s; return r;",
+    "pack": "return uint32_t(from_float(lo)) | uint32_t(from_float(hi)) << 16;",
+    "ll_load": "return *(const volatile uint32_t*)p;",
+    "peer_load": "return *(const volatile uint32_t*)p;",
+    "peer_store4": "volatile uint32_t* q = (volatile uint32_t*)p; q[3] = words.w; q[1] = words.y; sched_yield();"
+    " q[0] = words.x; q[2] = words.z;",
+    "peer_load4_if": "if (!wanted) return; const volatile uint32_t* q = (const volatile uint32_t*)p;"
+    " v = {q[0], q[1], q[2], q[3]}; if (!ll_all_valid(v)) sched_yield();",
+    "load16": "return *(const uint4*)p;",
+    "load16_constant": "return *(const uint4*)p;",
+}
+_HOST = r"""
+#include <barrier>
+#include <cmath>
+#include <memory>
+#include <thread>
+#include <vector>
+#include <sched.h>
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float __uint_as_float(unsigned u) { return __builtin_bit_cast(float, u); }
+inline unsigned __float_as_uint(float f) { return __builtin_bit_cast(unsigned, f); }
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+inline unsigned __cvta_generic_to_shared(const void*) { return 0; }
+struct Warp { std::barrier<> all{32}; float lane[32]; bool vote[32]; };
+struct Block {
+    explicit Block(int threads) : all(threads), warps(threads / 32), shared(1 << 14) {}
+    std::barrier<> all; std::vector<Warp> warps; std::vector<char> shared;
+};
+struct Index { unsigned x; };
+static thread_local Index threadIdx, blockIdx, gridDim;
+static thread_local Block* block_here;
+static Warp& warp_here() { return block_here->warps[threadIdx.x / 32]; }
+static void __syncthreads() { block_here->all.arrive_and_wait(); }
+static float __shfl_xor_sync(unsigned, float x, int mask) {
+    Warp& w = warp_here();
+    w.lane[threadIdx.x % 32] = x;
+    w.all.arrive_and_wait();
+    const float found = w.lane[(threadIdx.x % 32) ^ mask];
+    w.all.arrive_and_wait();
+    return found;
+}
+static bool __any_sync(unsigned, bool mine) {
+    Warp& w = warp_here();
+    w.vote[threadIdx.x % 32] = mine;
+    w.all.arrive_and_wait();
+    bool any = false;
+    for (bool v : w.vote) any |= v;
+    w.all.arrive_and_wait();
+    return any;
+}
+template <typename Run> static void grid_of(int blocks, int threads, Run run) {
+    std::vector<std::unique_ptr<Block>> all;
+    std::vector<std::thread> running;
+    for (int b = 0; b < blocks; b++) {
+        Block* block = all.emplace_back(std::make_unique<Block>(threads)).get();
+        for (int t = 0; t < threads; t++)
+            running.emplace_back([=] {
+                threadIdx = {unsigned(t)}, blockIdx = {unsigned(b)}, gridDim = {unsigned(blocks)}, block_here = block;
+                run();
+            });
+    }
+    for (auto& t : running) t.join();
+}
+"""
+
+
+def _matching(text: str, start: int, pair: str) -> int:
+    """Behind the bracket that closes the one at `start`."""
+    depth = 0
+    for at in range(start, len(text)):
+        depth += (text[at] == pair[0]) - (text[at] == pair[1])
+        if not depth:
+            return at + 1
+    raise ValueError("a bracket is not closed")
+
+
+def on_cpu(source: str, entry: str, folder: Path) -> ctypes.CDLL:
+    """Compiles `source` with `run(blocks, threads, ...)`, which launches `entry` with the arguments behind them and
+    returns when all its threads have ended.
+    """
+    for name, body in _BODIES.items():
+        found = list(re.finditer(rf"DEVICE \w+ {name}\([^)]*\) {{", source))
+        assert found, name
+        for at in reversed(found):
+            source = source[: at.end()] + body + "}" + source[_matching(source, at.end() - 1, "{}") :]
+    while asm := re.search(r"\basm(?: volatile)?\s*\(", source):
+        source = source[: asm.start()] + "(void)0" + source[_matching(source, asm.end() - 1, "()") :]
+    source = re.sub(r"__shared__ alignas\(16\) float scratch((?:\[[^;]*\])+);",
+                    r"auto& scratch = *reinterpret_cast<float(*)\1>(block_here->shared.data());", source)  # fmt: skip
+    # The host's own headers have these.
+    source = re.sub(r"typedef (?:unsigned |signed )?(?:char|short|int|long long) u?int\d+_t;", "", source)
+    arguments = re.search(rf"\b{entry}\(([^)]*)\)", source)
+    assert arguments, entry
+    names = ", ".join(re.findall(r"(\w+)(?:,|$)", arguments[1]))
+    call = (
+        f'extern "C" void run(int blocks, int threads, {arguments[1]}) '
+        f"{{ grid_of(blocks, threads, [=] {{ {entry}({names}); }}); }}"
+    )
+    (folder / "kernel.cpp").write_text(f"{_HOST}\n{source}\n{call}\n")
+    assert COMPILER is not None
+    command = [
+        COMPILER,
+        "-std=c++20",
+        "-O1",
+        "-w",
+        "-fno-strict-aliasing",
+        "-ffp-contract=off",
+        "-shared",
+        "-fPIC",
+        "-pthread",
+    ]
+    subprocess.run([*command, str(folder / "kernel.cpp"), "-o", str(folder / "kernel.so")], check=True)
+    return ctypes.CDLL(str(folder / "kernel.so"))

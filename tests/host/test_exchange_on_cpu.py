@@ -1,0 +1,116 @@
+"""exchange_norm's own source, on the host's threads: ranks with rows of their own, launch behind launch."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import kernel_on_cpu
+import pytest
+import torch
+from torch import Tensor
+
+from kerngen.arch import Target, find_arch
+from kerngen.compiler.render import render
+from kerngen.templates import find_kernel
+from kerngen.templates.exchange_norm.spec import ARGS, Config, Problem, exchange_bytes
+from kerngen.timing.measure import compare
+
+pytestmark = pytest.mark.skipif(kernel_on_cpu.COMPILER is None, reason="neither g++ nor clang++ is on the PATH")
+
+KERNEL, TARGET = find_kernel("exchange_norm"), Target.of(find_arch("sm80"))
+MAX_TOKENS, LAUNCHES = 7, 8
+
+
+class Ranks:
+    """All ranks of one problem, whose launches are threads of this process."""
+
+    def __init__(self, problem: Problem, config: Config, folder: Path) -> None:
+        self.problem, self.config, self.max_rows = problem, config, MAX_TOKENS * problem.rows
+        source = str(render(KERNEL, problem, config, TARGET))
+        polls = "POLLS_A_LOOK = 1024"
+        assert polls in source
+        source = source.replace(polls, "POLLS_A_LOOK = 16")  # a poll takes the host's threads a thousand times as long
+        self.library = kernel_on_cpu.on_cpu(source, "exchange_norm", folder)
+        self.abort = torch.zeros(1, dtype=torch.int32)
+        size = exchange_bytes(problem.ranks, self.max_rows, problem.hidden)
+        self.memory = torch.zeros(problem.ranks, size, dtype=torch.uint8)
+        self.addresses = torch.tensor([*(m.data_ptr() for m in self.memory), self.abort.data_ptr()])
+
+    def inputs(self, seed: int, tokens: int, two_shot_from: int) -> list[dict[str, Any]]:
+        """Of each rank: another h, and another second, of the same case otherwise."""
+        problem = replace(self.problem, num_tokens=tokens)
+        cases = [replace(KERNEL.cases.case_for(problem), seed=100 * seed + r) for r in range(problem.ranks)]
+        each = [KERNEL.cases.inputs(case, "cpu") for case in cases]
+        own = ("h", "second", "out", "residual_out")
+        given = {"addresses": self.addresses, "max_rows": self.max_rows, "two_shot_from": two_shot_from}
+        return [{**each[0], **{n: e[n] for n in own}, **given, "rank": r} for r, e in enumerate(each)]
+
+    def launch(self, inputs: dict[str, Any]) -> None:
+        (launch,) = KERNEL.launches(replace(self.problem, num_tokens=inputs["num_tokens"]), self.config, TARGET)
+        of = {"ptr": ctypes.c_void_p, "f32": ctypes.c_float, "i32": ctypes.c_int}
+        values = [
+            of[a.kind](v.data_ptr() if isinstance(v := inputs[a.name], Tensor) else v) for a in ARGS["exchange_norm"]
+        ]
+        blocks = min(launch.grid[0], 3)  # of several rows each, beyond three
+        self.library.run(blocks, launch.block[0], *values)
+
+    def run(self, all_inputs: list[list[dict[str, Any]]]) -> None:
+        """Each rank's launches in order; ranks run ahead of each other as they may."""
+        with ThreadPoolExecutor(self.problem.ranks) as pool:
+            list(pool.map(lambda r: [self.launch(inputs[r]) for inputs in all_inputs], range(self.problem.ranks)))
+
+    def words_left(self) -> int:
+        """Words of all slots that are not zero."""
+        slots = (
+            exchange_bytes(self.problem.ranks, self.max_rows, self.problem.hidden) - -(-4 * self.max_rows // 16) * 16
+        )
+        return int(self.memory[:, :slots].count_nonzero())
+
+
+PROBLEMS = {
+    "one-warp": (Problem(2, 264, residual_dtype="fp32"), Config(2)),
+    "three-ranks": (Problem(3, 520, has_scalar=True), Config(1)),
+    "five-ranks": (Problem(5, 264, has_next=False), Config(2, 2)),
+    "pairs": (Problem(3, 520, pairs=True, has_scalar=True), Config(2)),
+}
+
+
+@pytest.fixture(params=PROBLEMS.values(), ids=PROBLEMS, scope="module")
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return Ranks(*request.param, tmp_path_factory.mktemp("kernel"))
+
+
+def test_ranks_hold_the_same_bits_as_the_reference_says(ranks: Ranks) -> None:
+    """Launches of other numbers of tokens right behind each other, in one shot and in two; nothing is left behind."""
+    draw = random.Random(ranks.problem.ranks)
+    launches = [(draw.randint(1, MAX_TOKENS), draw.choice((0, 1, 4))) for _ in range(LAUNCHES)]
+    given = [ranks.inputs(i, *of) for i, of in enumerate(launches)]
+    ranks.run(given)
+    for each, of in zip(given, launches, strict=True):
+        problem = replace(ranks.problem, num_tokens=of[0])
+        h, second = ([inputs[n] for inputs in each] for n in ("h", "second"))
+        expected = KERNEL.reference.expected_of(problem, each[0], h, second)
+        for inputs in each:
+            result = compare(KERNEL, KERNEL.cases.case_for(problem), inputs, expected)
+            assert result.ok, f"rank {inputs['rank']}, (tokens, two_shot_from) {of}: {result.message}"
+            for name in expected:
+                assert torch.equal(inputs[name], each[0][name]), f"rank {inputs['rank']}: other bits of {name}"
+    assert ranks.words_left() == 0
+
+
+@pytest.mark.parametrize("two_shot_from", [0, 1])
+def test_a_rank_whose_peer_is_gone_leaves_once_it_is_told(ranks: Ranks, two_shot_from: int) -> None:
+    (inputs, *_) = ranks.inputs(0, 2, two_shot_from)
+    ranks.abort.fill_(1)
+    try:
+        ranks.launch(inputs)
+    finally:
+        ranks.abort.zero_()
+        ranks.memory.zero_()
+    for name in ("residual_out", "out"):
+        assert inputs[name] is None or inputs[name].isnan().all(), name

@@ -7,6 +7,7 @@ configurations some (bodies.py).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -18,6 +19,8 @@ from kerngen.arch import ARCHES, Arch
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.kernel import Body, Case, Kernel, fields_of, static_fields
 
+# Streams that wait for each other (test_exchange_norm.py) must have queues of their own; read as CUDA starts.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 MOST_SHAPES = 12  # that cases take turns of
 MOST_KEPT_BYTES = 1 << 30  # of freed memory in one process's pool: fifteen of them share a GPU
 

@@ -1,0 +1,190 @@
+"""Ranks of exchange_norm: several on one GPU as streams, or two processes with a GPU each that share memory by IPC."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kerngen.runtime.executors.collectives import World
+from kerngen.templates import find_kernel
+from kerngen.templates.exchange_norm.spec import Config, Problem, exchange_bytes
+from kerngen.timing.measure import compare, load, target_here
+
+KERNEL = find_kernel("exchange_norm")
+PATIENCE_S = 60.0
+CYCLES_A_US = 1500  # about
+
+
+def inputs_of(problem: Problem, seed: int, rank: int) -> dict[str, Any]:
+    """Of a rank: h, second and outputs of its own, all else as on the others."""
+    case, device = KERNEL.cases.case_for(problem), torch.device("cuda", torch.cuda.current_device())
+    shared = KERNEL.cases.inputs(replace(case, seed=1000 * seed), device)
+    own = KERNEL.cases.inputs(replace(case, seed=1000 * seed + 1 + rank), device)
+    return {**shared, **{n: own[n] for n in ("h", "second", "out", "residual_out")}, "rank": rank}
+
+
+class OneGpu:
+    """All ranks of a problem as streams of this GPU. The abort word ends launches that wait for ever."""
+
+    def __init__(self, problem: Problem, max_rows: int, config: Config | None = None) -> None:
+        self.ranks, self.max_rows, self.hidden = problem.ranks, max_rows, problem.hidden
+        size = exchange_bytes(problem.ranks, max_rows, problem.hidden)
+        self.memory = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(problem.ranks)]
+        self.abort = torch.zeros(4, dtype=torch.int32).pin_memory()
+        addresses = [*(m.data_ptr() for m in self.memory), self.abort.data_ptr()]
+        self.addresses = torch.tensor(addresses, dtype=torch.int64, device="cuda")
+        self.streams = [torch.cuda.Stream() for _ in range(problem.ranks)]
+        self.function = load(KERNEL, problem, config or KERNEL.default_config(problem, target_here()))
+        torch.cuda._sleep(1)  # loaded before anything waits
+        torch.cuda.synchronize()
+
+    def given(self, problem: Problem, seed: int, two_shot_from: int = 0) -> list[dict[str, Any]]:
+        peers = {"addresses": self.addresses, "max_rows": self.max_rows, "two_shot_from": two_shot_from}
+        return [{**inputs_of(problem, seed, rank), **peers} for rank in range(self.ranks)]
+
+    def launch(self, problem: Problem, inputs: dict[str, Any]) -> None:
+        """On torch's current stream."""
+        self.function.run(problem, inputs, in_forward=True, alone=True)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within it launches are made; behind it they have ended. Those that do not are aborted, and so fail."""
+        timer = threading.Timer(PATIENCE_S, lambda: self.abort.fill_(1))
+        timer.start()
+        try:
+            yield
+        finally:
+            torch.cuda.synchronize()
+            timer.cancel()
+        assert not self.abort[0], "ranks waited for each other for ever"
+
+    def require_clean(self) -> None:
+        """No word is left in any slot."""
+        slots = 4 * self.ranks * self.max_rows * self.hidden
+        for rank, memory in enumerate(self.memory):
+            assert not memory[:slots].any(), f"rank {rank} has words left, which its next launch would take"
+
+
+def require_right(problem: Problem, of_ranks: list[dict[str, Any]], what: str) -> None:
+    """As the reference, and the same bits on all ranks."""
+    h, second = ([inputs[n] for inputs in of_ranks] for n in ("h", "second"))
+    expected = KERNEL.reference.expected_of(problem, of_ranks[0], h, second)
+    for rank, inputs in enumerate(of_ranks):
+        result = compare(KERNEL, KERNEL.cases.case_for(problem), inputs, expected)
+        assert result.ok, f"rank {rank} {what}: {result.message}"
+        for name in expected:
+            assert torch.equal(inputs[name], of_ranks[0][name]), f"rank {rank} {what}: other bits of {name}"
+
+
+def sequence(problem: Problem, tokens: tuple[int, ...]) -> list[Problem]:
+    return [replace(problem, num_tokens=t) for t in tokens]
+
+
+class Repeated:
+    """A graph of one rank: launches of several problems, with and without pauses between, whose outputs are compared
+    with those of a first run on the device. `wrong` counts replays that differ.
+    """
+
+    def __init__(self, launch: Any, problems: list[Problem], given: list[dict[str, Any]], draw: Random) -> None:
+        """launch(problem, inputs). Nothing has run; all ranks make theirs before any of them runs."""
+        self._launch, self._problems, self._given = launch, problems, given
+        self.wrong = torch.zeros(1, dtype=torch.int64, device="cuda")
+        self._pauses = [draw.choice((0, 0, 1, 5, 20)) for _ in problems]
+        self._first: list[Tensor] = []
+
+    @property
+    def _outputs(self) -> list[Tensor]:
+        return [g[n] for g in self._given for n in ("residual_out", "out") if g[n] is not None]
+
+    def run(self) -> None:
+        for problem, inputs, pause in zip(self._problems, self._given, self._pauses, strict=True):
+            if pause:
+                torch.cuda._sleep(pause * CYCLES_A_US)
+            self._launch(problem, inputs)
+
+    def keep(self) -> None:
+        """What there is now is right."""
+        self._first = [o.clone() for o in self._outputs]
+
+    def captured(self, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for output in self._outputs:
+                output.fill_(float("nan"))
+            self.run()
+            for output, first in zip(self._outputs, self._first, strict=True):
+                self.wrong.add_((output != first).any())  # NaN differs from itself
+        return graph
+
+
+# ---- a process of each rank
+
+
+def two_gpus(world: World, folder: str, replays: int, dies_after: int, told: Any) -> None:
+    """A rank's process: `replays` replays, and what came of them in a file `RANK`. dies_after: replays after which rank
+    1 kills itself, as kill -9 does; -1 for never. told: an event that says that a rank has died.
+    """
+    torch.cuda.set_device(world.rank)
+    import torch.distributed as dist
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=world.rank, world_size=world.size)
+    from kerngen.runtime.executors.peer_memory import PeerMemory, gather_by
+
+    together, draw = gather_by(), Random(world.rank)
+    dtype = target_here().arch.dtype
+    problem = Problem(world.size, 5376, dtype, "fp32", num_tokens=8)
+    memory = PeerMemory(world, together, hidden=problem.hidden, max_rows=8)
+    if dies_after >= 0:
+        threading.Thread(target=lambda: (told.wait(), memory.abort()), daemon=True).start()
+    problems = sequence(problem, (1, 3, 8))
+    peers = {"addresses": memory.peers.addresses, "max_rows": memory.peers.max_rows, "two_shot_from": 8}
+    given = [{**inputs_of(p, i, world.rank), **peers} for i, p in enumerate(problems)]
+    everyones = [[inputs_of(p, i, rank) for rank in range(world.size)] for i, p in enumerate(problems)]
+    function = load(KERNEL, problem, KERNEL.default_config(problem, target_here()))
+    repeated = Repeated(lambda p, inputs: function.run(p, inputs, in_forward=True, alone=True), problems, given, draw)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        repeated.run()
+        torch.cuda.synchronize()
+        for p, mine, all_of in zip(problems, given, everyones, strict=True):
+            h = [inputs["h"] for inputs in all_of]
+            expected = KERNEL.reference.expected_of(p, mine, h, [])
+            result = compare(KERNEL, KERNEL.cases.case_for(p), mine, expected)
+            assert result.ok, result.message
+        repeated.keep()
+        graph = repeated.captured(stream)
+        together(b"captured")
+        outcome = ""
+        try:
+            for replay in range(replays):
+                if draw.random() < 0.05:
+                    torch.cuda._sleep(draw.randrange(200 * CYCLES_A_US))
+                graph.replay()
+                if replay % 100 == 99:
+                    torch.cuda.synchronize()  # no more than so many are under way
+                if world.rank == 1 and replay == dies_after:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if told.is_set():
+                    break
+            torch.cuda.synchronize()
+            outcome = f"{int(repeated.wrong)} of {replay + 1} wrong, NaN: {bool(given[-1]['out'].isnan().any())}"
+        except RuntimeError as e:  # the dead rank's memory may be gone: an error that says so ends the wait as well
+            outcome = f"error: {e}"
+    (Path(folder) / str(world.rank)).write_text(outcome)
+    if dies_after < 0:
+        memory.close()
+        dist.destroy_process_group()
+    else:
+        os._exit(0)  # nobody answers: nothing is given back together

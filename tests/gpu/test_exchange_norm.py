@@ -1,0 +1,181 @@
+"""exchange_norm with ranks of their own: as streams of one GPU, and as processes with a GPU each.
+
+Its folder's cases (test_kernels.py) have one rank that is its own peers, on every architecture's body.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from exchange_ranks import OneGpu, Repeated, require_right, sequence, two_gpus
+
+from kerngen.runtime.executors.collectives import World
+from kerngen.templates import find_kernel
+from kerngen.templates.common.rows.torch_rows import DTYPE_PAIRS
+from kerngen.templates.exchange_norm.spec import Config, Problem
+from kerngen.timing.measure import target_here
+
+KERNEL = find_kernel("exchange_norm")
+REPLAYS = 1000
+
+
+def _problem(ranks: int, tokens: int, dtypes: tuple[str, str], **fields: Any) -> Problem:
+    """Rows of a model where all ranks' blocks are resident at once, as they are on GPUs of their own; else short."""
+    fits = ranks * tokens <= target_here().device.num_sms * 3 // 4  # a block of 672 threads has an SM
+    problem = Problem(ranks, 5376 if fits else 256, *dtypes, num_tokens=tokens, **fields)
+    if (why := KERNEL.why_unsupported(problem, target_here())) is not None:
+        pytest.skip(why)
+    return problem
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 32, 64, 129])
+@pytest.mark.parametrize("dtypes", DTYPE_PAIRS, ids="-".join)
+@pytest.mark.parametrize("two_shot_from", [0, 1], ids=["one-shot", "two-shots"])
+def test_ranks_on_one_gpu(ranks: int, tokens: int, dtypes: tuple[str, str], two_shot_from: int) -> None:
+    problem = _problem(ranks, tokens, dtypes, has_scalar=True)
+    gpu = OneGpu(problem, tokens)
+    each = [gpu.given(problem, seed, two_shot_from) for seed in range(3)]
+    torch.cuda.synchronize()
+    draw = Random(tokens)
+    with gpu.watched():
+        for given in each:
+            for rank in draw.sample(range(ranks), ranks):
+                with torch.cuda.stream(gpu.streams[rank]):
+                    torch.cuda._sleep(draw.randrange(30_000))
+                    gpu.launch(problem, given[rank])
+    for launch, given in enumerate(each):
+        require_right(problem, given, f"launch {launch}")
+    gpu.require_clean()
+
+
+@pytest.mark.parametrize("two_shot_from", [0, 1], ids=["one-shot", "two-shots"])
+@pytest.mark.parametrize(
+    ("fields", "config"),
+    [
+        ({"pairs": True, "has_scalar": True}, None),
+        ({"has_next": False}, Config(2)),
+        ({"hidden": 256}, Config(1, 4)),
+        ({"hidden": 8}, Config(1, 2)),
+    ],
+    ids=str,
+)
+def test_pairs_last_layers_and_rows_that_share_a_block(
+    fields: dict[str, Any], config: Config | None, two_shot_from: int
+) -> None:
+    dtype = target_here().arch.dtype
+    problem = Problem(
+        **{"ranks": 3, "hidden": 2816, "dtype": dtype, "residual_dtype": "fp32", "num_tokens": 7} | fields
+    )
+    gpu = OneGpu(problem, 7 * problem.rows, config)
+    given = gpu.given(problem, 1, two_shot_from)
+    torch.cuda.synchronize()
+    with gpu.watched():
+        for rank, stream in enumerate(gpu.streams):
+            with torch.cuda.stream(stream):
+                gpu.launch(problem, given[rank])
+    require_right(problem, given, str(fields))
+    gpu.require_clean()
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_thousand_replays_with_ranks_that_pause_at_random(ranks: int) -> None:
+    """Launches of other numbers of tokens behind each other, right behind each other too, in one shot and in two."""
+    problem = Problem(ranks, 512, target_here().arch.dtype, "fp32", num_tokens=5)
+    gpu, draw = OneGpu(problem, 5), Random(ranks)
+    problems = sequence(problem, (1, 3, 5, 1, 4))
+    each = [gpu.given(p, i, two_shot_from=4) for i, p in enumerate(problems)]
+    repeated = [Repeated(gpu.launch, problems, [given[r] for given in each], draw) for r in range(ranks)]
+    torch.cuda.synchronize()
+    with gpu.watched():
+        for rank, stream in enumerate(gpu.streams):
+            with torch.cuda.stream(stream):
+                repeated[rank].run()
+    for p, given in zip(problems, each, strict=True):
+        require_right(p, given, "first run")
+    for r in repeated:
+        r.keep()
+    graphs = [r.captured(stream) for r, stream in zip(repeated, gpu.streams, strict=True)]
+    with gpu.watched():
+        for replay in range(REPLAYS):
+            for rank in draw.sample(range(ranks), ranks):
+                with torch.cuda.stream(gpu.streams[rank]):
+                    if draw.random() < 0.3:
+                        torch.cuda._sleep(draw.randrange(60_000))
+                    graphs[rank].replay()
+            if replay % 50 == 49:
+                torch.cuda.synchronize()
+    assert [int(r.wrong) for r in repeated] == [0] * ranks, f"of {REPLAYS} replays"
+    gpu.require_clean()
+
+
+@pytest.mark.parametrize("two_shot_from", [0, 1], ids=["one-shot", "two-shots"])
+def test_a_rank_alone_leaves_once_it_is_told(two_shot_from: int) -> None:
+    problem = Problem(2, 512, target_here().arch.dtype, "fp32", num_tokens=3)
+    gpu = OneGpu(problem, 3)
+    given = gpu.given(problem, 1, two_shot_from)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(gpu.streams[0]):
+        gpu.launch(problem, given[0])
+    done = torch.cuda.Event()
+    done.record(gpu.streams[0])
+    time.sleep(0.3)
+    assert not done.query(), "nobody has posted what it waits for"
+    gpu.abort.fill_(1)
+    start = time.monotonic()
+    done.synchronize()
+    assert time.monotonic() - start < 1.0
+    assert given[0]["out"].isnan().all()
+    assert given[0]["residual_out"].isnan().all()
+
+
+def _in_processes(folder: Path, replays: int, dies_after: int) -> tuple[list[str], list[int | None], float]:
+    """What each rank left, exit codes, and seconds from a rank's death to the other's end."""
+    context = multiprocessing.get_context("spawn")
+    told = context.Event()
+    ranks = [
+        context.Process(target=two_gpus, args=(World(r, 2), str(folder), replays, dies_after, told)) for r in range(2)
+    ]
+    for p in ranks:
+        p.start()
+    try:
+        ranks[1].join(400)
+        died = time.monotonic()
+        if dies_after >= 0:
+            time.sleep(0.5)  # the other has noticed nothing yet: it polls
+            told.set()
+        ranks[0].join(60)
+        took = time.monotonic() - died
+    finally:
+        for p in ranks:
+            if p.is_alive():
+                p.kill()
+            p.join()
+    left = [(folder / str(r)).read_text() if (folder / str(r)).exists() else "" for r in range(2)]
+    return left, [p.exitcode for p in ranks], took
+
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two processes with a GPU each need two GPUs")
+
+
+@needs_two
+@pytest.mark.whole_gpu(smoke=False)
+def test_two_processes_share_memory_by_ipc_for_a_hundred_thousand_replays(tmp_path: Path) -> None:
+    left, codes, _ = _in_processes(tmp_path, 100_000, -1)
+    assert codes == [0, 0], left
+    assert left == ["0 of 100000 wrong, NaN: False"] * 2
+
+
+@needs_two
+@pytest.mark.whole_gpu(smoke=False)
+def test_a_rank_that_is_killed_ends_the_other_within_seconds(tmp_path: Path) -> None:
+    (left, _), codes, took = _in_processes(tmp_path, 100_000, 700)
+    assert codes == [0, -9]
+    assert took < 5.0
+    assert "NaN: True" in left or left.startswith("error:"), left

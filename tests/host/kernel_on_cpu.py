@@ -26,7 +26,7 @@ _BODIES = {
     "peer_load": "return *(const volatile uint32_t*)p;",
     "peer_store4": "volatile uint32_t* q = (volatile uint32_t*)p; q[3] = words.w; q[1] = words.y; sched_yield();"
     " q[0] = words.x; q[2] = words.z;",
-    "peer_load4_if": "if (!wanted) return; const volatile uint32_t* q = (const volatile uint32_t*)p;"
+    "peer_load4_if": "if (!wanted) return; pause_once(); const volatile uint32_t* q = (const volatile uint32_t*)p;"
     " v = {q[0], q[1], q[2], q[3]}; if (!ll_all_valid(v)) sched_yield();",
     "load16": "return *(const uint4*)p;",
     "load16_constant": "return *(const uint4*)p;",
@@ -34,10 +34,13 @@ _BODIES = {
 _HOST = r"""
 #include <barrier>
 #include <cmath>
+#include <cstdlib>
 #include <memory>
 #include <thread>
 #include <vector>
 #include <sched.h>
+#include <unistd.h>
+constexpr int LATE_US = 80000;  // several times what a launch takes here
 #define __device__
 #define __global__
 #define __forceinline__ inline
@@ -56,11 +59,17 @@ inline unsigned __cvta_generic_to_shared(const void*) { return 0; }
 struct Warp { std::barrier<> all{32}; float lane[32]; bool vote[32]; };
 struct Block {
     explicit Block(int threads) : all(threads), warps(threads / 32), shared(1 << 14) {}
-    std::barrier<> all; std::vector<Warp> warps; std::vector<char> shared;
+    std::barrier<> all; std::vector<Warp> warps; std::vector<char> shared; int pause_us = 0;
 };
 struct Index { unsigned x; };
 static thread_local Index threadIdx, blockIdx, gridDim;
 static thread_local Block* block_here;
+// Before its first poll of a peer a launch may be late, so that the others run ahead of it.
+static void pause_once() {
+    static thread_local bool has_paused = false;
+    if (!has_paused && block_here->pause_us) usleep(block_here->pause_us);
+    has_paused = true;
+}
 static Warp& warp_here() { return block_here->warps[threadIdx.x / 32]; }
 static void __syncthreads() { block_here->all.arrive_and_wait(); }
 static float __shfl_xor_sync(unsigned, float x, int mask) {
@@ -82,9 +91,11 @@ static bool __any_sync(unsigned, bool mine) {
 }
 template <typename Run> static void grid_of(int blocks, int threads, Run run) {
     std::vector<std::unique_ptr<Block>> all;
+    const int pause_us = rand() % 3 ? 0 : LATE_US;
     std::vector<std::thread> running;
     for (int b = 0; b < blocks; b++) {
         Block* block = all.emplace_back(std::make_unique<Block>(threads)).get();
+        block->pause_us = pause_us;
         for (int t = 0; t < threads; t++)
             running.emplace_back([=] {
                 threadIdx = {unsigned(t)}, blockIdx = {unsigned(b)}, gridDim = {unsigned(blocks)}, block_here = block;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -29,12 +30,16 @@ MAX_TOKENS, LAUNCHES = 7, 8
 class Ranks:
     """All ranks of one problem, whose launches are threads of this process."""
 
-    def __init__(self, problem: Problem, config: Config, folder: Path) -> None:
+    def __init__(self, problem: Problem, config: Config, folder: Path, changed: tuple[str, str] = ("", "")) -> None:
+        """changed: of the source, in place of another text, what is to be shown not to work."""
         self.problem, self.config, self.max_rows = problem, config, MAX_TOKENS * problem.rows
         source = str(render(KERNEL, problem, config, TARGET))
         polls = "POLLS_A_LOOK = 1024"
         assert polls in source
-        source = source.replace(polls, "POLLS_A_LOOK = 16")  # a poll takes the host's threads a thousand times as long
+        assert changed[0] in source
+        source = source.replace(*changed).replace(
+            polls, "POLLS_A_LOOK = 16"
+        )  # a poll takes the host's threads a thousand times as long
         self.library = kernel_on_cpu.on_cpu(source, "exchange_norm", folder)
         self.abort = torch.zeros(1, dtype=torch.int32)
         size = exchange_bytes(problem.ranks, self.max_rows, problem.hidden)
@@ -101,6 +106,16 @@ def test_ranks_hold_the_same_bits_as_the_reference_says(ranks: Ranks) -> None:
             for name in expected:
                 assert torch.equal(inputs[name], each[0][name]), f"rank {inputs['rank']}: other bits of {name}"
     assert ranks.words_left() == 0
+
+
+def test_one_phase_is_too_few(tmp_path: Path) -> None:
+    """A rank that is an exchange ahead overwrites what a late one has not read: results differ, or none ends."""
+    ranks = Ranks(*PROBLEMS["three-ranks"], tmp_path, ("int(phase & 1) * RANKS * slot", "int64_t(0)"))
+    timer = threading.Timer(15.0, lambda: ranks.abort.fill_(1))
+    timer.start()
+    with pytest.raises(AssertionError):
+        test_ranks_hold_the_same_bits_as_the_reference_says(ranks)
+    timer.cancel()
 
 
 @pytest.mark.parametrize("two_shot_from", [0, 1])

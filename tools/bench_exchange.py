@@ -69,7 +69,7 @@ def in_ranks(ranks: int, backend: str, work: Callable[..., Any], *given: Any) ->
 
     with tempfile.TemporaryDirectory(prefix="kerngen-ranks-") as folder:
         try:
-            mp.spawn(_in_rank, (ranks, folder, backend, work, given), nprocs=ranks)  # type: ignore[no-untyped-call]
+            mp.spawn(_in_rank, (ranks, folder, backend, work, given), nprocs=ranks)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as e:
             raise KerngenError(f"a rank failed: {e}") from e
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]

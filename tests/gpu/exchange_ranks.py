@@ -146,7 +146,12 @@ def two_gpus(world: World, folder: str, replays: int, dies_after: int, told: Any
     problem = Problem(world.size, 5376, dtype, "fp32", num_tokens=8)
     memory = PeerMemory(world, together, hidden=problem.hidden, max_rows=8)
     if dies_after >= 0:
-        threading.Thread(target=lambda: (told.wait(), memory.abort()), daemon=True).start()
+
+        def abort_when_told() -> None:
+            told.wait()
+            memory.abort()
+
+        threading.Thread(target=abort_when_told, daemon=True).start()
     problems = sequence(problem, (1, 3, 8))
     peers = {"addresses": memory.peers.addresses, "max_rows": memory.peers.max_rows, "two_shot_from": 8}
     given = [{**inputs_of(p, i, world.rank), **peers} for i, p in enumerate(problems)]

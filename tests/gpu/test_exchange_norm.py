@@ -70,9 +70,8 @@ def test_pairs_last_layers_and_rows_that_share_a_block(
     fields: dict[str, Any], config: Config | None, two_shot_from: int
 ) -> None:
     dtype = target_here().arch.dtype
-    problem = Problem(
-        **{"ranks": 3, "hidden": 2816, "dtype": dtype, "residual_dtype": "fp32", "num_tokens": 7} | fields
-    )
+    usual: dict[str, Any] = {"ranks": 3, "hidden": 2816, "dtype": dtype, "residual_dtype": "fp32", "num_tokens": 7}
+    problem = Problem(**usual | fields)
     gpu = OneGpu(problem, 7 * problem.rows, config)
     given = gpu.given(problem, 1, two_shot_from)
     torch.cuda.synchronize()

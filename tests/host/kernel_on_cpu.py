@@ -34,13 +34,11 @@ _BODIES = {
 _HOST = r"""
 #include <barrier>
 #include <cmath>
-#include <cstdlib>
 #include <memory>
 #include <thread>
 #include <vector>
 #include <sched.h>
 #include <unistd.h>
-constexpr int LATE_US = 80000;  // several times what a launch takes here
 #define __device__
 #define __global__
 #define __forceinline__ inline
@@ -64,7 +62,7 @@ struct Block {
 struct Index { unsigned x; };
 static thread_local Index threadIdx, blockIdx, gridDim;
 static thread_local Block* block_here;
-// Before its first poll of a peer a launch may be late, so that the others run ahead of it.
+// A launch that is late before it first polls, so that other ranks run ahead of it.
 static void pause_once() {
     static thread_local bool has_paused = false;
     if (!has_paused && block_here->pause_us) usleep(block_here->pause_us);
@@ -89,9 +87,8 @@ static bool __any_sync(unsigned, bool mine) {
     w.all.arrive_and_wait();
     return any;
 }
-template <typename Run> static void grid_of(int blocks, int threads, Run run) {
+template <typename Run> static void grid_of(int blocks, int threads, int pause_us, Run run) {
     std::vector<std::unique_ptr<Block>> all;
-    const int pause_us = rand() % 3 ? 0 : LATE_US;
     std::vector<std::thread> running;
     for (int b = 0; b < blocks; b++) {
         Block* block = all.emplace_back(std::make_unique<Block>(threads)).get();
@@ -118,8 +115,8 @@ def _matching(text: str, start: int, pair: str) -> int:
 
 
 def on_cpu(source: str, entry: str, folder: Path) -> ctypes.CDLL:
-    """Compiles `source` with `run(blocks, threads, ...)`, which launches `entry` with the arguments behind them and
-    returns when all its threads have ended.
+    """Compiles `source` with `run(blocks, threads, pause_us, ...)`, which launches `entry` with the arguments behind
+    them and returns when all its threads have ended. pause_us: that each thread waits before it first polls.
     """
     for name, body in _BODIES.items():
         found = list(re.finditer(rf"DEVICE \w+ {name}\([^)]*\) {{", source))
@@ -136,8 +133,8 @@ def on_cpu(source: str, entry: str, folder: Path) -> ctypes.CDLL:
     assert arguments, entry
     names = ", ".join(re.findall(r"(\w+)(?:,|$)", arguments[1]))
     call = (
-        f'extern "C" void run(int blocks, int threads, {arguments[1]}) '
-        f"{{ grid_of(blocks, threads, [=] {{ {entry}({names}); }}); }}"
+        f'extern "C" void run(int blocks, int threads, int pause_us, {arguments[1]}) '
+        f"{{ grid_of(blocks, threads, pause_us, [=] {{ {entry}({names}); }}); }}"
     )
     (folder / "kernel.cpp").write_text(f"{_HOST}\n{source}\n{call}\n")
     assert COMPILER is not None

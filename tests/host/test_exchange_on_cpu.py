@@ -55,19 +55,24 @@ class Ranks:
         given = {"addresses": self.addresses, "max_rows": self.max_rows, "two_shot_from": two_shot_from}
         return [{**each[0], **{n: e[n] for n in own}, **given, "rank": r} for r, e in enumerate(each)]
 
-    def launch(self, inputs: dict[str, Any]) -> None:
+    def launch(self, inputs: dict[str, Any], pause_us: int = 0) -> None:
         (launch,) = KERNEL.launches(replace(self.problem, num_tokens=inputs["num_tokens"]), self.config, TARGET)
         of = {"ptr": ctypes.c_void_p, "f32": ctypes.c_float, "i32": ctypes.c_int}
         values = [
             of[a.kind](v.data_ptr() if isinstance(v := inputs[a.name], Tensor) else v) for a in ARGS["exchange_norm"]
         ]
         blocks = min(launch.grid[0], 3)  # of several rows each, beyond three
-        self.library.run(blocks, launch.block[0], *values)
+        self.library.run(blocks, launch.block[0], pause_us, *values)
 
-    def run(self, all_inputs: list[list[dict[str, Any]]]) -> None:
-        """Each rank's launches in order; ranks run ahead of each other as they may."""
+    def run(self, all_inputs: list[list[dict[str, Any]]], pauses_us: list[list[int]]) -> None:
+        """Each rank's launches in order; ranks run ahead of those that pause. pauses_us: by launch and rank."""
+
+        def run(rank: int) -> None:
+            for inputs, pauses in zip(all_inputs, pauses_us, strict=True):
+                self.launch(inputs[rank], pauses[rank])
+
         with ThreadPoolExecutor(self.problem.ranks) as pool:
-            list(pool.map(lambda r: [self.launch(inputs[r]) for inputs in all_inputs], range(self.problem.ranks)))
+            list(pool.map(run, range(self.problem.ranks)))
 
     def words_left(self) -> int:
         """Words of all slots that are not zero."""
@@ -90,12 +95,8 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Ranks(*request.param, tmp_path_factory.mktemp("kernel"))
 
 
-def test_ranks_hold_the_same_bits_as_the_reference_says(ranks: Ranks) -> None:
-    """Launches of other numbers of tokens right behind each other, in one shot and in two; nothing is left behind."""
-    draw = random.Random(ranks.problem.ranks)
-    launches = [(draw.randint(1, MAX_TOKENS), draw.choice((0, 1, 4))) for _ in range(LAUNCHES)]
-    given = [ranks.inputs(i, *of) for i, of in enumerate(launches)]
-    ranks.run(given)
+def require_right(ranks: Ranks, launches: list[tuple[int, int]], given: list[list[dict[str, Any]]]) -> None:
+    """launches: tokens and two_shot_from."""
     for each, of in zip(given, launches, strict=True):
         problem = replace(ranks.problem, num_tokens=of[0])
         h, second = ([inputs[n] for inputs in each] for n in ("h", "second"))
@@ -108,14 +109,33 @@ def test_ranks_hold_the_same_bits_as_the_reference_says(ranks: Ranks) -> None:
     assert ranks.words_left() == 0
 
 
-def test_one_phase_is_too_few(tmp_path: Path) -> None:
-    """A rank that is an exchange ahead overwrites what a late one has not read: results differ, or none ends."""
-    ranks = Ranks(*PROBLEMS["three-ranks"], tmp_path, ("int(phase & 1) * RANKS * slot", "int64_t(0)"))
-    timer = threading.Timer(15.0, lambda: ranks.abort.fill_(1))
+def test_ranks_hold_the_same_bits_as_the_reference_says(ranks: Ranks) -> None:
+    """Launches of other numbers of tokens right behind each other, in one shot and in two; nothing is left behind."""
+    draw = random.Random(ranks.problem.ranks)
+    launches = [(draw.randint(1, MAX_TOKENS), draw.choice((0, 1, 4))) for _ in range(LAUNCHES)]
+    given = [ranks.inputs(i, *of) for i, of in enumerate(launches)]
+    ranks.run(given, [[draw.choice((0, 0, 80_000)) for _ in range(ranks.problem.ranks)] for _ in launches])
+    require_right(ranks, launches, given)
+
+
+def late_rank(ranks: Ranks, patience_s: float) -> None:
+    """Two exchanges, of which a rank polls the first when the others have long posted the second."""
+    launches = [(1, 0), (1, 0)]
+    given = [ranks.inputs(i, *of) for i, of in enumerate(launches)]
+    timer = threading.Timer(patience_s, lambda: ranks.abort.fill_(1))  # where words are lost none would end
     timer.start()
-    with pytest.raises(AssertionError):
-        test_ranks_hold_the_same_bits_as_the_reference_says(ranks)
+    ranks.run(given, [[2_000_000, *(0 for _ in given[0][1:])], [0 for _ in given[0]]])
     timer.cancel()
+    require_right(ranks, launches, given)
+
+
+def test_two_phases_are_enough_and_one_is_not(tmp_path: Path) -> None:
+    for folder in (tmp_path / "two", tmp_path / "one"):
+        folder.mkdir()
+    late_rank(Ranks(*PROBLEMS["one-warp"], tmp_path / "two"), 60.0)
+    one = Ranks(*PROBLEMS["one-warp"], tmp_path / "one", ("int(phase & 1) * RANKS * slot", "int64_t(0)"))
+    with pytest.raises(AssertionError):
+        late_rank(one, 6.0)
 
 
 @pytest.mark.parametrize("two_shot_from", [0, 1])

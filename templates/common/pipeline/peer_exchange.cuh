@@ -44,9 +44,9 @@ DEVICE void peer_receive(uint4 (&words)[COUNT], const uint32_t* abort, Place pla
         bool missing = false;
 #pragma unroll
         for (int i = 0; i < COUNT; i++)
-            peer_load4_if(place(i) != nullptr && !ll_all_valid(words[i]), words[i], place(i));
+            peer_load4_if((place(i) != nullptr) & !ll_all_valid(words[i]), words[i], place(i));
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) missing |= place(i) != nullptr && !ll_all_valid(words[i]);
+        for (int i = 0; i < COUNT; i++) missing |= (place(i) != nullptr) & !ll_all_valid(words[i]);
         if (!__any_sync(0xffffffffu, missing)) break;
         if (polls % POLLS_A_LOOK == 0 && __any_sync(0xffffffffu, peer_load(abort) != 0)) {
 #pragma unroll

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from kerngen.runtime.completion import UpToStop
 from kerngen.runtime.engine import Stats, TokenLogprobs
 from kerngen.runtime.sampling import Sampling
-from kerngen.runtime.serve.engine_process import Guiding
+from kerngen.runtime.serve.engine_process import Guiding, TokenRequest
 from kerngen.runtime.serve.errors import ApiError
 from kerngen.runtime.serve.output_parser import ContentDelta, Delta, Output, ToolCallDelta
 from kerngen.runtime.serve.protocol import MAX_STOP_CHARS, Generation
@@ -167,9 +167,9 @@ async def choice(
 ) -> AsyncGenerator[Part, None]:
     """One answer, in parts."""
     has_calls = False
-    stream = service.follow(asked.prompt, asked.max_new_tokens, sampling, asked.stop_ids, asked.logprobs, asked.guiding,
-                            asked.prompt_logprobs, lambda: reader.ended_by is not None)  # fmt: skip
-    async with aclosing(stream):
+    request = TokenRequest(asked.prompt, asked.max_new_tokens, sampling, asked.stop_ids, asked.logprobs, asked.guiding,
+                           asked.prompt_logprobs)  # fmt: skip
+    async with aclosing(service.follow(request, lambda: reader.ended_by is not None)) as stream:
         async for made in stream:
             deltas: list[Delta] = []
             count = len(made.tokens)

@@ -6,24 +6,24 @@ import asyncio
 import atexit
 import threading
 from array import array
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from multiprocessing import get_context
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from kerngen.errors import KerngenError, UsageError
-from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.engine_process import (
     Cancel,
     Failed,
-    Guiding,
     Loading,
     Made,
     Options,
     Ready,
     Submit,
+    TokenRequest,
     Told,
     serve,
 )
@@ -82,15 +82,7 @@ class EngineClient:
         return "" if self._failed is None else self._failed.message
 
     async def stream(
-        self,
-        prompt: Sequence[int],
-        max_new_tokens: int,
-        sampling: Sampling,
-        stop_ids: Sequence[int] = (),
-        logprobs: int | None = None,
-        guiding: Guiding | None = None,
-        prompt_logprobs: int | None = None,
-        enough: Callable[[], bool] = lambda: False,
+        self, request: TokenRequest, enough: Callable[[], bool] = lambda: False
     ) -> AsyncGenerator[Made, None]:
         """What the engine makes of a request, as it comes. Whoever leaves the loop early, or is cancelled, ends it, and
         what it holds is free at once. enough: whether what came is all that is wanted; the engine is told to end it
@@ -105,9 +97,7 @@ class EngineClient:
         queue = self._streams[number] = asyncio.Queue()
         is_over = False
         try:
-            submit = Submit(number, array("i", prompt), max_new_tokens, sampling, tuple(stop_ids), logprobs, guiding,
-                            prompt_logprobs)  # fmt: skip
-            self._outbox.put(submit)
+            self._outbox.put(Submit(number, replace(request, prompt=array("i", request.prompt))))
             while not is_over:
                 made = await queue.get()
                 # More than one step's where this process is behind: they go out together.

@@ -13,7 +13,6 @@ import sys
 import time
 import traceback
 import warnings
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -61,19 +60,26 @@ class Guiding:
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
-    """A request; `number` is the other process's name for it. logprobs, prompt_logprobs, guiding: see the engine's
-    Request.
+class TokenRequest:
+    """What is to be generated. stop_ids, logprobs, prompt_logprobs: see the engine's Request; guiding: in place of its
+    mask, which is compiled where the engine is.
     """
 
-    number: int
-    prompt: array[int]
+    prompt: Sequence[int]
     max_new_tokens: int
     sampling: Sampling
     stop_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     guiding: Guiding | None = None
     prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """`number` is the other process's name for the request. Its prompt is an array, which a pipe carries in bytes."""
+
+    number: int
+    request: TokenRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +248,9 @@ class _Loop:
 
     def _heed(self, told: Submit | Cancel) -> Sequence[Made]:
         if isinstance(told, Submit):
-            if told.guiding is None:
+            if (guiding := told.request.guiding) is None:
                 return self._submit(told)
-            self._compiling[told.number] = told, self._quick.submit(self._guide, told.guiding)
+            self._compiling[told.number] = told, self._quick.submit(self._guide, guiding)
             return ()
         if (compiling := self._compiling.pop(told.number, None)) is not None:
             compiling[1].cancel()  # where it has not begun
@@ -273,8 +279,8 @@ class _Loop:
         try:
             return self._submit(told, guide.result())
         except GrammarTooSlow:
-            assert told.guiding is not None
-            self._compiling[told.number] = told, self._slow.submit(self._guide, told.guiding, is_slow=True)
+            assert told.request.guiding is not None
+            self._compiling[told.number] = told, self._slow.submit(self._guide, told.request.guiding, is_slow=True)
             return ()
         except GuidesBusy as e:  # no fault of the request
             return (Made(told.number, [], reason="error", error=e.message),)
@@ -288,10 +294,11 @@ class _Loop:
     def _submit(self, told: Submit, mask: Guide | None = None) -> Sequence[Made]:
         from kerngen.runtime.engine import Request
 
+        asked = told.request
         try:
-            handle = self._engine.submit(Request(told.prompt, told.max_new_tokens, told.sampling, told.stop_ids,
-                                                 logprobs=told.logprobs, mask=mask,
-                                                 prompt_logprobs=told.prompt_logprobs))  # fmt: skip
+            handle = self._engine.submit(Request(asked.prompt, asked.max_new_tokens, asked.sampling, asked.stop_ids,
+                                                 logprobs=asked.logprobs, mask=mask,
+                                                 prompt_logprobs=asked.prompt_logprobs))  # fmt: skip
         except KerngenError as e:
             return (Made(told.number, [], reason="refused", error=e.message),)
         self._by_number[told.number] = handle

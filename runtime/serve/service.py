@@ -15,9 +15,8 @@ from starlette.requests import Request
 
 from kerngen.runtime.chat import TemplateTooSlow
 from kerngen.runtime.config import ModelConfig
-from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.engine_client import EngineClient
-from kerngen.runtime.serve.engine_process import Guiding, Made, Ready
+from kerngen.runtime.serve.engine_process import Made, Ready, TokenRequest
 from kerngen.runtime.serve.errors import ApiError, shortened
 from kerngen.runtime.serve.metrics import Metrics
 from kerngen.runtime.serve.tracing import Trace, Tracing
@@ -164,18 +163,11 @@ class Service:
                            f"{len(prompt)}{asked}", param=param, code="context_length_exceeded")  # fmt: skip
         return wanted or most
 
-    async def follow(
-        self, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int],
-        logprobs: int | None, guiding: Guiding | None, prompt_logprobs: int | None, enough: Callable[[], bool],
-    ) -> AsyncGenerator[Made, None]:  # fmt: skip
+    async def follow(self, request: TokenRequest, enough: Callable[[], bool]) -> AsyncGenerator[Made, None]:
         """As EngineClient.stream, watched."""
         watch, last = self.metrics.watch(), None
         try:
-            async with aclosing(
-                self.client.stream(
-                    prompt, max_new_tokens, sampling, stop_ids, logprobs, guiding, prompt_logprobs, enough
-                )
-            ) as stream:
+            async with aclosing(self.client.stream(request, enough)) as stream:
                 async for made in stream:
                     watch.tokens(len(made.tokens))
                     last = made if made.reason else None

@@ -14,7 +14,7 @@ from kerngen.runtime.config import read_model_config
 from kerngen.runtime.engine import Stats, TokenLogprobs
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.engine_client import EngineFailed
-from kerngen.runtime.serve.engine_process import Guiding, Made, Ready
+from kerngen.runtime.serve.engine_process import Guiding, Made, Ready, TokenRequest
 from kerngen.runtime.serve.service import Limits, Service
 from kerngen.runtime.session import stop_ids_of
 from kerngen.runtime.text import TextCodec
@@ -40,15 +40,16 @@ class PlayedEngine:
         self.num_left = self.num_ended = 0
         self.load = None
 
-    async def stream(
-        self, prompt: Sequence[int], max_new_tokens: int, sampling: Sampling, stop_ids: Sequence[int] = (),
-        logprobs: int | None = None, guiding: Guiding | None = None, prompt_logprobs: int | None = None,
-        enough: Callable[[], bool] = lambda: False,
-    ) -> AsyncIterator[Made]:  # fmt: skip
-        self.asked.append((list(array("i", prompt)), max_new_tokens, sampling, tuple(stop_ids)))
-        self.guided.append(guiding)
+    async def stream(self, request: TokenRequest, enough: Callable[[], bool] = lambda: False) -> AsyncIterator[Made]:
+        prompt, max_new_tokens, stop_ids, logprobs = (
+            request.prompt, request.max_new_tokens, request.stop_ids, request.logprobs
+        )  # fmt: skip
+        self.asked.append((list(array("i", prompt)), max_new_tokens, request.sampling, tuple(stop_ids)))
+        self.guided.append(request.guiding)
         number, made, is_over = len(self.asked), 0, False
-        of_prompt = [] if prompt_logprobs is None else [TokenLogprobs(t, -2.0, ((t, -2.0),)) for t in prompt[1:]]
+        of_prompt = (
+            [] if request.prompt_logprobs is None else [TokenLogprobs(t, -2.0, ((t, -2.0),)) for t in prompt[1:]]
+        )
         try:
             for at, step in enumerate(self.script(prompt)):
                 await asyncio.sleep(self.pause_s)

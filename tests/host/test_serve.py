@@ -17,6 +17,7 @@ from starlette.testclient import TestClient
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.app import make_app
 from kerngen.runtime.serve.choice_stream import merged
+from kerngen.runtime.serve.engine_process import TokenRequest
 from kerngen.runtime.serve.service import Limits, Service
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -513,7 +514,7 @@ def test_what_is_measured(client: TestClient, played: tuple[Service, PlayedEngin
 
 async def _leaves(service: Service) -> None:
     """Somebody who goes after the first token."""
-    async with aclosing(service.follow([2, 5], 9, Sampling(), (), None, None, None, lambda: False)) as stream:
+    async with aclosing(service.follow(TokenRequest([2, 5], 9, Sampling()), lambda: False)) as stream:
         await anext(stream)
 
 

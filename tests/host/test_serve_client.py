@@ -12,7 +12,17 @@ import pytest
 from kerngen.runtime.engine import Stats
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.engine_client import EngineClient, EngineFailed
-from kerngen.runtime.serve.engine_process import Cancel, Failed, Loading, Made, Options, Ready, Told, serve
+from kerngen.runtime.serve.engine_process import (
+    Cancel,
+    Failed,
+    Loading,
+    Made,
+    Options,
+    Ready,
+    TokenRequest,
+    Told,
+    serve,
+)
 from kerngen.runtime.session import Session
 
 
@@ -36,7 +46,7 @@ async def _told(steps: list[list[Made]]) -> tuple[list[Made], Exception | None, 
     """What somebody gets who comes back to the loop once all of `steps` were told; and what the engine was told."""
     client = EngineClient(Options({}, 64, 1))
     client._outbox = SimpleQueue()
-    stream = client.stream([1], 8, Sampling())
+    stream = client.stream(TokenRequest([1], 8, Sampling()))
     first = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
     for made in steps:
@@ -84,7 +94,7 @@ def test_what_is_enough_ends_with_what_the_engine_says_of_it(last: str) -> None:
     async def run() -> None:
         client = EngineClient(Options({}, 64, 1))
         client._outbox = SimpleQueue()
-        stream = client.stream([1], 8, Sampling(), enough=lambda: True)
+        stream = client.stream(TokenRequest([1], 8, Sampling()), lambda: True)
         first = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
         client._heed(Told([Made(0, [5])]))

@@ -23,7 +23,7 @@ from kerngen.runtime.completion import UpToStop
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve import connections, server
 from kerngen.runtime.serve.app import make_app
-from kerngen.runtime.serve.engine_process import Cancel, Guiding, Submit, _Loop
+from kerngen.runtime.serve.engine_process import Cancel, Guiding, Submit, TokenRequest, _Loop
 from kerngen.runtime.serve.messages import template_tools
 from kerngen.runtime.serve.service import QUICK_CHARS, QUICK_S, Limits, Service, size_of
 from kerngen.runtime.text import LEAST_CHARS
@@ -305,7 +305,7 @@ def test_a_grammar_that_nobody_waits_for_is_not_compiled(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(loop, "_guide", guide)
     for number in range(3):
-        loop._heed(Submit(number, [1], 1, Sampling(), guiding=Guiding(str(number))))  # type: ignore[arg-type]
+        loop._heed(Submit(number, TokenRequest([1], 1, Sampling(), guiding=Guiding(str(number)))))
     assert [made.reason for made in loop._heed(Cancel(1))] == ["cancelled"]
     goes_on.set()
     loop._quick.shutdown()
@@ -321,7 +321,7 @@ def test_a_grammar_that_breaks_its_compiler_is_one_requests_fault(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(loop, "_guide", guide)
-    loop._heed(Submit(7, [1], 1, Sampling(), guiding=Guiding("")))  # type: ignore[arg-type]
+    loop._heed(Submit(7, TokenRequest([1], 1, Sampling(), guiding=Guiding(""))))
     loop._quick.shutdown()
     (made,) = loop._submit_guided(*loop._compiling.pop(7))
     assert (made.number, made.reason) == (7, "error")

@@ -37,9 +37,11 @@ KEYS_VARIABLE = "KERNGEN_API_KEYS"  # several, with commas between them
 @click.option("--context", "--max-model-len", "context", type=click.IntRange(16), default=None,
               help="Tokens of a sequence, prompt and answer. Default: the model's own, 32768 at most.")  # fmt: skip
 @click.option("--max-batch", "--max-num-seqs", "max_batch", type=click.IntRange(1), default=64, show_default=True,
-              help="Sequences at once, where memory takes as many.")  # fmt: skip
+              help="Sequences at once, of each replica, where memory takes as many.")  # fmt: skip
+@click.option("--replicas", "--data-parallel-size", "replicas", type=click.IntRange(1), default=1, show_default=True,
+              help="Engines, each on a GPU of its own: the first ones, or --device cuda:0,cuda:1.")  # fmt: skip
 @click.option("--max-queue", type=click.IntRange(1), default=256, show_default=True,
-              help="Sequences at work or waiting; more get 429.")  # fmt: skip
+              help="Sequences at work or waiting, of each replica; more get 429.")  # fmt: skip
 @click.option("--max-body-mb", type=click.IntRange(1), default=16, show_default=True, help="Of a request.")
 @click.option("--drain", "drain_s", type=click.FloatRange(0), default=60.0, show_default=True,
               help="Seconds that answers have to end after SIGTERM or Ctrl-C.")  # fmt: skip
@@ -62,6 +64,7 @@ def serve(
     hosts: tuple[str, ...],
     context: int | None,
     max_batch: int,
+    replicas: int,
     max_queue: int,
     max_body_mb: int,
     drain_s: float,
@@ -85,6 +88,7 @@ def serve(
         from kerngen.runtime.serve.server import Settings, run
     except ImportError as e:
         raise UsageError(f"the server is not installed: {e}", hint="pip install 'kerngen[serve]'") from e
+    from kerngen.runtime.serve.replicas import device_groups
     from kerngen.runtime.serve.service import Limits
 
     arguments = load_arguments(model, **where)
@@ -96,10 +100,13 @@ def serve(
     if reproducible and arguments["num_draft_tokens"] is None and arguments["draft"]:
         raise UsageError("--reproducible takes a fixed number of drafts: one that adapts depends on time",
                          hint="--num-draft-tokens 3, or --no-draft")  # fmt: skip
-    limits = Limits(queue=max_queue, body_bytes=max_body_mb * 2**20)
+    device = arguments["device"]
+    are_several = replicas > 1 or "," in (device or "")
+    groups = device_groups(replicas, device, arguments["backend"]) if are_several else ()
+    limits = Limits(queue=max_queue * replicas, body_bytes=max_body_mb * 2**20)
     settings = Settings(arguments, host, port, names, tuple(given), context, max_batch, limits, drain_s, traces,
                         reproducible=reproducible, control_tokens=control_tokens, origins=origins,
-                        hosts=hosts)  # fmt: skip
+                        hosts=hosts, replicas=groups)  # fmt: skip
     with _weights(settings, model, generated) as settings, Reporter("starting") as bar:
         bar.note(f"starting {names[0] if names else model.name}: weights, then kernels; the port answers after that")
 

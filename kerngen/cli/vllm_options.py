@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-_ONE_GPU = "one GPU serves; leave it out; --device says which"
+_ONE_GPU = "one GPU runs a model; --replicas N serves on N, with all of it on each; --device says which"
 _CACHE = "the cache is as large as --context and --max-batch say; kerngen run MODEL --plan says what fits"
 _AS_IT_IS = "the checkpoint's own is used; leave it out"
 _READ = "Gemma-4's calls and thoughts are read as they are; leave it out"
@@ -21,7 +21,7 @@ _TEXT = "text alone is read"
 _LORA = "adapters are not served: merge it into its checkpoint"
 INSTEAD = {
     "tensor-parallel-size": _ONE_GPU, "tp": _ONE_GPU, "pipeline-parallel-size": _ONE_GPU, "pp": _ONE_GPU,
-    "data-parallel-size": _ONE_GPU, "dp": _ONE_GPU, "enable-expert-parallel": _ONE_GPU,
+    "dp": "--replicas says how many engines", "enable-expert-parallel": _ONE_GPU,
     "distributed-executor-backend": _ONE_GPU,
     "gpu-memory-utilization": _CACHE, "kv-cache-memory-bytes": _CACHE, "num-gpu-blocks-override": _CACHE,
     "block-size": _CACHE, "swap-space": "sequences without room are computed again later; leave it out",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -72,8 +73,13 @@ _router = APIRouter()
 @_router.head("/health", include_in_schema=False)
 @_router.head("/ping", include_in_schema=False)
 async def health(request: Request) -> Response:
-    service_of(request).require_open()
-    return Response(status_code=200)
+    service = service_of(request)
+    if not (replicas := service.client.replicas):
+        service.require_open()
+        return Response(status_code=200)
+    status = "down" if not service.is_open else "ok" if all(r.up for r in replicas) else "degraded"
+    told = {"status": status, "replicas": [asdict(r) for r in replicas]}
+    return json_response(told, 200 if service.is_open else 503)
 
 
 @_router.get("/metrics")

@@ -14,7 +14,7 @@ from multiprocessing import get_context
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from kerngen.errors import KerngenError, UsageError
+from kerngen.errors import UsageError
 from kerngen.runtime.serve.engine_process import (
     Cancel,
     Failed,
@@ -27,24 +27,18 @@ from kerngen.runtime.serve.engine_process import (
     Told,
     serve,
 )
+from kerngen.runtime.serve.engines import EngineFailed, EngineStopped, OnLoad
 
 if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
     from kerngen.runtime.engine import Load
 
-OnLoad = Callable[[int, int, str], None]
 STOP_S = 10.0  # within which an engine that is told to stop is gone; then it is killed
 
 
-class EngineFailed(KerngenError):
-    """There is no engine, or it has ended in an error."""
-
-
-class EngineStopped(EngineFailed):
-    """The answer was ended before its end: the server stops."""
-
-
 class EngineClient:
-    """The engine's process and the requests that it works on. `start`, then from one event loop alone.
+    """The engine's process and the requests that it works on (`Engines`). `start`, then from one event loop alone.
 
     on_load: is told, while the weights load, how many bytes of how many are there, and "", and while kernels are built,
     how many of how many, and which.
@@ -56,18 +50,22 @@ class EngineClient:
         self._streams: dict[int, asyncio.Queue[Made]] = {}
         self._failed: Failed | None = None
         self._closing = False
-        self.load: Load | None = None  # after the last step
+        self._process: BaseProcess | None = None
+        self.load: Load | None = None
+        self.replicas = ()
+        self.ended = asyncio.Event()  # by itself or by `close`
 
     async def start(self) -> Ready:
-        """Start the process and wait until it is ready. Raises EngineFailed, and UsageError for bad settings."""
+        """Start the process and wait until it is ready."""
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         context = get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._outbox: SimpleQueue[Submit | Cancel | None] = SimpleQueue()
-        self._process = context.Process(target=serve, args=(theirs, self._options), name="kerngen-engine")
-        self._process.start()  # no daemon: those may have no processes of their own, and compilers are some
-        atexit.register(self._process.kill)  # before what waits for it
+        process = context.Process(target=serve, args=(theirs, self._options), name="kerngen-engine")
+        process.start()  # no daemon: those may have no processes of their own, and compilers are some
+        atexit.register(process.kill)  # before what waits for it
+        self._process = process
         theirs.close()  # so that its end is seen here
         for work in (self._read, self._write):  # a pipe may be full while the engine is at a step
             threading.Thread(target=work, name="kerngen-engine", daemon=True).start()
@@ -76,6 +74,10 @@ class EngineClient:
     @property
     def is_alive(self) -> bool:
         return self._failed is None and not self._closing
+
+    @property
+    def is_lost(self) -> bool:
+        return self._failed is not None and not self._closing
 
     @property
     def why_dead(self) -> str:
@@ -128,19 +130,21 @@ class EngineClient:
                 self._outbox.put(Cancel(number))
 
     def end(self, why: str) -> None:
-        """End all that is at work: whoever waits for it is told `why`."""
         for number, queue in self._streams.items():
             queue.put_nowait(Made(number, [], reason="stopped", error=why))
 
     async def close(self) -> None:
-        """End the process; what still runs ends with it."""
         self._closing = True
+        if (process := self._process) is None:
+            return
         self._outbox.put(None)
-        await asyncio.to_thread(self._process.join, STOP_S)
-        if self._process.is_alive():
-            self._process.kill()
-            await asyncio.to_thread(self._process.join, STOP_S)
-        atexit.unregister(self._process.kill)
+        if self._ready.cancelled() or not self._ready.done():  # it reads nothing before
+            process.kill()
+        await asyncio.to_thread(process.join, STOP_S)
+        if process.is_alive():
+            process.kill()
+            await asyncio.to_thread(process.join, STOP_S)
+        atexit.unregister(process.kill)
         self._fail(Failed("the engine has stopped"))
 
     # -- in threads of their own
@@ -161,6 +165,7 @@ class EngineClient:
                 if not self._tell(self._heed, told) or isinstance(told, Failed):
                     return
         except (EOFError, OSError):
+            assert self._process is not None
             self._process.join(STOP_S)
             code = self._process.exitcode
             lost = Failed("the engine's process died" + ("" if code is None else f" (exit code {code})"))
@@ -195,6 +200,7 @@ class EngineClient:
         if self._failed is not None:
             return
         self._failed = failed
+        self.ended.set()
         if not self._ready.done():
             kind = UsageError if failed.is_misuse else EngineFailed
             self._ready.set_exception(kind(failed.message, hint=failed.hint))

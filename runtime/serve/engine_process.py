@@ -39,7 +39,9 @@ COMPILING_S = 0.002  # how often it is seen that a grammar is compiled, where no
 class Options:
     """load: arguments of `opens`. max_len: tokens of a sequence. max_batch: of them at once, where memory takes
     as many. opens: gives the session, None for `kerngen.load`; a function of a module, for it is called in the engine's
-    process. reproducible: as the engine's. usual: how most requests are sampled, if that is known.
+    process. reproducible: as the engine's. usual: how most requests are sampled, if that is known. devices: where the
+    engine runs, () for what `load` says. num_sharing: engines that share this machine's cores, each of which takes its
+    part of torch's threads.
     """
 
     load: Mapping[str, Any]
@@ -48,6 +50,8 @@ class Options:
     opens: Callable[..., Session] | None = None
     reproducible: bool = False
     usual: Sampling | None = None
+    devices: tuple[str, ...] = ()
+    num_sharing: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,7 @@ class Loading:
 @dataclass(frozen=True, slots=True)
 class Ready:
     """max_len, max_batch: what fitted. where: backend, device and dtype, in words. load_s, ready_s: seconds that
-    weights took, and then kernels and graphs. warnings: the checkpoint's.
+    weights took, and then kernels and graphs. warnings: the checkpoint's. board: the GPU's name, "" on a CPU.
     """
 
     max_len: int
@@ -113,6 +117,7 @@ class Ready:
     ready_s: float
     drafter: str | None
     warnings: tuple[str, ...] = ()
+    board: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +179,16 @@ def serve(connection: Connection, options: Options) -> None:
 
 
 def _open(connection: Connection, options: Options) -> tuple[Session, Engine]:
+    import torch
+
     from kerngen.runtime.backend import explaining_memory
     from kerngen.runtime.session import load
 
+    if options.num_sharing > 1:
+        torch.set_num_threads(max(torch.get_num_threads() // options.num_sharing, 1))
+    arguments = dict(options.load)
+    if options.devices:
+        (arguments["device"],) = options.devices
     told = 0
 
     def advance(done: int, total: int) -> None:
@@ -186,7 +198,7 @@ def _open(connection: Connection, options: Options) -> tuple[Session, Engine]:
             connection.send(Loading(done, total))
 
     with warnings.catch_warnings(record=True, action="always") as caught:
-        session = (options.opens or load)(**options.load, advance=advance)
+        session = (options.opens or load)(**arguments, advance=advance)
     session.reproducible = options.reproducible
     session.max_len = min(options.max_len, session.config.max_positions)
     with explaining_memory(session.ops.device, LESS_MEMORY):
@@ -201,6 +213,7 @@ def _open(connection: Connection, options: Options) -> tuple[Session, Engine]:
         f"{ops.name} on {ops.device}, {str(ops.dtype).removeprefix('torch.')}", session.load_s,
         ready_s, None if session.drafter_folder is None else os.fspath(session.drafter_folder),
         tuple(str(w.message) for w in caught),
+        torch.cuda.get_device_name(ops.device) if ops.device.type == "cuda" else "",
     ))  # fmt: skip
     return session, engine
 

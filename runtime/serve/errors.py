@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from kerngen.errors import KerngenError, UsageError
-from kerngen.runtime.serve.engine_client import EngineFailed, EngineStopped
+from kerngen.runtime.serve.engines import EngineFailed, EngineStopped
 
 log = logging.getLogger(__name__)
 SHOWN_CHARS, MOST_CHARS = 100, 2000  # of a name that a client gave, and of a message

@@ -1,15 +1,20 @@
-"""Prometheus metrics, under vLLM's names (vLLM 0.24, `vllm/v1/metrics/loggers.py`)."""
+"""Prometheus metrics, under vLLM's names (vLLM 0.24, `vllm/v1/metrics/loggers.py`). Of several engines those are sums;
+what each of them does is told under names of our own, with the label `replica`.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from kerngen.runtime.engine import Load, Stats
+    from kerngen.runtime.serve.engines import Engines
 
 disable_created_metrics()  # when each began says nothing that dashboards read
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -40,14 +45,30 @@ _BETWEEN_S = (
 _WHOLE_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
 _MODEL = ("model_name",)
+_OF_REPLICA = (
+    ("up", "up", "1 where it takes requests, 0 where it is being started."),
+    ("requests_running", "running", "Requests that have rows or are prefilled."),
+    ("requests_waiting", "waiting", "Requests that wait for pages or a row."),
+    ("pending_tokens", "pending_tokens", "Tokens still to be computed, as far as that is known."),
+    ("kv_cache_usage_perc", "kv_cache_usage", "Share of its cache's pages that are held, 0 to 1."),
+    ("requests", "requests", "Requests that it was sent."),
+    ("restarts", "restarts", "Times that it was started again."),
+)  # name, field of ReplicaState, text
+
+
+def cache_usage(load: Load) -> float:
+    """The share of the cache's pages that are held, of the kind of which fewest are free; 0 of no cache."""
+    used = (1 - load.free_pages[kind] / max(total, 1) for kind, total in load.num_pages.items() if total)
+    return max(used, default=0.0)
 
 
 class Metrics:
-    """Of one server. load: what the engine last said of itself."""
+    """Of one server. engines: what is behind it."""
 
-    def __init__(self, model: str, load: Callable[[], Load | None]) -> None:
+    def __init__(self, model: str, engines: Engines) -> None:
         self._registry = registry = CollectorRegistry()
-        self._load = load
+        self._engines = engines
+        registry.register(_Replicas(model, engines))
 
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(f"vllm:{name}", text, _MODEL, registry=registry).labels(model)
@@ -92,11 +113,10 @@ class Metrics:
         return Watch(self)
 
     def text(self) -> bytes:
-        if (load := self._load()) is not None:
+        if (load := self._engines.load) is not None:
             self._running.set(load.num_running + load.num_prefilling)
             self._waiting.set(load.num_waiting)
-            used = (1 - load.free_pages[kind] / max(total, 1) for kind, total in load.num_pages.items())
-            self._kv_use.set(max(used, default=0.0))
+            self._kv_use.set(cache_usage(load))
             self._preemptions.inc(load.num_preemptions - self._counted)
             self._counted = load.num_preemptions
         return generate_latest(self._registry)
@@ -148,3 +168,20 @@ class Watch:
 
     def ended(self, reason: str, stats: Stats | None = None) -> None:
         self._metrics._ended(reason, stats, self._count, time.perf_counter() - self._began)
+
+
+class _Replicas(Collector):
+    """What each of several engines does; nothing where there is one."""
+
+    def __init__(self, model: str, engines: Engines) -> None:
+        self._model, self._engines = model, engines
+
+    def collect(self) -> Iterator[Metric]:
+        if not (replicas := self._engines.replicas):
+            return
+        for name, field, text in _OF_REPLICA:
+            kind = CounterMetricFamily if name in ("requests", "restarts") else GaugeMetricFamily
+            family = kind(f"kerngen:replica_{name}", text, labels=(*_MODEL, "replica"))
+            for replica in replicas:
+                family.add_metric((self._model, str(replica.replica)), float(getattr(replica, field)))
+            yield family

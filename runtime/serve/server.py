@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,11 @@ from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.app import make_app
 from kerngen.runtime.serve.choice_stream import usual_values
 from kerngen.runtime.serve.connections import ACCEPTED_AT_ONCE, BACKLOG, Connection, Places, saying_what_is_lacking
-from kerngen.runtime.serve.engine_client import EngineClient, OnLoad
+from kerngen.runtime.serve.engine_client import EngineClient
 from kerngen.runtime.serve.engine_process import Options, Ready, keep_out_of_collections
+from kerngen.runtime.serve.engines import Engines, OnLoad
 from kerngen.runtime.serve.origins import allowed
+from kerngen.runtime.serve.replicas import ReplicaPool
 from kerngen.runtime.serve.service import Limits, Service
 from kerngen.runtime.serve.tracing import open_tracing
 from kerngen.runtime.session import Session, stop_ids_of
@@ -40,7 +42,8 @@ TOLD_S = 2.0  # in which those are told whose answers have not ended when the se
 class Settings:
     """load, opens, reproducible: see `Options`. control_tokens: see `Service`. drain_s: how long answers may take once
     the server is told to stop. traces: where spans go (tracing.py). origins, hosts: whose pages may ask where there are
-    no keys, and by which names, besides the server's own.
+    no keys, and by which names, besides the server's own. replicas: the devices of each of several engines; () for one,
+    where `load` says.
     """
 
     load: Mapping[str, Any]
@@ -58,6 +61,7 @@ class Settings:
     control_tokens: bool = False
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
+    replicas: tuple[tuple[str, ...], ...] = ()
 
 
 def run(
@@ -130,7 +134,11 @@ async def _open(settings: Settings, on_load: OnLoad | None, say: Callable[[str],
     suggested = read_sampling(folder)
     options = Options(load, context, settings.max_batch, settings.opens, settings.reproducible,
                       Sampling(**usual_values(suggested)))  # fmt: skip
-    client = EngineClient(options, on_load)
+    client: Engines = EngineClient(options, on_load)
+    if settings.replicas:
+        num_sharing = sum(devices == ("cpu",) for devices in settings.replicas)
+        each = [replace(options, devices=devices, num_sharing=num_sharing) for devices in settings.replicas]
+        client = ReplicaPool(each, on_load, say)
     ready, _ = await asyncio.gather(client.start(), asyncio.to_thread(codec.prepare))
     for warning in ready.warnings:
         say(f"warning: {warning}")
@@ -181,12 +189,12 @@ async def _serve(service: Service, settings: Settings, listening: socket.socket,
             listening.listen(BACKLOG)  # as uvicorn has told the socket how many to accept at once
             say(f"serving {', '.join(service.names)} at http://{f'[{host}]' if ':' in host else host}:{port} "
                 "(the page), /v1 (OpenAI's API); Ctrl-C ends it")  # fmt: skip
-        if not service.client.is_alive and not server.should_exit:
+        if service.client.is_lost and not server.should_exit:
             say(f"the engine has ended: {service.client.why_dead}")
             server.should_exit = server.force_exit = True
         await asyncio.wait([serving], timeout=WATCH_S if is_said else 0.01)
     await serving
-    return 0 if service.client.is_alive else 1
+    return 1 if service.client.is_lost else 0
 
 
 class _Server(uvicorn.Server):

@@ -15,8 +15,8 @@ from starlette.requests import Request
 
 from kerngen.runtime.chat import TemplateTooSlow
 from kerngen.runtime.config import ModelConfig
-from kerngen.runtime.serve.engine_client import EngineClient
 from kerngen.runtime.serve.engine_process import Made, Ready, TokenRequest
+from kerngen.runtime.serve.engines import Engines
 from kerngen.runtime.serve.errors import ApiError, shortened
 from kerngen.runtime.serve.metrics import Metrics
 from kerngen.runtime.serve.tracing import Trace, Tracing
@@ -50,7 +50,7 @@ class Service:
     control_tokens: what looks like a control token in a raw prompt is one, unless its request says otherwise.
     """
 
-    client: EngineClient
+    client: Engines
     ready: Ready
     codec: TextCodec
     config: ModelConfig
@@ -68,7 +68,7 @@ class Service:
     _slow: ThreadPoolExecutor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self.names[0], lambda: self.client.load)
+        self.metrics = Metrics(self.names[0], self.client)
         # A batch of one text is encoded in its thread: more of them would be the library's own.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._quick = ThreadPoolExecutor(QUICK_THREADS, thread_name_prefix="kerngen-text")
@@ -83,9 +83,14 @@ class Service:
         """Of a request that begins now; of nothing where no spans are asked for."""
         return Trace() if self.tracing is None else self.tracing.begin(request.headers)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether requests are let in."""
+        return self.client.is_alive and not self.is_draining
+
     def require_open(self) -> None:
-        """Raises ApiError where nobody is let in any more."""
-        if self.is_draining or not self.client.is_alive:
+        """Raises ApiError where nobody is let in."""
+        if not self.is_open:
             raise ApiError(503, self.client.why_dead or "the server is about to stop", code="unavailable")
 
     def require_places(self, count: int) -> None:
@@ -164,7 +169,7 @@ class Service:
         return wanted or most
 
     async def follow(self, request: TokenRequest, enough: Callable[[], bool]) -> AsyncGenerator[Made, None]:
-        """As EngineClient.stream, watched."""
+        """As Engines.stream, watched."""
         watch, last = self.metrics.watch(), None
         try:
             async with aclosing(self.client.stream(request, enough)) as stream:

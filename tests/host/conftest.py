@@ -114,6 +114,7 @@ FIRST = (
     "test_attn_warpgroups.py",  # 15 s
     "test_tuning_db_migration.py",  # 14 s: a server
     "test_serve_process.py",  # 14 s, and waits: servers of the tiny checkpoint
+    "test_serve_replicas.py",  # 12 s, and waits: a server of two engines
     "test_warpgroup_bodies.py",  # 13 s: NVRTC, 12 large ones
     "test_doctor.py",  # 12 s
     "test_step.py",  # 12 s

@@ -13,8 +13,8 @@ from kerngen.errors import UsageError
 from kerngen.runtime.config import read_model_config
 from kerngen.runtime.engine import Stats, TokenLogprobs
 from kerngen.runtime.sampling import Sampling
-from kerngen.runtime.serve.engine_client import EngineFailed
 from kerngen.runtime.serve.engine_process import Guiding, Made, Ready, TokenRequest
+from kerngen.runtime.serve.engines import EngineFailed, ReplicaState
 from kerngen.runtime.serve.service import Limits, Service
 from kerngen.runtime.session import stop_ids_of
 from kerngen.runtime.text import TextCodec
@@ -31,7 +31,7 @@ class PlayedEngine:
     def __init__(self, script: Callable[[Sequence[int]], list[list[int]]], stop_ids: Sequence[int]) -> None:
         self.script, self._stop_ids = script, set(stop_ids)
         self.pause_s = 0.0
-        self.is_alive, self.why_dead = True, ""
+        self.is_alive, self.is_lost, self.why_dead = True, False, ""
         self.fails: str | None = None
         self.fails_at = 0
         self.refuses: str | None = None
@@ -39,6 +39,7 @@ class PlayedEngine:
         self.guided: list[Guiding | None] = []
         self.num_left = self.num_ended = 0
         self.load = None
+        self.replicas: tuple[ReplicaState, ...] = ()
 
     async def stream(self, request: TokenRequest, enough: Callable[[], bool] = lambda: False) -> AsyncIterator[Made]:
         prompt, max_new_tokens, stop_ids, logprobs = (

@@ -33,11 +33,15 @@ class Served:
 
     def engine(self) -> int:
         """The process that runs the model."""
+        (pid,) = self.engines()
+        return pid
+
+    def engines(self) -> list[int]:
+        """The processes that run the model, in the order in which they were started."""
         told = subprocess.run(
             ["ps", "-ww", "-o", "pid=", "-o", "args=", "--ppid", str(self.process.pid)], capture_output=True, text=True
         )
-        (line,) = [line for line in told.stdout.splitlines() if "spawn_main" in line]
-        return int(line.split()[0])
+        return sorted(int(line.split()[0]) for line in told.stdout.splitlines() if "spawn_main" in line)
 
 
 @contextmanager

@@ -8,10 +8,12 @@ from multiprocessing import Pipe
 from queue import SimpleQueue
 
 import pytest
+import torch
 
+from kerngen.errors import UsageError
 from kerngen.runtime.engine import Stats
 from kerngen.runtime.sampling import Sampling
-from kerngen.runtime.serve.engine_client import EngineClient, EngineFailed
+from kerngen.runtime.serve.engine_client import EngineClient
 from kerngen.runtime.serve.engine_process import (
     Cancel,
     Failed,
@@ -21,8 +23,10 @@ from kerngen.runtime.serve.engine_process import (
     Ready,
     TokenRequest,
     Told,
+    _open,
     serve,
 )
+from kerngen.runtime.serve.engines import EngineFailed
 from kerngen.runtime.session import Session
 
 
@@ -40,6 +44,24 @@ def test_what_breaks_an_engine_is_in_its_log(
     err = capfd.readouterr().err
     assert "in _breaks" in err
     assert err.endswith("RuntimeError: planted\n")
+
+
+def test_engines_that_share_the_cores_divide_torchs_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, object] = {}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: found.update(threads=count))
+
+    def opens(**load: object) -> Session:
+        found.update(load)
+        raise UsageError("seen")
+
+    with pytest.raises(UsageError, match="seen"):
+        _open(Pipe()[0], Options({"folder": "x", "device": None}, 64, 1, opens, devices=("cpu",), num_sharing=3))
+    assert (found["threads"], found["device"], found["folder"]) == (2, "cpu", "x")
+    found.clear()
+    with pytest.raises(UsageError, match="seen"):
+        _open(Pipe()[0], Options({"device": "cuda:1"}, 64, 1, opens))
+    assert ("threads" in found, found["device"]) == (False, "cuda:1")
 
 
 async def _told(steps: list[list[Made]]) -> tuple[list[Made], Exception | None, list[object]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
@@ -32,16 +31,14 @@ from kerngen.runtime.serve.structured_outputs import guiding_of
 from kerngen.runtime.serve.tool_grammar import CallGrammar, call_grammar
 from kerngen.runtime.serve.unsupported_fields import require_honoured
 
-NOT_ENFORCED, MAX_HEADER_CHARS = "Kerngen-Not-Enforced", 1024  # what of the tools' schemas an answer may break
-
 router = APIRouter()
 
 
 async def answers(
     request: Request, service: Service, body: ChatCompletion, *, clip: bool = False
-) -> tuple[Asked, list[AsyncGenerator[Part, None]], dict[str, str]]:
-    """The n answers that `body` asks for, which begin as they are read; what they share; and headers of the response.
-    clip: where the context has less room than max_tokens, an answer is as long as the room.
+) -> tuple[Asked, list[AsyncGenerator[Part, None]]]:
+    """What the n answers that `body` asks for share, and the answers, which begin as they are read. clip: where the
+    context has less room than max_tokens, an answer is as long as the room.
 
     Raises ApiError, UsageError, and ClientGone where nobody waits.
     """
@@ -56,7 +53,8 @@ async def answers(
     variables = await variables_of(service, body, tools)
     prompt = await unless_gone(request, service.encode_chat(messages, variables))
     may_think = bool(variables.get(THINKING))
-    guiding, headers = await service.off_loop(_guiding, service, body, tools, prompt, may_think, size=size_of(tools))
+    guide = partial(_guiding, service, body, tools, prompt, may_think)
+    guiding, not_enforced = await service.off_loop(guide, size=size_of(tools))
     wanted = body.max_completion_tokens or body.max_tokens
     room = service.room(prompt, None if clip else wanted, "messages")
     asked = Asked(
@@ -65,19 +63,20 @@ async def answers(
         stop_ids_of(service, body, codec.end_of_calls_ids if tools else ()),
         (body.top_logprobs or 0) if body.logprobs else None,
         guiding,
+        not_enforced=not_enforced,
     )
     generators = [
         choice(service, asked, i, ChatReader(codec, stops_of(body), prompt, tools=names),
                sampling_of(service, body, i)) for i in range(count)
     ]  # fmt: skip
-    return asked, generators, headers
+    return asked, generators
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request, body: ChatCompletion) -> Response:
     service = service_of(request)
     trace = service.trace(request)
-    asked, generators, headers = await answers(request, service, body)
+    asked, generators = await answers(request, service, body)
     codec = service.codec
     heading = Heading.of("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion",
                          body.model or service.names[0])  # fmt: skip
@@ -101,7 +100,7 @@ async def chat_completions(request: Request, body: ChatCompletion) -> Response:
             ]  # fmt: skip
 
         answer = await send_events(request, service, body.stream_options, heading, usage, trace, generators, chunks)
-        answer.headers.update(headers)
+        answer.headers.update(asked.headers)
         return answer
     made = [Message() for _ in generators]
 
@@ -113,7 +112,7 @@ async def chat_completions(request: Request, body: ChatCompletion) -> Response:
         return heading.body(choices, usage)
 
     answer = await send_whole(request, service, usage, trace, generators, add, whole)
-    answer.headers.update(headers)
+    answer.headers.update(asked.headers)
     return answer
 
 
@@ -147,16 +146,13 @@ def _tools(service: Service, body: ChatCompletion) -> list[dict[str, Any]]:
 
 def _guiding(
     service: Service, body: ChatCompletion, tools: list[dict[str, Any]], prompt: list[int], may_think: bool
-) -> tuple[Guiding | None, dict[str, str]]:
-    """By which grammar the answer goes, and headers that say what of the tools' schemas it does not enforce."""
+) -> tuple[Guiding | None, tuple[str, ...]]:
+    """By which grammar the answer goes, and what of the tools' schemas it does not enforce."""
     calls = _calls(service, body, tools)
     or_calls = partial(_or_calls, service, body, tools) if tools and calls is None else None
     grammar = None if calls is None else calls.text
     guiding = guiding_of(service, body, grammar, prompt, may_think=may_think, or_calls=or_calls)
-    if calls is None or not calls.not_enforced:
-        return guiding, {}
-    told = json.dumps("; ".join(calls.not_enforced)[:MAX_HEADER_CHARS])[1:-1]  # in ASCII, on one line
-    return guiding, {NOT_ENFORCED: told[:MAX_HEADER_CHARS]}
+    return guiding, () if calls is None else calls.not_enforced
 
 
 def _or_calls(service: Service, body: ChatCompletion, tools: list[dict[str, Any]], content: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
@@ -146,9 +147,14 @@ def stops_of(body: Generation) -> tuple[str, ...]:
     return stop
 
 
+NOT_ENFORCED, MAX_HEADER_CHARS = "Kerngen-Not-Enforced", 1024  # what of its schemas an answer may break
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What all choices of a request share. logprobs, prompt_logprobs: see the engine's Request."""
+    """What all choices of a request share. logprobs, prompt_logprobs: see the engine's Request. not_enforced: what the
+    request's schemas ask for beyond what guides the answer.
+    """
 
     prompt: Sequence[int]
     max_new_tokens: int
@@ -156,6 +162,15 @@ class Asked:
     logprobs: int | None = None
     guiding: Guiding | None = None
     prompt_logprobs: int | None = None
+    not_enforced: tuple[str, ...] = ()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the response."""
+        if not self.not_enforced:
+            return {}
+        told = json.dumps("; ".join(self.not_enforced)[:MAX_HEADER_CHARS])[1:-1]  # in ASCII, on one line
+        return {NOT_ENFORCED: told[:MAX_HEADER_CHARS]}
 
 
 def stop_ids_of(service: Service, body: Generation, more: Sequence[int] = ()) -> tuple[int, ...]:

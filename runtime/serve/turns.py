@@ -124,10 +124,9 @@ def chat_body(turns: Turns, values: Mapping[str, Any]) -> ChatCompletion:
 async def begin(
     request: Request, service: Service, turns: Turns, body: ChatCompletion, *, clip: bool = False
 ) -> tuple[Asked, list[AsyncGenerator[Part, None]]]:
-    """As `answers`, without its headers."""
+    """As `answers`; errors name the request's own items."""
     with turns.named():
-        asked, generators, _ = await answers(request, service, body, clip=clip)
-        return asked, generators
+        return await answers(request, service, body, clip=clip)
 
 
 class Answer(Protocol):
@@ -181,8 +180,11 @@ async def send(
                     yield named_event(event)
 
     if as_stream:
-        return await send_stream(request, events(), lambda error: named_event(answer.fail(errors.of(error))))
-    return await send_whole(request, service, answer.usage, trace, generators, add, answer.whole)
+        response = await send_stream(request, events(), lambda error: named_event(answer.fail(errors.of(error))))
+    else:
+        response = await send_whole(request, service, answer.usage, trace, generators, add, answer.whole)
+    response.headers.update(asked.headers)
+    return response
 
 
 async def count_tokens(request: Request, service: Service, turns: Turns, body: ChatCompletion) -> int:

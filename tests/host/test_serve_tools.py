@@ -137,16 +137,32 @@ def test_a_chat_goes_on_after_a_call_that_was_cut_off(stream: bool) -> None:
         assert answered("so" + END, asked, stream=stream)[0] == {"content": "so", "finish_reason": "stop"}
 
 
+def _asking(api: str, tool: dict[str, Any], *, is_named: bool) -> dict[str, Any]:
+    """A request that asks for a call of `tool`, a function as chats have it."""
+    name, parameters = tool["name"], tool["parameters"]
+    if api == CHAT:
+        named: Any = {"type": "function", "function": {"name": name}}
+        return ASKED | {"tools": [{"type": "function", "function": tool}],
+                        "tool_choice": named if is_named else "required"}  # fmt: skip
+    if api == "/v1/responses":
+        named = {"type": "function", "name": name}
+        asked = {"input": "Hi", "tools": [{"type": "function", **tool}]}
+        return asked | {"tool_choice": named if is_named else "required"}
+    return {"model": "tiny", "max_tokens": 9, "messages": ASKED["messages"],
+            "tools": [{"name": name, "input_schema": parameters}],
+            "tool_choice": {"type": "tool", "name": name} if is_named else {"type": "any"}}  # fmt: skip
+
+
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
-def test_what_of_a_schema_is_not_enforced_is_told(stream: bool, choice: Any) -> None:
+@pytest.mark.parametrize("is_named", [False, True])
+@pytest.mark.parametrize("api", [CHAT, "/v1/responses", "/v1/messages"])
+def test_what_of_a_tools_schema_is_not_enforced_is_told(api: str, is_named: bool, stream: bool) -> None:
     tags = {"type": "array", "items": {"type": "string", "format": "slug"}, "uniqueItems": True, "x-order": 1}
     parameters = {"type": "object", "properties": {"tags": tags, "n\r\nSet-Cookie: \u00e9": {"not": {"const": 1}}}}
-    tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
     service, engine = played_service()
     with TestClient(make_app(service)) as client:
-        asked = ASKED | {"tools": [tool], "tool_choice": choice, "stream": stream}
-        told = client.post(CHAT, json=asked).headers["Kerngen-Not-Enforced"]
+        asked = _asking(api, {"name": "look", "parameters": parameters}, is_named=is_named) | {"stream": stream}
+        told = client.post(api, json=asked).headers["Kerngen-Not-Enforced"]
         assert sorted(told.split("; ")) == [
             "tool look: parameters.n\\r\\nSet-Cookie: \\u00e9: not",
             'tool look: parameters.tags.items: format \\"slug\\"',
@@ -154,4 +170,4 @@ def test_what_of_a_schema_is_not_enforced_is_told(stream: bool, choice: Any) -> 
         ]
         assert engine.guided[-1] is not None
         parameters["properties"] = {"tags": {"type": "array"}}
-        assert "Kerngen-Not-Enforced" not in client.post(CHAT, json=asked).headers
+        assert "Kerngen-Not-Enforced" not in client.post(api, json=asked).headers

@@ -22,13 +22,14 @@ from kerngen.runtime.serve.choice_stream import (
 )
 from kerngen.runtime.serve.engine_process import Guiding
 from kerngen.runtime.serve.errors import ApiError
+from kerngen.runtime.serve.lark import Grammar
 from kerngen.runtime.serve.messages import template_messages, template_tools
 from kerngen.runtime.serve.protocol import ChatCompletion, NamedTool, Tokenize, Tool
 from kerngen.runtime.serve.responses import Heading, Message, Usage, chat_logprobs, deltas_of
 from kerngen.runtime.serve.service import Service, service_of, size_of
 from kerngen.runtime.serve.streaming import send_events, send_whole, unless_gone
-from kerngen.runtime.serve.structured_outputs import guiding_of
-from kerngen.runtime.serve.tool_grammar import CallGrammar, call_grammar
+from kerngen.runtime.serve.structured_outputs import guiding_of, size_of_schemas
+from kerngen.runtime.serve.tool_grammar import call_grammar
 from kerngen.runtime.serve.unsupported_fields import require_honoured
 
 router = APIRouter()
@@ -54,7 +55,7 @@ async def answers(
     prompt = await unless_gone(request, service.encode_chat(messages, variables))
     may_think = bool(variables.get(THINKING))
     guide = partial(_guiding, service, body, tools, prompt, may_think)
-    guiding, not_enforced = await service.off_loop(guide, size=size_of(tools))
+    guiding, not_enforced = await service.off_loop(guide, size=size_of(tools) + size_of_schemas(body))
     wanted = body.max_completion_tokens or body.max_tokens
     room = service.room(prompt, None if clip else wanted, "messages")
     asked = Asked(
@@ -147,29 +148,25 @@ def _tools(service: Service, body: ChatCompletion) -> list[dict[str, Any]]:
 def _guiding(
     service: Service, body: ChatCompletion, tools: list[dict[str, Any]], prompt: list[int], may_think: bool
 ) -> tuple[Guiding | None, tuple[str, ...]]:
-    """By which grammar the answer goes, and what of the tools' schemas it does not enforce."""
-    calls = _calls(service, body, tools)
-    or_calls = partial(_or_calls, service, body, tools) if tools and calls is None else None
-    grammar = None if calls is None else calls.text
-    guiding = guiding_of(service, body, grammar, prompt, may_think=may_think, or_calls=or_calls)
-    return guiding, () if calls is None else calls.not_enforced
+    """By which grammar the answer goes, and what of its schemas that does not enforce."""
+    choice, is_parallel = body.tool_choice, body.parallel_tool_calls is not False
+    if isinstance(choice, NamedTool):
+        calls = _call_grammar(service, tools, name=choice.function.name, is_parallel=False)
+    elif choice == "required":
+        calls = _call_grammar(service, tools, is_parallel=is_parallel)
+    else:
+        calls = None
+    is_strict = any(tool["function"].get("strict") for tool in tools)
+
+    def or_calls(content: Grammar | None) -> Grammar | None:
+        if calls is not None or not tools or (content is None and not is_strict):
+            return content
+        return _call_grammar(service, tools, is_required=False, is_parallel=is_parallel, in_place_of=content)
+
+    return guiding_of(service, body, prompt, calls=calls, may_think=may_think, or_calls=or_calls)
 
 
-def _or_calls(service: Service, body: ChatCompletion, tools: list[dict[str, Any]], content: str) -> str:
-    """`content`, a grammar, or calls of `tools`, which the model may make in its place."""
-    return _call_grammar(service, tools, is_parallel=body.parallel_tool_calls is not False, in_place_of=content).text
-
-
-def _calls(service: Service, body: ChatCompletion, tools: list[dict[str, Any]]) -> CallGrammar | None:
-    """The grammar of the calls that tool_choice asks for, None where it asks for none."""
-    choice = body.tool_choice
-    if choice != "required" and not isinstance(choice, NamedTool):
-        return None
-    name = choice.function.name if isinstance(choice, NamedTool) else None
-    return _call_grammar(service, tools, name=name, is_parallel=name is None and body.parallel_tool_calls is not False)
-
-
-def _call_grammar(service: Service, tools: list[dict[str, Any]], **options: Any) -> CallGrammar:
+def _call_grammar(service: Service, tools: list[dict[str, Any]], **options: Any) -> Grammar:
     try:
         if service.codec.call_ids is None:
             raise UsageError("this model has no tokens for tool calls")

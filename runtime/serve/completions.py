@@ -24,7 +24,7 @@ from kerngen.runtime.serve.protocol import Completion
 from kerngen.runtime.serve.responses import Heading, TextLogprobs, Usage, text_of
 from kerngen.runtime.serve.service import service_of
 from kerngen.runtime.serve.streaming import send_events, send_whole, unless_gone
-from kerngen.runtime.serve.structured_outputs import guiding_of
+from kerngen.runtime.serve.structured_outputs import guiding_of, size_of_schemas
 from kerngen.runtime.serve.unsupported_fields import require_honoured
 
 DEFAULT_TOKENS = 16  # of an answer, as OpenAI has it
@@ -44,11 +44,14 @@ async def completions(request: Request, body: Completion) -> Response:
     prompts = [await unless_gone(request, encode(p)) if isinstance(p, str) else p for p in asked_for]
     generators: list[AsyncGenerator[Part, None]] = []
     echoes: list[str] = []
+    headers: dict[str, str] = {}  # the same for all prompts
     for i, prompt in enumerate(prompts):
         room = service.room(prompt, body.max_tokens or DEFAULT_TOKENS, "prompt")
-        guiding = await service.off_loop(guiding_of, service, body, None, prompt)
+        guide = partial(guiding_of, service, body, prompt)
+        guiding, not_enforced = await service.off_loop(guide, size=size_of_schemas(body))
         of_prompt = body.logprobs if body.echo else None
-        asked = Asked(prompt, room, stop_ids_of(service, body), body.logprobs, guiding, of_prompt)
+        asked = Asked(prompt, room, stop_ids_of(service, body), body.logprobs, guiding, of_prompt, not_enforced)
+        headers = asked.headers
         echoes += [await service.off_loop(codec.decode, prompt) if body.echo else ""] * count
         for j in range(count):
             reader = TextReader(codec, stops_of(body))
@@ -71,7 +74,9 @@ async def completions(request: Request, body: Completion) -> Response:
             is_news = text or found or part.finish_reason
             return [told(part, text, found)] if is_news else []
 
-        return await send_events(request, service, body.stream_options, heading, usage, trace, generators, chunks)
+        answer = await send_events(request, service, body.stream_options, heading, usage, trace, generators, chunks)
+        answer.headers.update(headers)
+        return answer
     texts, last = list(echoes), [Part(i) for i in range(len(echoes))]
     found: list[list[TokenLogprobs]] = [[] for _ in echoes]
 
@@ -84,7 +89,9 @@ async def completions(request: Request, body: Completion) -> Response:
         choices = [told(part, texts[i], logprobs[i].body(found[i])) for i, part in enumerate(last)]
         return heading.body(choices, usage)
 
-    return await send_whole(request, service, usage, trace, generators, add, whole)
+    answer = await send_whole(request, service, usage, trace, generators, add, whole)
+    answer.headers.update(headers)
+    return answer
 
 
 def _require_known(body: Completion) -> None:

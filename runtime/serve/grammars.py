@@ -1,13 +1,12 @@
 """Grammars that constrain an answer, by llguidance: a JSON schema, a regular expression, a choice of texts, tool calls.
 
 A Guide masks, at each step, the tokens after which no valid answer is possible. Grammars are llguidance's Lark text
-(https://github.com/guidance-ai/llguidance, docs/syntax.md and docs/json_schema.md). llguidance compiles JSON schemas
-itself; tool_grammar.py has the grammar of tool calls, whose arguments are not JSON.
+(https://github.com/guidance-ai/llguidance, docs/syntax.md and docs/json_schema.md). json_grammar.py has the
+grammar of JSON, tool_grammar.py that of tool calls, whose arguments are not JSON.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -21,8 +20,7 @@ from numpy.typing import NDArray
 from kerngen.errors import KerngenError, UsageError
 from kerngen.runtime.serve.grammar_compiler import GrammarCompiler, said_by
 from kerngen.runtime.serve.grammar_cost import MAX_COMPILE_S, GrammarCosts, GrammarTooCostly
-from kerngen.runtime.serve.lark import MAX_GRAMMAR_CHARS, dumped, is_texts, literal, regex
-from kerngen.runtime.serve.schema import require_small
+from kerngen.runtime.serve.lark import MAX_GRAMMAR_CHARS, is_texts, literal, regex
 from kerngen.runtime.serve.tool_grammar import call_grammar
 from kerngen.runtime.text import TextCodec
 
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
 NUM_KEPT, MAX_KEPT_BYTES = 64, 256 * 1024 * 1024
 MAX_LIVE_BYTES = 512 * 1024 * 1024  # of those, and of those that answers under way follow
 NUM_REFUSED = 1024  # grammars that took too much, which is not tried again
-# Between the parts of JSON: with more a weak model fills each gap up to the bound. Outlines has the same.
-_WHITESPACE = r" "
 
 
 class GuidesBusy(KerngenError):
@@ -166,21 +162,6 @@ class Guides:
 
 
 # ---- grammars --------------------------------------------------------------------------------------------------------
-
-
-def json_grammar(schema: Mapping[str, Any] | bool | None = None) -> str:
-    """Of JSON text that `schema` allows; of any JSON object without one.
-
-    JSON Schema 2020-12 as far as llguidance has it: a keyword or a format that it has not is an error that names it.
-    Members come in the order of `properties`; oneOf is taken as anyOf. Raises UsageError for what is no schema.
-    """
-    if schema is None:
-        schema = {"type": "object"}
-    if isinstance(schema, bool) or not isinstance(schema, Mapping):
-        raise UsageError(f"a JSON schema is an object, not {json.dumps(schema, default=repr)}")
-    require_small(schema)
-    options = {"whitespace_pattern": _WHITESPACE, "coerce_one_of": True}
-    return f"body: %json {dumped({**schema, 'x-guidance': options})}\n"
 
 
 def regex_grammar(pattern: str) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from kerngen.errors import UsageError
@@ -10,6 +13,23 @@ from kerngen.runtime.text import require_unicode
 
 MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_PATTERN_CHARS = 4096  # of a regular expression: compiling takes time with its square, 0.13 s for twice as many
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """text: the rule `body` and what it needs. not_enforced: what was asked for beyond it, each once, as
+    "tool f: parameters.tags: uniqueItems".
+    """
+
+    text: str
+    not_enforced: tuple[str, ...] = ()
+
+
+def require_enforced(not_enforced: Sequence[str]) -> None:
+    """Raises UsageError where a schema that is strict has what `not_enforced` names."""
+    if not_enforced:
+        raise UsageError(f"strict: true asks for all of a schema, and this cannot be enforced: "
+                         f"{'; '.join(not_enforced)[:1000]}; without strict it is left out, and told")  # fmt: skip
 
 
 def is_texts(value: Any) -> bool:
@@ -43,9 +63,20 @@ def regex(pattern: str, *, from_end_to_end: bool = False) -> str:
     return str(llguidance_library().regex_to_lark("|".join(branches), "dw"))
 
 
+@lru_cache(1024)
 def is_regex(text: str) -> bool:
     """Whether llguidance can follow `text`, as `regex` gives it: it cannot look around."""
-    return not llguidance_library().LLMatcher.validate_grammar(f"start: /{text}/\n")
+    return _is_grammar(f"start: /{text}/\n")
+
+
+@lru_cache(1024)
+def is_json_pattern(pattern: str) -> bool:
+    """Whether llguidance can follow `pattern` in a JSON schema."""
+    return _is_grammar(f"start: %json {dumped({'type': 'string', 'pattern': pattern})}\n")
+
+
+def _is_grammar(text: str) -> bool:
+    return not llguidance_library().LLMatcher.validate_grammar(text)
 
 
 def _alternatives(pattern: str) -> list[str]:

@@ -50,6 +50,7 @@ class ToolUse(_Body):
     name: str
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class ToolChoice(_Body):
@@ -210,7 +211,7 @@ def _tools(body: CountedMessage) -> tuple[list[dict[str, Any]] | None, Any]:
         if tool.type not in (None, "custom"):
             raise ApiError(400, f"tools.{at} is of type {tool.type!r:.80}, which does not run here: tools with an "
                                 "input_schema do, which the client calls")  # fmt: skip
-        function: dict[str, Any] = {"name": tool.name}
+        function: dict[str, Any] = {"name": tool.name, "strict": tool.strict}
         if tool.description is not None:
             function["description"] = tool.description
         if tool.input_schema is not None:

@@ -102,7 +102,7 @@ async def create_response(request: Request, body: CreateResponse) -> Response:
     try:
         asked, generators = await begin(request, service, turns, chat)
     except ApiError as e:
-        e.param = "input" if e.param == "messages" else e.param
+        e.param = {"messages": "input", "response_format": "text.format"}.get(e.param or "", e.param)
         raise
     heading = Heading("response", body.model or service.names[0], _id("resp"), int(time.time()))
     trace.asked(chat, heading, asked.max_new_tokens)
@@ -213,7 +213,10 @@ def _format(body: CountedResponse) -> dict[str, Any] | None:
     wanted = body.text.format if body.text else None
     if wanted is None or wanted.type != "json_schema":
         return None if wanted is None else {"type": wanted.type}
-    return {"type": "json_schema", "json_schema": {"name": wanted.name, "schema": wanted.schema_}}
+    return {
+        "type": "json_schema",
+        "json_schema": wanted.model_dump(include={"name", "schema_", "strict"}, by_alias=True),
+    }
 
 
 # -- an answer as a response

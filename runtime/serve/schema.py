@@ -1,14 +1,55 @@
-"""JSON schemas of tools: resolves references, and rewrites schemas to the keywords that the chat template reads."""
+"""JSON schemas: their keywords and references, and how the chat template reads them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from kerngen.errors import UsageError
 from kerngen.runtime.serve.lark import MAX_PATTERN_CHARS
 
+ANNOTATIONS = {
+    "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$schema", "$id",
+    "$comment", "$defs", "definitions", "$anchor", "$vocabulary", "strict", "contentEncoding", "contentMediaType",
+    "contentSchema", "components", "discriminator", "externalDocs", "xml",
+}  # fmt: skip
+SCHEMA_KEYWORDS = {"$ref", "anyOf", "oneOf", "allOf"}  # whose schemas hold beside what stands with them
+_NONE_ALLOWED = {"contains", "propertyNames", "unevaluatedItems", "unevaluatedProperties"}  # by false
 MAX_MEMBERS, MAX_NESTED = 50_000, 100  # of a tool's parameters: of its schemas, written out, and how deep
+
+
+def known_keywords(schema: Mapping[str, Any], known: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+    """What of `schema` is in `known`, and the names of what else it asks for: annotations, and what is turned off, ask
+    for nothing.
+    """
+    found, unknown = {}, []
+    for key, value in schema.items():
+        if key in known:
+            found[key] = value
+        elif key not in ANNOTATIONS | {"nullable"} and not key.startswith("x-"):
+            is_off = value is None or (value == 0 and key not in _NONE_ALLOWED)
+            unknown += [] if is_off else [key]
+    return found, sorted(unknown)
+
+
+def modern(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """`schema` as JSON Schema 2020-12 writes it, where drafts before it, or OpenAPI 3.0, write it otherwise."""
+    found = dict(schema)
+    for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if isinstance(found.get(exclusive), bool) and found.pop(exclusive) and bound in found:
+            found[exclusive] = found.pop(bound)
+    if isinstance(found.get("items"), list):
+        found["prefixItems"] = found.pop("items")
+        if "additionalItems" in found:
+            found["items"] = found["additionalItems"]
+    found.pop("additionalItems", None)  # which holds only behind a list of items
+    if "unevaluatedProperties" in found and not (SCHEMA_KEYWORDS | {"additionalProperties"}) & set(found):
+        found["additionalProperties"] = found.pop("unevaluatedProperties")
+    return found
+
+
+def without(schema: Mapping[str, Any], keyword: str) -> dict[str, Any]:
+    return {key: value for key, value in schema.items() if key != keyword}
 
 
 def referred(root: Mapping[str, Any], ref: str) -> Mapping[str, Any] | None:

@@ -6,41 +6,52 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from kerngen.errors import UsageError
 from kerngen.runtime.serve.engine_process import Guiding
 from kerngen.runtime.serve.errors import ApiError
-from kerngen.runtime.serve.grammars import choice_grammar, json_grammar, regex_grammar
+from kerngen.runtime.serve.grammars import choice_grammar, regex_grammar
+from kerngen.runtime.serve.json_grammar import json_grammar
+from kerngen.runtime.serve.lark import Grammar, require_enforced
 from kerngen.runtime.serve.protocol import Generation, ResponseFormat
-from kerngen.runtime.serve.service import Service
+from kerngen.runtime.serve.service import Service, size_of
 from kerngen.runtime.serve.unsupported_fields import require_honoured
 
 
 def guiding_of(
     service: Service,
     body: Generation,
-    calls: str | None,
     prompt: Sequence[int],
     *,
+    calls: Grammar | None = None,
     may_think: bool = False,
-    or_calls: Callable[[str], str] | None = None,
-) -> Guiding | None:
-    """By which grammar the answer goes: `calls`, which tool_choice asks for, or what the fields say. may_think: a
-    thought may come first, as it does where the prompt ends in one. or_calls: makes a grammar of the content into one
-    of it or of calls, where the model may make them. Large schemas take their time.
+    or_calls: Callable[[Grammar | None], Grammar | None] = lambda content: content,
+) -> tuple[Guiding | None, tuple[str, ...]]:
+    """By which grammar the answer goes, and what of its schemas that does not enforce: `calls`, which tool_choice asks
+    for, or what the fields say. may_think: a thought may come first, as it does where the prompt ends in one. or_calls:
+    makes a grammar of the content, if there is one, into one of it or of calls, where the model may make them. Large
+    schemas take their time.
     """
     asked = [*([] if calls is None else [calls]), *_grammars(body, is_text=calls is None)]
-    if not asked:
-        return None
     if len(asked) > 1:
         raise ApiError(400, "an answer follows one grammar: response_format, tool_choice, or one of structured_outputs "
                             "and guided_*")  # fmt: skip
-    grammar = asked[0] if or_calls is None else or_calls(asked[0])
+    found = or_calls(asked[0] if asked else None)
+    if found is None:
+        return None, ()
     if service.codec.channel_ids is None:
-        return Guiding(grammar)
+        return Guiding(found.text), found.not_enforced
     is_thinking = service.codec.open_thought(prompt) is not None
-    return Guiding(grammar, may_think=may_think and not is_thinking, is_thinking=is_thinking)
+    guiding = Guiding(found.text, may_think=may_think and not is_thinking, is_thinking=is_thinking)
+    return guiding, found.not_enforced
 
 
-def _grammars(body: Generation, *, is_text: bool) -> Iterator[str]:
+def size_of_schemas(body: Generation) -> int:
+    """As `size_of`, of what `guiding_of` reads."""
+    fields = (body.response_format, body.structured_outputs)
+    return size_of([body.guided_json, body.guided_choice, *(field and field.model_dump() for field in fields)])
+
+
+def _grammars(body: Generation, *, is_text: bool) -> Iterator[Grammar]:
     """is_text: not calls, of which response_format says nothing."""
     if is_text and body.response_format is not None and body.response_format.type != "text":
         yield _of_format(body.response_format)
@@ -54,22 +65,29 @@ def _grammars(body: Generation, *, is_text: bool) -> Iterator[str]:
 
 def _of_fields(
     where: str, schema: dict[str, Any] | str | None, pattern: str | None, choices: list[str] | None
-) -> Iterator[str]:
+) -> Iterator[Grammar]:
     if schema is not None:
         yield json_grammar(_schema(schema, f"{where}json"))
     if pattern is not None:
-        yield regex_grammar(pattern)
+        yield Grammar(regex_grammar(pattern))
     if choices is not None:
-        yield choice_grammar(choices)
+        yield Grammar(choice_grammar(choices))
 
 
-def _of_format(wanted: ResponseFormat) -> str:
-    schema = wanted.schema_
+def _of_format(wanted: ResponseFormat) -> Grammar:
+    schema, is_strict = wanted.schema_, False
     if wanted.type == "json_schema":
-        schema = schema if wanted.json_schema is None else wanted.json_schema.schema_
+        if (inner := wanted.json_schema) is not None:
+            schema, is_strict = inner.schema_, inner.strict is True
         if schema is None:
             raise ApiError(400, "response_format.json_schema.schema is missing", param="response_format")
-    return json_grammar(schema)
+    try:
+        grammar = json_grammar(schema)
+        if is_strict:
+            require_enforced(grammar.not_enforced)
+    except UsageError as e:
+        raise ApiError(400, e.message, param="response_format") from e
+    return grammar
 
 
 def _schema(given: dict[str, Any] | str, field: str) -> Any:

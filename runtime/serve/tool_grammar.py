@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kerngen.errors import UsageError
 from kerngen.runtime.serve.lark import (
     MAX_GRAMMAR_CHARS,
+    Grammar,
     dumped,
     is_regex,
     is_texts,
     literal,
     llguidance_library,
     regex,
+    require_enforced,
 )
-from kerngen.runtime.serve.schema import MAX_MEMBERS, MAX_NESTED, referred, require_small
-
-
-@dataclass(frozen=True, slots=True)
-class CallGrammar:
-    """text: the rule `body` and what it needs. not_enforced: what the schemas ask for beyond it, each once, as
-    "tool f: parameters.tags: uniqueItems".
-    """
-
-    text: str
-    not_enforced: tuple[str, ...]
+from kerngen.runtime.serve.schema import (
+    ANNOTATIONS,
+    MAX_MEMBERS,
+    MAX_NESTED,
+    SCHEMA_KEYWORDS,
+    known_keywords,
+    modern,
+    referred,
+    require_small,
+    without,
+)
 
 
 def call_grammar(
@@ -37,15 +38,16 @@ def call_grammar(
     name: str | None = None,
     is_required: bool = True,
     is_parallel: bool = True,
-    in_place_of: str | None = None,
-) -> CallGrammar:
+    in_place_of: Grammar | None = None,
+) -> Grammar:
     """Of calls of `tools` (OpenAI's, as template_tools takes them) in Gemma-4's syntax; of `name` alone if it is given.
 
     tokens: TextCodec.call_ids. is_parallel: more than one may be made. is_required: nothing but calls is said; else
-    text may stand before them, and there may be none. Arguments are what a function's `parameters` allow, as
-    far as that can be enforced.
-    in_place_of: another grammar, which binds the content; calls may be made instead, with any arguments.
-    Raises UsageError for a name that is not among the tools, and for what is no schema or allows nothing.
+    text may stand before them, and there may be none. in_place_of: another grammar, which binds the content; calls
+    may be made instead. Where calls are required, and of a `strict` function, arguments are what its `parameters` allow
+    as far as that can be enforced; else they are any.
+    Raises UsageError for a name that is not among the tools, for what is no schema or allows nothing, and for a strict
+    function whose schema cannot be enforced.
     """
     chosen = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
     if not chosen:
@@ -53,23 +55,26 @@ def call_grammar(
     first, last, quote = tokens
     rules = ["calls: call+" if is_parallel else "calls: call"]
     calls: list[str] = []
-    not_enforced: list[str] = []
+    not_enforced: list[str] = list(in_place_of.not_enforced) if in_place_of else []
     for at, function in enumerate(chosen):
         if not re.fullmatch(r"[A-Za-z0-9_.:/-]{1,128}", function["name"]):
             raise UsageError(f"{function['name']!r} is no name of a function: letters, digits, _ and - are")
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         whole = "object"
-        if in_place_of is None:
+        is_strict = function.get("strict") is True
+        if is_strict or (is_required and in_place_of is None):
             arguments = _Arguments(parameters, f"tool {function['name']}: parameters", f"t{at}_", quote)
+            if is_strict:
+                require_enforced(arguments.not_enforced)
             whole, rules = arguments.whole, rules + arguments.rules
             not_enforced += arguments.not_enforced
         calls.append(f"<[{first}]> {literal('call:' + function['name'])} {whole} <[{last}]>")
     rules += ["call: " + "\n  | ".join(calls), *_shared(quote)]
     if in_place_of is not None:
-        rules.append(f"body: said | calls\nsaid:{in_place_of.removeprefix('body:')}")
+        rules.append(f"body: said | calls\nsaid:{in_place_of.text.removeprefix('body:')}")
     else:
         rules.append("body: calls" if is_required else "body: SAID calls?\nSAID: /(?s:.*)/")
-    return CallGrammar("\n".join(rules) + "\n", tuple(dict.fromkeys(not_enforced)))
+    return Grammar("\n".join(rules) + "\n", tuple(dict.fromkeys(not_enforced)))
 
 
 def _shared(quote: int) -> list[str]:
@@ -88,11 +93,6 @@ def _shared(quote: int) -> list[str]:
 
 
 _BARE = r"""[^\s:,{}\[\]"<>|'][^\s:,{}\[\]"<>|]*"""  # of a key: what call_arguments.py reads as one
-_ANNOTATIONS = {
-    "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$schema", "$id",
-    "$comment", "$defs", "definitions", "$anchor", "$vocabulary", "strict", "contentEncoding", "contentMediaType",
-    "discriminator", "externalDocs", "xml",
-}  # fmt: skip
 _OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 _OF_TYPE = {
     "string": {"minLength", "maxLength", "pattern", "format"},
@@ -103,8 +103,7 @@ _OF_TYPE = {
     "boolean": set(),
     "null": set(),
 }  # fmt: skip
-_OF_SCHEMAS = {"$ref", "anyOf", "oneOf", "allOf"}
-_KNOWN = _OF_SCHEMAS | {"type", "nullable", "enum", "const"} | set().union(*_OF_TYPE.values())
+_KNOWN = SCHEMA_KEYWORDS | {"type", "nullable", "enum", "const"} | set().union(*_OF_TYPE.values())
 # Of two such bounds the higher and the lower one hold.
 _HIGHER = {"minimum", "exclusiveMinimum", "minLength", "minItems"}
 _LOWER = {"maximum", "exclusiveMaximum", "maxLength", "maxItems"}
@@ -187,11 +186,9 @@ class _Arguments:
             raise _Unsatisfiable(f"{where} is no schema that a value can satisfy: {dumped(schema)[:100]}")
         self._depth += 1
         self._count(1 + len(schema), where)
-        unknown = {k: v for k, v in schema.items() if k not in _KNOWN | _ANNOTATIONS and not str(k).startswith("x-")}
-        self._leave_out(
-            where, sorted(str(k) for k, v in unknown.items() if v is not None and v is not False and v != 0)
-        )
-        rule = self._known_value({key: value for key, value in schema.items() if key in _KNOWN}, where)
+        found, unknown = known_keywords(modern(schema), _KNOWN)
+        self._leave_out(where, unknown)
+        rule = self._known_value(found, where)
         self._depth -= 1
         return rule
 
@@ -199,13 +196,13 @@ class _Arguments:
         """As `_value`, of known keywords alone."""
         if not schema:
             return "any"
-        if schema.get("nullable") is True and _OF_SCHEMAS & set(schema):
-            return self._rule(f'{self._value(_without(schema, "nullable"), where)} | "null"')
+        if schema.get("nullable") is True and SCHEMA_KEYWORDS & set(schema):
+            return self._rule(f'{self._value(without(schema, "nullable"), where)} | "null"')
         if list(schema) == ["$ref"]:
             return self._ref(schema, where)
         if "$ref" in schema or "allOf" in schema:
             parts = _schemas(schema, "allOf", where) if "allOf" in schema else []
-            rest = _without(schema, "allOf")
+            rest = without(schema, "allOf")
             if not rest and len(parts) == 1:
                 return self._value(parts[0], f"{where}.allOf[0]")
             return self._value(self._joined([rest, *parts], where), where)
@@ -249,7 +246,7 @@ class _Arguments:
                 raise _Unsatisfiable(f"{where} is no schema that a value can satisfy: {dumped(part)[:100]}")
             self._count(1 + len(part), where)
             if "$ref" in part:
-                left[:0] = [_without(part, "$ref"), self._followed({"$ref": part["$ref"]}, where)[0]]
+                left[:0] = [without(part, "$ref"), self._followed({"$ref": part["$ref"]}, where)[0]]
                 continue
             for key, value in part.items():
                 found[key] = self._both(key, found[key], value, where) if key in found else value
@@ -257,7 +254,7 @@ class _Arguments:
 
     def _both(self, keyword: str, one: Any, other: Any, where: str) -> Any:
         """What `keyword` must be for both of its values to hold; the first where that cannot be said."""
-        if one is other or keyword in _ANNOTATIONS:
+        if one is other or keyword in ANNOTATIONS:
             return one
         numbers = _is_a(one, "number") and _is_a(other, "number")
         if numbers and keyword in _HIGHER | _LOWER:
@@ -302,9 +299,6 @@ class _Arguments:
             return self._object(schema, where)
         if not (bounds := {key: schema[key] for key in sorted(_OF_NUMBERS & set(schema))}):
             return "INTEGER" if kind == "integer" else "NUMBER"
-        for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
-            if isinstance(bounds.get(exclusive), bool) and bounds.pop(exclusive) and bound in bounds:
-                bounds[exclusive] = bounds.pop(bound)  # as JSON Schema 4 has it, and OpenAPI 3.0
         if not all(_is_a(bound, "number") for bound in bounds.values()):
             raise UsageError(f"{where}: {dumped(bounds)}: bounds are numbers")
         return f"%json {dumped({'type': kind, **bounds, 'x-guidance': {'whitespace_flexible': False}})}"
@@ -405,7 +399,7 @@ class _Arguments:
 
     def _one_of(self, schema: Mapping[str, Any], keyword: str, where: str) -> str:
         """anyOf, or oneOf, which is taken as it; what stands beside it holds in each of its schemas."""
-        rest = _without(schema, keyword)
+        rest = without(schema, keyword)
         rules = []
         for n, part in enumerate(_schemas(schema, keyword, where)):
             at, depth = f"{where}.{keyword}[{n}]", self._depth
@@ -427,10 +421,6 @@ class _Arguments:
             members = [f"{self._key(k)} {self._constant(value[k], where)}" for k in sorted(value, key=str.lower)]
             return '"{" ' + ' "," '.join(members) + ' "}"'
         return literal(dumped(value))
-
-
-def _without(schema: Mapping[str, Any], keyword: str) -> dict[str, Any]:
-    return {key: value for key, value in schema.items() if key != keyword}
 
 
 def _schemas(schema: Mapping[str, Any], keyword: str, where: str) -> list[Any]:

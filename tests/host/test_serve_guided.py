@@ -27,12 +27,13 @@ from kerngen.runtime.serve.grammars import (
     Guides,
     GuidesBusy,
     choice_grammar,
-    json_grammar,
     regex_grammar,
 )
+from kerngen.runtime.serve.json_grammar import _ENFORCED, json_grammar
 from kerngen.runtime.serve.messages import template_tools
 from kerngen.runtime.serve.output_parser import ContentDelta, Output, ReasoningDelta, ToolCallDelta
-from kerngen.runtime.serve.tool_grammar import _ANNOTATIONS, _KNOWN, call_grammar
+from kerngen.runtime.serve.schema import ANNOTATIONS
+from kerngen.runtime.serve.tool_grammar import _KNOWN, call_grammar
 from kerngen.runtime.text import TextCodec
 from kerngen.system.processes import Processes
 
@@ -58,6 +59,10 @@ def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Guides:
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.save(str(folder / "tokenizer.json"))
     return Guides(TextCodec(folder, 2), len(pieces), (1,))
+
+
+def json_text(schema: Any = None) -> str:
+    return json_grammar(schema).text
 
 
 def allowed(guide: Guide, vocab_size: int = VOCAB_SIZE) -> list[int]:
@@ -178,7 +183,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_json_satisfies_its_schema(guides: Guides, name: str) -> None:
-    grammar = json_grammar(SCHEMAS[name])
+    grammar = json_text(SCHEMAS[name])
     for seed in range(6):
         text = TINY.decode(said(guides, TINY, guides.guide(grammar), seed))
         assert is_valid(SCHEMAS[name], json.loads(text)), text
@@ -187,7 +192,7 @@ def test_json_satisfies_its_schema(guides: Guides, name: str) -> None:
 def test_json_has_one_space_at_most_in_a_gap(guides: Guides) -> None:
     """Else a weak model fills each of them up to the bound."""
     schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}
-    grammar = json_grammar(schema | {"additionalProperties": False})
+    grammar = json_text(schema | {"additionalProperties": False})
     for text in ('{"a": [1, 2]}', '{"a":[1,2]}'):
         guide = guides.guide(grammar)
         for token in TINY.encode(text, plain=True)[1:]:
@@ -200,7 +205,7 @@ def test_json_has_one_space_at_most_in_a_gap(guides: Guides) -> None:
 
 def test_any_json_object_without_a_schema(guides: Guides) -> None:
     for seed in range(6):
-        assert isinstance(json.loads(TINY.decode(said(guides, TINY, guides.guide(json_grammar()), seed))), dict)
+        assert isinstance(json.loads(TINY.decode(said(guides, TINY, guides.guide(json_text()), seed))), dict)
 
 
 def tool(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,7 +265,7 @@ TREES = st.recursive(LEAVES, lambda inner: objects(inner) | arrays(inner) | st.b
 @settings(max_examples=60, deadline=None)
 @given(schema=objects(TREES), seed=st.integers(0, 10**6))
 def test_any_schema_is_satisfied(guides: Guides, schema: dict[str, Any], seed: int) -> None:
-    value = json.loads(TINY.decode(said(guides, TINY, guides.guide(json_grammar(schema)), seed)))
+    value = json.loads(TINY.decode(said(guides, TINY, guides.guide(json_text(schema)), seed)))
     assert is_valid(schema, value), value
     [(_, value)], _, _ = calls_of(
         said(guides, TINY, guides.guide(guides.calls([tool("f", schema)], is_parallel=False)), seed)
@@ -272,7 +277,7 @@ ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.floats() | st.text(max_size=3)
     | st.sampled_from(["string", "object", "array", "null", "number", "#", "#/$defs/a", "#/a", "^a|[", "date", "(a+"]),
     lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(sorted(_KNOWN | _ANNOTATIONS | {"not", "x-a"})), inner),
+    | st.dictionaries(st.sampled_from(sorted(_KNOWN | _ENFORCED | ANNOTATIONS | {"not", "x-a"})), inner),
     max_leaves=10,
 )  # fmt: skip
 
@@ -281,7 +286,7 @@ ANYTHING = st.recursive(
 @given(schema=ANYTHING, name=st.sampled_from(sorted(_KNOWN)))
 def test_what_is_no_schema_is_refused(guides: Guides, schema: Any, name: str) -> None:
     """As an error of the request, whatever it is."""
-    for make in (json_grammar, lambda s: guides.calls([tool("f", {"type": "object", "properties": {"x": s}})]),
+    for make in (json_text, lambda s: guides.calls([tool("f", {"type": "object", "properties": {"x": s}})]),
                  lambda s: guides.calls([tool("f", {"type": "object", name: s})]),
                  lambda s: str(template_tools([tool("f", {name: s})]))):  # fmt: skip
         with contextlib.suppress(UsageError):
@@ -384,7 +389,7 @@ def test_a_token_that_is_not_allowed_is_refused(guides: Guides) -> None:
 
 
 def test_control_tokens_never_stand_in_strings(guides: Guides) -> None:
-    guide = guides.guide(json_grammar({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}))
+    guide = guides.guide(json_text({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}))
     for token in TINY.encode('{"a":"x', plain=True)[1:]:
         guide.accept(token)
     special = {i for i in range(107) if not TINY.decode([i])}
@@ -393,14 +398,94 @@ def test_control_tokens_never_stand_in_strings(guides: Guides) -> None:
 
 
 @pytest.mark.parametrize(("schema", "wrong"), [
-    ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
-    ({"type": "string", "format": "colour"}, "colour"), ({"type": "string", "pattern": "(?=a)"}, "look-around"),
     ({"type": "what"}, "what"), (False, "is an object"), ([], "is an object"), ({"$ref": "#"}, "nothing that ends"),
     ({"const": {1, 2}}, "JSON can hold"), ({"const": "x" * MAX_GRAMMAR_CHARS}, "characters"),
+    ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "schema.a: .ref .#/.defs/b. leads nowhere"),
+    ({"properties": {"a": {"pattern": [1]}}}, r"schema.a.pattern is \[1\], and not a regular expression"),
+    ({"type": "string", "minLength": 5, "maxLength": 3}, "minLength"), ({"items": 3}, "cannot be guided"),
 ])  # fmt: skip
-def test_a_schema_that_cannot_be_enforced_is_refused(guides: Guides, schema: Any, wrong: str) -> None:
+def test_a_schema_that_allows_nothing_is_refused(guides: Guides, schema: Any, wrong: str) -> None:
     with pytest.raises(UsageError, match=wrong):
-        guides.guide(json_grammar(schema))
+        guides.guide(json_text(schema))
+
+
+def follows(guide: Guide, text: str) -> bool:
+    """Whether the answer may be `text`, and may end there."""
+    for token in TINY.encode(text, plain=True)[1:]:
+        if token not in allowed(guide):
+            return False
+        guide.accept(token)
+    return STOPS[0] in allowed(guide)
+
+
+A, AB = {"type": "integer"}, {"a": {"type": "integer"}, "b": {"type": "integer"}}
+
+
+@pytest.mark.parametrize(("schema", "not_enforced", "valid", "invalid"), [
+    ({"type": "array", "uniqueItems": True, "contains": {}, "maxItems": 2, "x-order": 3, "foo": 1},
+     ["schema: contains", "schema: foo", "schema: uniqueItems"], ["[1,1]", "[]"], ["[1,1,1]", "1"]),
+    ({"type": "object", "properties": {"a": {"type": "array", "items": {"not": {}, "type": "integer"}}},
+      "unevaluatedProperties": False, "propertyNames": {}, "uniqueItems": False},
+     ["schema: propertyNames", "schema.a.items: not"], ['{"a":[1]}'], ['{"a":["x"]}', '{"b":[1]}']),
+    ({"$ref": "#/$defs/a", "unevaluatedProperties": False, "$defs": {"a": {"type": "object"}}},
+     ["schema: unevaluatedProperties"], ["{}"], ["1"]),
+    ({"type": "string", "format": "colour", "maxLength": 2}, ['schema: format "colour"'], ['"ab"'], ['"abc"', "1"]),
+    ({"type": "string", "format": "date"}, [], ['"2026-11-28"'], ['"ab"']),
+    ({"type": "integer", "format": "int64"}, [], ["3"], ['"a"']),
+    ({"type": "string", "pattern": "(?=a)", "maxLength": 2}, ["schema: pattern"], ['"bb"'], ['"abc"']),
+    ({"type": "string", "pattern": "("}, ["schema: pattern"], ['"b"'], ["1"]),
+    ({"type": "string", "pattern": "^a+$"}, [], ['"aa"'], ['"ab"']),
+    ({"patternProperties": {"^a": A, "(?=b)": A}, "type": "object", "additionalProperties": False},
+     ["schema: patternProperties"], ['{"ab":1}'], ['{"ab":"x"}', '{"c":1}']),
+    ({"type": "object", "minProperties": 1, "additionalProperties": A}, [], ['{"c":1}'], ["{}"]),
+    ({"type": "object", "minProperties": 1, "properties": AB, "additionalProperties": False},
+     ["schema: minProperties"], ["{}", '{"a":1}'], ['{"a":"x"}']),
+    ({"allOf": [{"maxProperties": 1}, {"properties": AB}], "type": "object", "additionalProperties": A},
+     ["schema.allOf[0]: maxProperties"], ['{"a":1,"b":2}'], ['{"a":"x"}']),
+    ({"$ref": "#/$defs/two", "minProperties": 0, "$defs": {"two": {"maxProperties": 1, "type": "object"}}}, [],
+     ['{"c":1}'], ['{"c":1,"d":2}']),
+    ({"$ref": "#/$defs/two", "properties": AB, "$defs": {"two": {"maxProperties": 1, "type": "object"}}},
+     ["schema (#/$defs/two): maxProperties"], ['{"a":1,"b":2}'], ['{"a":"x"}']),
+    ({"$ref": "#/components/a", "components": {"a": {"type": "array", "items": {"$ref": "#"}, "uniqueItems": True}}},
+     ["schema (#/components/a): uniqueItems"], ["[]", "[[],[]]"], ["[1]"]),
+    ({"type": "object", "properties": {"a": {"$ref": "#/$defs/used"}}, "required": ["a"],
+      "$defs": {"used": {"type": "integer", "not": {}}, "other": {"uniqueItems": True}}},
+     ["schema (#/$defs/used): not"], ['{"a":1}'], ['{"a":"x"}']),
+    ({"type": "string", "nullable": True}, [], ["null", '"a"'], ["1"]),
+    ({"allOf": [{"type": "integer"}], "nullable": True}, [], ["null", "1"], ['"a"']),
+    ({"type": "integer", "minimum": 3, "exclusiveMinimum": True, "maximum": 5, "exclusiveMaximum": False}, [],
+     ["4", "5"], ["3", "6"]),
+    ({"type": "array", "items": [{"const": 1}, A], "additionalItems": False}, [], ["[1,2]", "[1]"], ["[2]", "[1,2,3]"]),
+    ({"enum": ["ab", "c"], "minLength": 2}, [], ['"ab"'], ['"c"']),
+    ({"title": "t", "description": "d", "default": 1, "examples": [1], "deprecated": True, "readOnly": True, "xml": {},
+      "$schema": "http://odd/schema#", "$id": "http://x/y", "$comment": "c", "discriminator": {}, "contentSchema": {},
+      "type": "integer"}, [], ["1"], ['"a"']),
+])  # fmt: skip
+def test_what_can_be_enforced_of_json_is_and_the_rest_is_told(
+    schema: Any, not_enforced: list[str], valid: list[str], invalid: list[str], guides: Guides
+) -> None:
+    made = json_grammar(schema)
+    assert list(made.not_enforced) == not_enforced
+    for text in (*valid, *invalid):
+        assert follows(guides.guide(made.text), text) == (text in valid), text
+
+
+@pytest.mark.parametrize("keyword", sorted(_ENFORCED | ANNOTATIONS | {
+    "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames",
+    "dependencies", "unevaluatedItems", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "$dynamicRef",
+    "nullable", "$dynamicAnchor", "$recursiveRef", "additionalItems", "x-a", "foo",
+}))  # fmt: skip
+def test_no_keyword_is_refused_for_being_there(guides: Guides, keyword: str) -> None:
+    """llguidance refuses those that it knows of and has not, so that none of them may reach it."""
+    maps = ("properties", "patternProperties", "$defs", "definitions")
+    lists = ("anyOf", "oneOf", "allOf", "prefixItems")
+    values = {"$ref": "#/$defs/a", "type": "object", "enum": [1], "required": [], "pattern": "a", "format": "x",
+              "$id": "http://x", "$anchor": "b", "items": {}, "additionalProperties": {}, "unevaluatedProperties": {},
+              **{key: {"a": {}} for key in maps}, **{key: [{}] for key in lists}}  # fmt: skip
+    schema = {"$defs": {"a": {}}, keyword: values.get(keyword, 1)}
+    assert allowed(guides.guide(json_text(schema)))
+    assert allowed(guides.guide(json_text({"type": "object", "properties": {"x": schema | {"$defs": {}}}} | (
+        {"$defs": {"a": {}}}))))  # fmt: skip
 
 
 @pytest.mark.parametrize(("schema", "wrong"), [
@@ -524,7 +609,7 @@ def nested(depth: int) -> dict[str, Any]:
 def test_hostile_schemas_are_bounded(guides: Guides) -> None:
     """In depth, in size, and in time."""
     begun = time.perf_counter()
-    for make in (json_grammar, lambda s: guides.calls([tool("f", {"type": "object", "properties": {"x": s}})])):
+    for make in (json_text, lambda s: guides.calls([tool("f", {"type": "object", "properties": {"x": s}})])):
         with pytest.raises(UsageError, match="nested deeper"):
             make(nested(5000))
         with pytest.raises(UsageError, match="at most 4,096"):
@@ -535,7 +620,7 @@ def test_hostile_schemas_are_bounded(guides: Guides) -> None:
     chain["d2000"] = {"type": "null"}
     below = {"type": "object", "properties": {"x": {"$ref": "#/$defs/d0"}}, "$defs": chain}
     guides.guide(guides.calls([tool("f", below)]))
-    guides.guide(json_grammar(below))
+    guides.guide(json_text(below))
     options = {"type": "object", "properties": {f"p{n}": {"type": "null"} for n in range(500)}}
     said(guides, TINY, guides.guide(guides.calls([tool("f", options)])), 0)
     for pattern in ("a?" * 2000, "(" * 50_000 + ")" * 50_000, "(a{1,1000}){1,1000}", "(a|aa)*" * 200):
@@ -545,7 +630,7 @@ def test_hostile_schemas_are_bounded(guides: Guides) -> None:
 
 
 def test_a_grammar_is_compiled_once(guides: Guides) -> None:
-    grammar = json_grammar(SCHEMAS["nested"] | {"title": "once"})
+    grammar = json_text(SCHEMAS["nested"] | {"title": "once"})
     one, other = guides.guide(grammar), guides.guide(grammar)
     assert one._compiled is other._compiled
     one.accept(TINY.encode("{", plain=True)[1])
@@ -568,21 +653,21 @@ def test_a_grammar_that_takes_too_much_costs_its_asker_alone(
 ) -> None:
     before, began = resident_mb(), time.perf_counter()
     with pytest.raises(GrammarTooSlow, match=r"more than 0\.2 s"):
-        guides.guide(json_grammar(schema), within_s=0.2)
+        guides.guide(json_text(schema), within_s=0.2)
     monkeypatch.setattr(grammar_cost, "MAX_COMPILE_S", 1.0)
     with pytest.raises(GrammarTooCostly, match="to compile"):
-        guides.guide(json_grammar(schema), within_s=1.0)
+        guides.guide(json_text(schema), within_s=1.0)
     assert time.perf_counter() - began < 15
     assert resident_mb() - before < 20
     with pytest.raises(GrammarTooCostly):  # is known
-        guides.guide(json_grammar(schema), within_s=0.001)
-    assert allowed(guides.guide(json_grammar({"type": "null"}), within_s=0.2))
+        guides.guide(json_text(schema), within_s=0.001)
+    assert allowed(guides.guide(json_text({"type": "null"}), within_s=0.2))
 
 
 def test_a_grammar_that_takes_too_much_memory_is_refused() -> None:
     with Processes(1) as processes:
         tokenizer = (TINY.folder, 2, VOCAB_SIZE, STOPS)
-        grammar = "start: body\n" + json_grammar({"type": "integer", "multipleOf": 299_993})
+        grammar = "start: body\n" + json_text({"type": "integer", "multipleOf": 299_993})
         assert processes.submit(_measure_within, 1 << 28, tokenizer, grammar).result() > 50 << 20
         with pytest.raises(GrammarTooCostly, match="16 MB"):
             processes.submit(_measure_within, 1 << 24, tokenizer, grammar).result()

@@ -171,3 +171,88 @@ def test_what_of_a_tools_schema_is_not_enforced_is_told(api: str, is_named: bool
         assert engine.guided[-1] is not None
         parameters["properties"] = {"tags": {"type": "array"}}
         assert "Kerngen-Not-Enforced" not in client.post(api, json=asked).headers
+
+
+TAGS = {"type": "object", "required": ["tags"], "properties": {
+    "tags": {"title": "T", "type": "array", "items": {"type": "integer", "x-a": 1}, "uniqueItems": True}}}  # fmt: skip
+HI = {"messages": ASKED["messages"]}
+
+
+def _format(*, strict: bool | None = None, schema: Any = TAGS) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "t", "schema": schema, "strict": strict}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("api", "asked"), [
+    (CHAT, HI | {"response_format": _format()}), (CHAT, HI | {"response_format": _format(strict=False)}),
+    (CHAT, HI | {"response_format": {"type": "json_object", "schema": TAGS}}), (CHAT, HI | {"guided_json": TAGS}),
+    (CHAT, HI | {"structured_outputs": {"json": json.dumps(TAGS)}}), (CHAT, ASKED | {"response_format": _format()}),
+    ("/v1/completions", {"prompt": "Hi", "response_format": _format()}),
+    ("/v1/completions", {"prompt": "Hi", "guided_json": TAGS}),
+    ("/v1/responses", {"input": "Hi", "text": {"format": {"type": "json_schema", "name": "t", "schema": TAGS}}}),
+    ("/v1/messages", {"model": "tiny", "max_tokens": 9, "messages": HI["messages"],
+                      "output_config": {"format": {"type": "json_schema", "schema": TAGS}}}),
+])  # fmt: skip
+def test_a_schema_is_enforced_as_far_as_it_can_be(
+    api: str, asked: dict[str, Any], stream: bool, guides: Guides
+) -> None:
+    service, engine = played_service()
+    with TestClient(make_app(service)) as client:
+        answer = client.post(api, json=asked | {"stream": stream})
+    assert (answer.status_code, answer.headers["Kerngen-Not-Enforced"]) == (200, "schema.tags: uniqueItems")
+    guiding = engine.guided[-1]
+    assert guiding is not None
+    for text, is_allowed in (('{"tags":[1,1]}', True), ('{"tags":["x"]}', False), ("{}", False)):
+        assert follows(guides.guide(guiding.grammar), text) == is_allowed, text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("api", "asked", "param", "wrong"), [
+    (CHAT, HI | {"response_format": _format(strict=True)}, "response_format", "schema.tags: uniqueItems"),
+    (CHAT, ASKED | {"response_format": _format(strict=True)}, "response_format", "schema.tags: uniqueItems"),
+    ("/v1/completions", {"prompt": "Hi", "response_format": _format(strict=True)}, "response_format",
+     "schema.tags: uniqueItems"),
+    ("/v1/responses", {"input": "Hi", "text": {"format": {"type": "json_schema", "name": "t", "schema": TAGS,
+                                                          "strict": True}}}, "text.format", "schema.tags: uniqueItems"),
+    *((api, _asking(api, {"name": "f", "parameters": TAGS, "strict": True}, is_named=False) | {"tool_choice": choice},
+       "tools", "tool f: parameters.tags: uniqueItems")
+      for api in (CHAT, "/v1/responses") for choice in (None, "auto", "required")),
+    *(("/v1/messages", HI | {"model": "tiny", "max_tokens": 9, "tool_choice": choice, "tools": [
+        {"name": "f", "input_schema": TAGS, "strict": True}]}, None, "tool f: parameters.tags: uniqueItems")
+      for choice in (None, {"type": "any"})),
+])  # fmt: skip
+def test_what_is_strict_and_cannot_be_enforced_is_refused(
+    api: str, asked: dict[str, Any], param: str | None, wrong: str, stream: bool
+) -> None:
+    service, _ = played_service()
+    with TestClient(make_app(service)) as client:
+        answer = client.post(api, json=asked | {"stream": stream})
+    error = answer.json()["error"]
+    assert (answer.status_code, error.get("param")) == (400, param), error
+    assert f"strict: true asks for all of a schema, and this cannot be enforced: {wrong}" in error["message"]
+
+
+@pytest.mark.parametrize("asked", [{}, {"response_format": _format(schema={"type": "integer"}, strict=True)}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_strict_functions_are_as_their_schemas_say(
+    stream: bool, asked: dict[str, Any], guides: Guides
+) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema, "strict": strict}}
+             for name, strict in (("sure", True), ("free", False), ("none", None))]  # fmt: skip
+    service, engine = played_service()
+    with TestClient(make_app(service)) as client:
+        for some in (tools, tools[1:]):
+            answer = client.post(CHAT, json=ASKED | {"tools": some, "stream": stream} | asked)
+            assert answer.status_code == 200, answer.text
+            assert "Kerngen-Not-Enforced" not in answer.headers
+    assert asked or engine.guided[-1] is None, "no function is strict, and the model may call them or not"
+    guiding = engine.guided[-2]
+    assert guiding is not None
+    call = "<|tool_call>call:{}{{{}}}<tool_call|>".format
+    texts = {call("sure", "n:1"): True, call("sure", 'n:<|"|>x<|"|>'): False, call("sure", ""): False,
+             call("free", 'n:<|"|>x<|"|>'): True, call("none", ""): True, call("other", ""): False,
+             call("sure", "n:1") + call("free", ""): True, "so": not asked, "3": True,
+             "so" + call("sure", "n:1"): not asked, "so" + call("sure", ""): False}  # fmt: skip
+    for text, is_allowed in texts.items():
+        assert follows(guides.guide(guiding.grammar), text) == is_allowed, text

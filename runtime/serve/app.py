@@ -93,6 +93,7 @@ async def version() -> Response:
 
 
 @_router.get("/")
+@_router.head("/", include_in_schema=False)  # Claude Code asks whether there is anybody
 async def page() -> Response:
     html, headers = chat_page()
     return HTMLResponse(html, headers=headers)

@@ -147,13 +147,15 @@ def stops_of(body: Generation) -> tuple[str, ...]:
     return stop
 
 
-NOT_ENFORCED, MAX_HEADER_CHARS = "Kerngen-Not-Enforced", 1024  # what of its schemas an answer may break
+NOT_ENFORCED, LEFT_OUT = "Kerngen-Not-Enforced", "Kerngen-Left-Out"
+MAX_HEADER_CHARS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What all choices of a request share. logprobs, prompt_logprobs: see the engine's Request. not_enforced: what the
-    request's schemas ask for beyond what guides the answer.
+    request's schemas ask for beyond what guides the answer. left_out: what of the request the
+    model is not told.
     """
 
     prompt: Sequence[int]
@@ -163,14 +165,16 @@ class Asked:
     guiding: Guiding | None = None
     prompt_logprobs: int | None = None
     not_enforced: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the response."""
-        if not self.not_enforced:
-            return {}
-        told = json.dumps("; ".join(self.not_enforced)[:MAX_HEADER_CHARS])[1:-1]  # in ASCII, on one line
-        return {NOT_ENFORCED: told[:MAX_HEADER_CHARS]}
+        """Of the response, in ASCII, each on one line."""
+        told = {NOT_ENFORCED: self.not_enforced, LEFT_OUT: self.left_out}
+        lines = {
+            name: json.dumps("; ".join(values)[:MAX_HEADER_CHARS])[1:-1] for name, values in told.items() if values
+        }
+        return {name: line[:MAX_HEADER_CHARS] for name, line in lines.items()}
 
 
 def stop_ids_of(service: Service, body: Generation, more: Sequence[int] = ()) -> tuple[int, ...]:

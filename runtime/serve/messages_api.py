@@ -142,7 +142,7 @@ def _chat(body: CountedMessage) -> tuple[Turns, ChatCompletion]:
         raise ApiError(
             400, "the last message is the assistant's: an answer is a turn of its own, and goes on with none"
         )
-    tools, choice = _tools(body)
+    tools, choice = _tools(body, turns)
     created = body if isinstance(body, CreateMessage) else None
     wanted = body.output_config.format if body.output_config else None
     return turns, chat_body(turns, {
@@ -179,7 +179,7 @@ def _add_turn(turns: Turns, turn: Turn, where: str) -> None:
 
 
 def _add_result(turns: Turns, block: dict[str, Any], where: str) -> None:
-    text = text_of(block.get("content"), _TEXT, f"{where}.content", join="\n")
+    text = text_of(block.get("content"), _TEXT, f"{where}.content", join="\n", result_of=turns)
     if not isinstance(call := block.get("tool_use_id"), str):
         raise ApiError(400, f"{where} has no tool_use_id")
     # Anthropic's clients mark an error beside its text, which alone the model reads.
@@ -204,19 +204,20 @@ def _add_answer(turns: Turns, block: dict[str, Any], where: str) -> None:
         raise not_text(kind, where, ("text", "thinking", "tool_use"))
 
 
-def _tools(body: CountedMessage) -> tuple[list[dict[str, Any]] | None, Any]:
+def _tools(body: CountedMessage, turns: Turns) -> tuple[list[dict[str, Any]] | None, Any]:
     """tools and tool_choice as a chat has them."""
     found = []
     for at, tool in enumerate(body.tools or ()):
         if tool.type not in (None, "custom"):
-            raise ApiError(400, f"tools.{at} is of type {tool.type!r:.80}, which does not run here: tools with an "
-                                "input_schema do, which the client calls")  # fmt: skip
+            turns.leave_out_tool(f"tools.{at}", tool.type)
+            continue
         function: dict[str, Any] = {"name": tool.name, "strict": tool.strict}
         if tool.description is not None:
             function["description"] = tool.description
         if tool.input_schema is not None:
             function["parameters"] = tool.input_schema
         found.append({"type": "function", "function": function})
+    turns.require_tools(found, "tools with an input_schema")
     if (choice := body.tool_choice) is None:
         return found or None, None
     if choice.type == "tool":

@@ -106,7 +106,7 @@ async def create_response(request: Request, body: CreateResponse) -> Response:
         raise
     heading = Heading("response", body.model or service.names[0], _id("resp"), int(time.time()))
     trace.asked(chat, heading, asked.max_new_tokens)
-    made = _Made(_echoed(service, body, chat, heading), Usage(len(asked.prompt)))
+    made = _Made(_echoed(service, body, chat, heading), Usage(len(asked.prompt)), _namespaces(body))
     return await send(request, service, trace, asked, generators, made, as_stream=bool(body.stream))
 
 
@@ -142,7 +142,7 @@ def _chat(body: CountedResponse) -> tuple[Turns, ChatCompletion]:
     else:
         for at, item in enumerate(body.input):
             _add_item(turns, item, f"input[{at}]")
-    tools, choice = _tools(body)
+    tools, choice = _tools(body, turns)
     return turns, chat_body(turns, {
         "model": body.model, "tools": tools, "tool_choice": choice, "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": body.reasoning.effort if body.reasoning else None, "response_format": _format(body),
@@ -166,9 +166,9 @@ def _add_item(turns: Turns, item: dict[str, Any], where: str) -> None:
             turns.add(where, role, text)
     elif kind == "function_call":
         name, call_id, arguments = (_string(item, key, where) for key in ("name", "call_id", "arguments"))
-        turns.add_call(where, call_id, name, arguments)
+        turns.add_call(where, call_id, _joined(item.get("namespace"), name), arguments)
     elif kind == "function_call_output":
-        output = text_of(item.get("output"), _TEXT, f"{where}.output")
+        output = text_of(item.get("output"), _TEXT, f"{where}.output", result_of=turns)
         turns.add(where, "tool", output, tool_call_id=_string(item, "call_id", where))
     elif kind == "reasoning":
         text = text_of(item.get("content"), {"reasoning_text": "text"}, f"{where}.content")
@@ -188,16 +188,23 @@ def _string(item: dict[str, Any], name: str, where: str) -> str:
     return value
 
 
-def _tools(body: CountedResponse) -> tuple[list[dict[str, Any]] | None, Any]:
+def _tools(body: CountedResponse, turns: Turns) -> tuple[list[dict[str, Any]] | None, Any]:
     """tools and tool_choice as a chat has them."""
     found: list[dict[str, Any]] = []
     for at, tool in enumerate(body.tools or ()):
-        if tool.get("type") != "function":
-            raise ApiError(400, f"tools[{at}] is of type {tool.get('type')!r:.80}, which does not run here: functions "
-                                "do, which the client calls", param=f"tools[{at}]")  # fmt: skip
-        names = ("name", "description", "parameters", "strict")
-        function = {name: tool[name] for name in names if tool.get(name) is not None}
-        found.append({"type": "function", "function": function})
+        where, kind = f"tools[{at}]", tool.get("type")
+        namespace, functions = ("", [tool]) if kind == "function" else (tool.get("name"), tool.get("tools"))
+        if kind not in ("function", "namespace"):
+            turns.leave_out_tool(where, kind)
+        elif not isinstance(namespace, str) or not isinstance(functions, list):
+            raise ApiError(400, f"{where} has no name and tools", param=where)
+        else:
+            for function in functions:
+                if not isinstance(function, dict) or function.get("type") != "function":
+                    turns.leave_out_tool(where, function.get("type") if isinstance(function, dict) else function)
+                else:
+                    found.append(_function(function, tool if namespace else None))
+    turns.require_tools(found, "functions")
     choice = body.tool_choice
     if not isinstance(choice, ToolChoice):
         return found or None, choice
@@ -207,6 +214,29 @@ def _tools(body: CountedResponse) -> tuple[list[dict[str, Any]] | None, Any]:
     if unknown := [name for name in allowed if name not in [tool["function"].get("name") for tool in found]]:
         raise ApiError(400, f"tool_choice allows {unknown[0]!r:.80}, which is none of the tools", param="tool_choice")
     return [tool for tool in found if tool["function"].get("name") in allowed], choice.mode
+
+
+def _function(tool: dict[str, Any], namespace: dict[str, Any] | None) -> dict[str, Any]:
+    """A chat's tool, whose name and description begin with its namespace's."""
+    names = ("name", "description", "parameters", "strict")
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    if namespace is not None and isinstance(function.get("name"), str):
+        function["name"] = _joined(namespace["name"], function["name"])
+        texts = [of["description"] for of in (namespace, tool) if isinstance(of.get("description"), str)]
+        function["description"] = "\n\n".join(texts)
+    return {"type": "function", "function": function}
+
+
+def _joined(namespace: Any, name: str) -> str:
+    return f"{namespace}.{name}" if isinstance(namespace, str) and namespace else name
+
+
+def _namespaces(body: CountedResponse) -> dict[str, dict[str, str]]:
+    """Name and namespace of each function that has one, by the name that the model knows."""
+    spaces = [tool for tool in body.tools or () if tool.get("type") == "namespace"]
+    return {_joined(space["name"], function["name"]): {"name": function["name"], "namespace": space["name"]}
+            for space in spaces for function in space["tools"]
+            if isinstance(function, dict) and function.get("type") == "function"}  # fmt: skip
 
 
 def _format(body: CountedResponse) -> dict[str, Any] | None:
@@ -250,6 +280,7 @@ class _Made:
 
     response: dict[str, Any]
     usage: Usage
+    namespaces: dict[str, dict[str, str]]
     num_thoughts: int = 0  # tokens
     _item: dict[str, Any] | None = None  # that is not done; it is the last of the output
     _num_events: int = 0
@@ -262,7 +293,8 @@ class _Made:
         if isinstance(delta, ToolCallDelta):
             if delta.name is not None:
                 yield from self._close("completed")
-                yield from self._open("function_call", "fc", call_id=delta.id, name=delta.name, arguments="")
+                named = self.namespaces.get(delta.name, {"name": delta.name})
+                yield from self._open("function_call", "fc", call_id=delta.id, **named, arguments="")
             if delta.arguments and self._item is not None:
                 self._item["arguments"] += delta.arguments
                 yield self._of_item("function_call_arguments.delta", delta=delta.arguments)

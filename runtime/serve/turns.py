@@ -8,7 +8,7 @@ import re
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Protocol
 
@@ -36,10 +36,13 @@ _MESSAGE = re.compile(r"^messages\[(\d+)\]")
 
 @dataclass(slots=True)
 class Turns:
-    """Messages of a chat, made of the items of another API. origins: where in the request each of them begins."""
+    """Messages of a chat, made of the items of another API. origins: where in the request each of them begins.
+    left_out: tools that do not run here, and what of results cannot be read.
+    """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
     def add(self, origin: str, role: str, content: str, **more: Any) -> None:
         self.messages.append({"role": role, "content": content, **more})
@@ -67,6 +70,18 @@ class Turns:
         turn = self.assistant(origin)
         turn["reasoning_content"] = turn.get("reasoning_content", "") + text
 
+    def leave_out_tool(self, where: str, kind: Any) -> None:
+        """One that the provider's own servers run. Agents always send some beside those that they run themselves."""
+        self.left_out.append(f"{where}: {kind!s:.80}")
+
+    def require_tools(self, found: Sequence[Any], what: str) -> None:
+        """Raises ApiError where tools were left out and there are no others: the request is for them."""
+        tools = [told for told in self.left_out if told.startswith("tools")]
+        if tools and not found:
+            where, _, kind = tools[0].partition(": ")
+            raise ApiError(400, f"{where} is of type {kind!r}, which does not run here: {what} do, which the client "
+                                "calls", param=where)  # fmt: skip
+
     @contextmanager
     def named(self) -> Iterator[None]:
         """Errors inside name the request's own items in place of a chat's messages."""
@@ -83,8 +98,14 @@ class Turns:
             raise
 
 
-def text_of(content: Any, kinds: Mapping[str, str], where: str, *, join: str = "") -> str:
-    """The text of `content`: a string, or parts, each with its text in the field that `kinds` has for its type."""
+def text_of(
+    content: Any, kinds: Mapping[str, str], where: str, *, join: str = "", result_of: Turns | None = None
+) -> str:
+    """The text of `content`: a string, or parts, each with its text in the field that `kinds` has for its type.
+
+    result_of: the turns of which it is a call's result. There the model is told of a part that it cannot read, which
+    its own call brought: no client can take that back, and the conversation would end.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -94,7 +115,10 @@ def text_of(content: Any, kinds: Mapping[str, str], where: str, *, join: str = "
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get(kinds.get(kind, "")) if isinstance(kind, str) else None
         if not isinstance(text, str):
-            raise not_text(kind, f"{where}[{at}]", kinds)
+            if result_of is None or not isinstance(kind, str) or kind in kinds:
+                raise not_text(kind, f"{where}[{at}]", kinds)
+            result_of.left_out.append(f"{where}[{at}]: {kind:.80}")
+            text = f"({kind:.80}: this cannot be read here, only text can)"
         texts.append(text)
     return join.join(texts)
 
@@ -126,7 +150,8 @@ async def begin(
 ) -> tuple[Asked, list[AsyncGenerator[Part, None]]]:
     """As `answers`; errors name the request's own items."""
     with turns.named():
-        return await answers(request, service, body, clip=clip)
+        asked, generators = await answers(request, service, body, clip=clip)
+    return replace(asked, left_out=tuple(turns.left_out)), generators
 
 
 class Answer(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -140,6 +141,47 @@ def test_what_its_agents_send_passes(talk: Talk) -> None:
     assert long in prompt_of(service, engine)
     client.post(PATH, json=HI | {"thinking": {"type": "disabled"}})
     assert not prompt_of(service, engine).startswith("THINK")
+
+
+def test_what_claude_code_sends_passes(talk: Talk) -> None:
+    """The fields of its requests as version 2.1.197 sends them: a turn, one on after a call, and with a web search."""
+    client, service, engine = talk
+    service.ready = replace(service.ready, max_len=4096)
+    assert client.head("/").status_code == 200, "it asks before all else whether there is anybody"
+    cached = {"cache_control": {"type": "ephemeral"}}
+    texts = [{"type": "text", "text": "Know this."}, {"type": "text", "text": "Hi", **cached}]
+    asked = {
+        "model": "tiny", "messages": [{"role": "user", "content": texts}, {"role": "system", "content": "Be exact."}],
+        "system": [{"type": "text", "text": "A"}, {"type": "text", "text": "B", **cached}], "max_tokens": 32_000,
+        "tools": [{"name": "look", "description": "Looks.", "input_schema": {
+            "$schema": "https://json-schema.org/draft/2020-12/schema", "type": "object", "properties": {
+                "city": {"description": "Where", "type": "string"}}, "additionalProperties": False}},
+            {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}],
+        "metadata": {"user_id": "u"}, "thinking": {"type": "adaptive"}, "output_config": {"effort": "high"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}, "stream": True,
+    }  # fmt: skip
+    betas = {
+        "anthropic-version": "2023-06-01",
+        "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14",
+    }
+    answer = client.post(f"{PATH}?beta=true", json=asked, headers=betas)
+    assert (answer.status_code, answer.headers["Kerngen-Left-Out"]) == (200, "tools.1: web_search_20250305")
+    assert "web_search" not in prompt_of(service, engine)
+    assert prompt_of(service, engine).endswith("system[A\n\nB] user[Know this.\nHi] system[Be exact.]")
+    starts = [event["content_block"] for event in events_of(answer.text) if event["type"] == "content_block_start"]
+    call = starts[2] | {"input": GRAZ}
+    said = [{"type": "thinking", "thinking": "I see.", "signature": ""}, {"type": "text", "text": "So."}, call]
+    for content, told in (("sunny", "sunny"), (
+        [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}],
+        "(image: this cannot be read here, only text can)",
+    )):  # fmt: skip
+        result = {"type": "tool_result", "tool_use_id": call["id"], "content": content, "is_error": False, **cached}
+        turns = [*asked["messages"], {"role": "assistant", "content": said}, {"role": "user", "content": [result]}]
+        answer = client.post(f"{PATH}?beta=true", json=asked | {"messages": turns}, headers=betas)
+        assert answer.status_code == 200, answer.text
+        assert prompt_of(service, engine).endswith(f"tool[{told} of look]")
+    left_out = ["messages.3.content.0.content[0]: image", "tools.1: web_search_20250305"]
+    assert answer.headers["Kerngen-Left-Out"].split("; ") == left_out
 
 
 def test_how_tools_are_chosen(talk: Talk) -> None:

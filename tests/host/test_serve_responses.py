@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -142,6 +143,57 @@ def test_values_that_ask_for_nothing_pass(talk: Talk) -> None:
              "include": ["reasoning.encrypted_content"], "prompt_cache_key": "k", "user": "me", "top_logprobs": 0,
              "text": {"format": {"type": "text"}, "verbosity": "low"}, "service_tier": "auto"}  # fmt: skip
     assert talk[0].post(PATH, json=asked).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_codex_sends_passes(stream: bool) -> None:
+    """The fields of its requests as version 0.171.0 sends them: tools of a namespace, and one of OpenAI's servers."""
+
+    def message(role: str, *texts: str) -> dict[str, Any]:
+        return {"type": "message", "id": f"msg_{role}", "role": role,
+                "content": [{"type": "input_text", "text": text} for text in texts]}  # fmt: skip
+
+    spawn = LOOK | {"name": "spawn", "description": "Begins one.", "strict": False}
+    asked = {
+        "model": "tiny", "input": [message("developer", "A", "B"), message("user", "Hi")], "store": False,
+        "tools": [LOOK | {"strict": False}, {"type": "namespace", "name": "agents", "description": "Others.",
+                                             "tools": [spawn, {"type": "custom", "name": "patch"}]},
+                  {"type": "web_search", "external_web_access": False}],
+        "tool_choice": "auto", "parallel_tool_calls": True, "reasoning": {"summary": "auto"}, "stream": stream,
+        "include": ["reasoning.encrypted_content"], "prompt_cache_key": "k", "client_metadata": {"session_id": "s"},
+    }  # fmt: skip
+    with talking(f"{THOUGHT}So.{CALL.replace('look', 'agents.spawn')}") as (client, service, engine):
+        service.ready = replace(service.ready, max_len=4096)
+        answer = client.post(PATH, json=asked)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["Kerngen-Left-Out"] == "tools[1]: custom; tools[2]: web_search"
+        assert '"name": "agents.spawn"' in prompt_of(service, engine)
+        assert "Others.\\n\\nBegins one." in prompt_of(service, engine)
+        output = (events_of(answer.text)[-1]["response"] if stream else answer.json())["output"]
+        call = output[2]
+        assert (call["name"], call["namespace"], call["arguments"]) == ("spawn", "agents", ARGUMENTS)
+        image = [{"type": "input_image", "image_url": "data:image/png;base64,AA=="}]
+        for content, told in (("sunny", "sunny"), (image, "(input_image: this cannot be read here, only text can)")):
+            result = {"type": "function_call_output", "call_id": call["call_id"], "output": content}
+            thought = output[0] | {"encrypted_content": None}
+            again = client.post(PATH, json=asked | {"input": [*asked["input"], thought, *output[1:], result]})
+            assert again.status_code == 200, again.text
+            assert 'call(agents.spawn {"city"' in prompt_of(service, engine)
+            assert prompt_of(service, engine).endswith(f"tool[{told} of agents.spawn]")
+        assert again.headers["Kerngen-Left-Out"].startswith("input[5].output[0]: input_image; ")
+
+
+@pytest.mark.parametrize(("tool", "wrong"), [
+    ({"type": "namespace", "tools": []}, "has no name and tools"),
+    ({"type": "namespace", "name": "a"}, "has no name and tools"),
+    ({"type": "namespace", "name": "a", "tools": [3]}, "is of type '3', which does not run here"),
+    ({"type": "namespace", "name": "a", "tools": [{"type": "function"}]}, "Field required"),
+    ({"type": "namespace", "name": "a", "tools": [{"type": "function", "name": 3}]}, "valid string"),
+])  # fmt: skip
+def test_a_namespace_that_is_none_is_refused(talk: Talk, tool: dict[str, Any], wrong: str) -> None:
+    for path in (PATH, f"{PATH}/input_tokens"):
+        answer = talk[0].post(path, json={"input": "Hi", "tools": [tool]})
+        assert (answer.status_code, wrong in answer.text) == (400, True), answer.text
 
 
 def test_tools_that_may_be_called(talk: Talk) -> None:

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 import uvicorn
 from talking import CALL, THOUGHT, prompt_of, talking_service
@@ -31,7 +33,6 @@ def served() -> Iterator[tuple[str, Any]]:
 
 
 def test_openais_client(served: tuple[str, Any]) -> None:
-    openai = pytest.importorskip("openai", reason="the openai package is not installed")
     url, read = served
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0)
     tools = [{"type": "function", "name": "look", "parameters": SCHEMA}]
@@ -53,7 +54,6 @@ def test_openais_client(served: tuple[str, Any]) -> None:
 
 
 def test_anthropics_client(served: tuple[str, Any]) -> None:
-    anthropic = pytest.importorskip("anthropic", reason="the anthropic package is not installed")
     url, read = served
     client = anthropic.Anthropic(base_url=url, api_key="key", max_retries=0)
     asked: dict[str, Any] = {"model": "tiny", "max_tokens": 60, "tools": [{"name": "look", "input_schema": SCHEMA}]}

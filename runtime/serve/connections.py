@@ -19,6 +19,7 @@ from kerngen.runtime.serve.errors import ApiError
 
 HEAD_S = 20.0  # within which a client, once connected, has sent a request's head
 UNREAD_S = 60.0  # how long a client may leave unread what it asked for
+MAX_UNREAD_BYTES = 256 * 1024 * 1024  # of all answers that wait for their clients
 MAX_CONNECTIONS = 4096  # of what they send and do not read, each holds some 200 kB at most
 # asyncio accepts so many before it asks anybody, and again while those are under way; the others wait in the system's
 # queue. What was refused keeps its descriptor until its client has read why.
@@ -124,6 +125,10 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        unread = (client.transport.get_write_buffer_size() for client in self.connections)
+        if sum(unread) > MAX_UNREAD_BYTES:
+            self.transport.abort()
+            return
         self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
 
     def resume_writing(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kerngen.errors import UsageError
-from kerngen.runtime.serve.schema import written_out
+from kerngen.runtime.serve.schema import Parts, written_out
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _KEPT = ("name", *_REASONING)
@@ -131,6 +131,7 @@ def template_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     Raises UsageError for what is no function, for two of one name, and for parameters that are too large.
     """
     told: list[dict[str, Any]] = []
+    parts = Parts()
     for at, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -140,7 +141,7 @@ def template_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         if not isinstance(parameters, Mapping):
             raise UsageError(f"tools[{at}].function.parameters is no JSON schema")
-        parameters = written_out(parameters, f"tools[{at}].function.parameters")
+        parameters = written_out(parameters, f"tools[{at}].function.parameters", parts)
         description = function.get("description") or ""
         said = {"name": function["name"], "description": description, "parameters": parameters}
         told.append({"type": "function", "function": said})

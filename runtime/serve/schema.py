@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from kerngen.errors import UsageError
@@ -15,7 +16,7 @@ ANNOTATIONS = {
 }  # fmt: skip
 SCHEMA_KEYWORDS = {"$ref", "anyOf", "oneOf", "allOf"}  # whose schemas hold beside what stands with them
 _NONE_ALLOWED = {"contains", "propertyNames", "unevaluatedItems", "unevaluatedProperties"}  # by false
-MAX_MEMBERS, MAX_NESTED = 50_000, 100  # of a tool's parameters: of its schemas, written out, and how deep
+MAX_MEMBERS, MAX_NESTED = 50_000, 100  # of tools' parameters, with what they refer to written out; and how deep
 
 
 def known_keywords(schema: Mapping[str, Any], known: Collection[str]) -> tuple[dict[str, Any], list[str]]:
@@ -76,31 +77,37 @@ def require_small(schema: Any) -> None:
         raise UsageError(f"the schema is nested deeper than {MAX_NESTED}")
 
 
-def written_out(schema: Mapping[str, Any], where: str) -> dict[str, Any]:
+@dataclass(slots=True)
+class Parts:
+    """Of schemas, those of all tools of a request, written out: how many more there may be."""
+
+    num_left: int = MAX_MEMBERS
+
+
+def written_out(schema: Mapping[str, Any], where: str, parts: Parts) -> dict[str, Any]:
     """`schema` as Gemma-4's template can tell it to the model.
 
     It reads type, enum, properties, items, required and nullable, and says nothing of the rest: so $ref is written out
     (an object, where it leads back), const becomes enum, and what may be null besides one type is nullable. Raises
-    UsageError, which names `where`, for a schema that is too large then.
+    UsageError, which names `where`, for a schema that is too large then: it takes from `parts`.
     """
-    told = _WrittenOut(schema, where).schema
+    told = _WrittenOut(schema, where, parts).schema
     return {key: value for key, value in told.items() if key not in ("$defs", "definitions")}
 
 
 class _WrittenOut:
-    def __init__(self, root: Mapping[str, Any], where: str) -> None:
-        self._root, self._where, self._left = root, where, MAX_MEMBERS
+    def __init__(self, root: Mapping[str, Any], where: str, parts: Parts) -> None:
+        self._root, self._where, self._parts = root, where, parts
         self.schema = self._of(root, ())
 
     def _of(self, schema: Any, within: tuple[str, ...]) -> Any:
         """`schema`, which may be none. within: what was referred to on the way to it."""
         if not isinstance(schema, Mapping):
             return schema
-        self._left -= 1 + len(schema)
-        if self._left < 0 or len(within) > MAX_NESTED:
-            raise UsageError(
-                f"{self._where} has more than {MAX_MEMBERS:,} parts, or is nested deeper than {MAX_NESTED}"
-            )
+        self._parts.num_left -= 1 + len(schema)
+        if self._parts.num_left < 0 or len(within) > MAX_NESTED:
+            raise UsageError(f"{self._where}: the schemas of all tools, written out, have more than {MAX_MEMBERS:,} "
+                             f"parts, or this one is nested deeper than {MAX_NESTED}")  # fmt: skip
         ref = schema.get("$ref")
         if isinstance(ref, str):
             target = None if ref in within else referred(self._root, ref)

@@ -32,7 +32,8 @@ _T = TypeVar("_T")
 class Limits:
     """queue: sequences that are at work or wait; more are sent away. body_bytes: of a request, which must have come
     within body_s seconds. all_bytes: of all requests' bodies that are held at once. values: that one may hold, since
-    reading them keeps all others waiting, and all_values: that all may hold at once, each of up to 150 B.
+    reading them keeps all others waiting, and all_values: that all may hold at once, each of up to 150 B. logprobs:
+    that an answer may hold which is sent whole, and all of those at once: 110 B each, and 600 B while one is written.
     """
 
     queue: int = 256
@@ -41,6 +42,7 @@ class Limits:
     all_bytes: int = 128 * 1024 * 1024
     values: int = 500_000
     all_values: int = 2_000_000
+    logprobs: int = 1_000_000
 
 
 @dataclass(slots=True)
@@ -64,6 +66,7 @@ class Service:
     is_draining: bool = False
     metrics: Metrics = field(init=False)
     _num_inside: int = field(default=0, init=False)
+    _num_logprobs: int = field(default=0, init=False)
     _quick: ThreadPoolExecutor = field(init=False)
     _slow: ThreadPoolExecutor = field(init=False)
 
@@ -121,6 +124,27 @@ class Service:
             yield
         finally:
             self._num_inside -= count
+
+    @contextmanager
+    def logprobs_held(self) -> Iterator[Callable[[int], None]]:
+        """Takes the number of each part's log-probabilities, which are held until this is left. Raises ApiError."""
+        mine, most = 0, self.limits.logprobs
+
+        def hold(count: int) -> None:
+            nonlocal mine
+            if mine + count > most:
+                raise ApiError(400, f"an answer of more than {most:,} log-probabilities is sent as a stream alone",
+                               param="stream")  # fmt: skip
+            if self._num_logprobs + count > most:
+                raise ApiError(429, f"answers that are sent whole hold {most:,} log-probabilities; stream them",
+                               code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})  # fmt: skip
+            mine += count
+            self._num_logprobs += count
+
+        try:
+            yield hold
+        finally:
+            self._num_logprobs -= mine
 
     async def off_loop(self, function: Callable[..., _T], *arguments: Any, size: int = 0) -> _T:
         """What takes its time, beside the event loop. size: of what is worked on, in characters or the like."""

@@ -36,13 +36,16 @@ async def send_whole(
     waits.
     """
 
-    async def work() -> None:
-        async with aclosing(parts_of(service, usage, trace, generators)) as parts:
-            async for part in parts:
-                add(part)
+    with service.logprobs_held() as hold:
 
-    await unless_gone(request, work())
-    return errors.json_response(body())
+        async def work() -> None:
+            async with aclosing(parts_of(service, usage, trace, generators)) as parts:
+                async for part in parts:
+                    hold(sum(1 + len(of.top) for of in (*part.logprobs, *part.prompt_logprobs)))
+                    add(part)
+
+        await unless_gone(request, work())
+        return errors.json_response(body())
 
 
 async def send_events(

@@ -55,6 +55,7 @@ def call_grammar(
     first, last, quote = tokens
     rules = ["calls: call+" if is_parallel else "calls: call"]
     calls: list[str] = []
+    num_chars = 0
     not_enforced: list[str] = list(in_place_of.not_enforced) if in_place_of else []
     for at, function in enumerate(chosen):
         if not re.fullmatch(r"[A-Za-z0-9_.:/-]{1,128}", function["name"]):
@@ -67,6 +68,9 @@ def call_grammar(
             if is_strict:
                 require_enforced(arguments.not_enforced)
             whole, rules = arguments.whole, rules + arguments.rules
+            num_chars += sum(map(len, arguments.rules))
+            if num_chars > MAX_GRAMMAR_CHARS:
+                raise UsageError(f"the grammar of the tools' calls has more than {MAX_GRAMMAR_CHARS:,} characters")
             not_enforced += arguments.not_enforced
         calls.append(f"<[{first}]> {literal('call:' + function['name'])} {whole} <[{last}]>")
     rules += ["call: " + "\n  | ".join(calls), *_shared(quote)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -18,6 +20,7 @@ import pytest
 from played_engine import MAX_LEN, PlayedEngine, played_service, words
 from starlette.testclient import TestClient
 
+from kerngen.errors import UsageError
 from kerngen.runtime.chat import TemplateTooSlow
 from kerngen.runtime.completion import UpToStop
 from kerngen.runtime.sampling import Sampling
@@ -26,6 +29,7 @@ from kerngen.runtime.serve.app import make_app
 from kerngen.runtime.serve.engine_process import Cancel, Guiding, Submit, TokenRequest, _Loop
 from kerngen.runtime.serve.messages import template_tools
 from kerngen.runtime.serve.service import QUICK_CHARS, QUICK_S, Limits, Service, size_of
+from kerngen.runtime.serve.tool_grammar import call_grammar
 from kerngen.runtime.text import LEAST_CHARS
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -490,3 +494,64 @@ def test_who_reads_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) ->
                 time.sleep(0.01)
 
     _serving(service, ask)
+
+
+def test_answers_that_nobody_reads_have_an_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is the first to wait beyond it is cut off; those before are not."""
+    monkeypatch.setattr(connections, "MAX_UNREAD_BYTES", 1 << 20)
+    body = json.dumps({"prompt": "a " * 20_000, "return_token_strs": True}).encode()
+    request = _POST + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+    def ask(address: tuple[str, int]) -> None:
+        clients = [socket.create_connection(address, timeout=20) for _ in range(8)]
+        for client in clients:
+            client.sendall(request)
+            client.recv(1)
+        ends = []
+        for client in clients:
+            num_read = 0
+            with contextlib.suppress(OSError):
+                while len(more := client.recv(1 << 16)):
+                    num_read += len(more)
+            ends.append(num_read)
+            client.close()
+        assert ends[:2] == [max(ends)] * 2, ends
+        assert ends[-1] < max(ends) / 2, ends
+
+    service, _ = played_service()
+    service.ready = dataclasses.replace(service.ready, max_len=100_000)
+    _serving(service, ask)
+
+
+@pytest.mark.parametrize(("path", "asked"), [
+    (CHAT, HI | {"logprobs": True, "top_logprobs": 9, "n": 4}),
+    (TEXT, {"prompt": "Hi", "logprobs": 9, "n": 4}), (TEXT, {"prompt": "a b c d e f g", "logprobs": 9, "echo": True}),
+])  # fmt: skip
+def test_log_probabilities_that_are_held_have_an_end(path: str, asked: dict[str, Any]) -> None:
+    service, _ = played_service(limits=Limits(logprobs=40))
+    with TestClient(make_app(service)) as client:
+        for _ in range(2):
+            answer = client.post(path, json=asked)
+            assert (answer.status_code, "sent as a stream alone" in answer.text) == (400, True), answer.text
+            assert client.post(path, json=asked | {"stream": True}).status_code == 200
+        less = {key: value for key, value in asked.items() if key not in ("n", "echo")}
+        assert client.post(path, json=less).status_code == 200
+        with service.logprobs_held() as hold:
+            hold(20)
+            answer = client.post(path, json=less)
+            assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert client.post(path, json=less).status_code == 200, "what was held was given back"
+
+
+def test_schemas_of_all_tools_are_bounded_together() -> None:
+    wide = {"type": "object", "properties": {f"k{n}": {} for n in range(100)}}
+    parameters = {"$defs": {"A": wide}, "properties": {f"p{n}": {"$ref": "#/$defs/A"} for n in range(240)}}
+    tools = [{"type": "function", "function": {"name": f"f{n}", "parameters": parameters}} for n in range(3)]
+    assert len(template_tools(tools[:1])) == 1
+    with pytest.raises(UsageError, match=r"tools\[1\].*of all tools, written out, have more than 50,000"):
+        template_tools(tools)
+    with pytest.raises(UsageError, match="262,144"):
+        call_grammar(
+            [{"type": "function", "function": {"name": f"f{n}", "parameters": wide | {"required": ["k1"]}}}
+             for n in range(200)], (1, 2, 3)
+        )  # fmt: skip

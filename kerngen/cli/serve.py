@@ -82,8 +82,11 @@ def serve(
     Example: kerngen serve ./gemma-4-31b-it-qat-w4a16-ct --port 8000
     """
     from kerngen.errors import UsageError
+    from kerngen.runtime.serve.engine_start import begun
     from kerngen.system.progress import Reporter
 
+    are_several = replicas > 1 or "," in (where["device"] or "")
+    engine = None if are_several else click.get_current_context().with_resource(begun())
     try:
         from kerngen.runtime.serve.server import Settings, run
     except ImportError as e:
@@ -100,9 +103,7 @@ def serve(
     if reproducible and arguments["num_draft_tokens"] is None and arguments["draft"]:
         raise UsageError("--reproducible takes a fixed number of drafts: one that adapts depends on time",
                          hint="--num-draft-tokens 3, or --no-draft")  # fmt: skip
-    device = arguments["device"]
-    are_several = replicas > 1 or "," in (device or "")
-    groups = device_groups(replicas, device, arguments["backend"]) if are_several else ()
+    groups = device_groups(replicas, arguments["device"], arguments["backend"]) if are_several else ()
     limits = Limits(queue=max_queue * replicas, body_bytes=max_body_mb * 2**20)
     settings = Settings(arguments, host, port, names, tuple(given), context, max_batch, limits, drain_s, traces,
                         reproducible=reproducible, control_tokens=control_tokens, origins=origins,
@@ -120,7 +121,7 @@ def serve(
             bar.end()  # what is told first is that it serves, or why not
             say(line, err=True)
 
-        code = run(settings, on_load=told, say=tell)
+        code = run(settings, on_load=told, say=tell, begun=engine)
     click.get_current_context().exit(code)
 
 

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
-from multiprocessing import get_context
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +24,8 @@ from kerngen.runtime.serve.engine_process import (
     Submit,
     TokenRequest,
     Told,
-    serve,
 )
+from kerngen.runtime.serve.engine_start import BegunEngine, begin
 from kerngen.runtime.serve.engines import EngineFailed, EngineStopped, OnLoad
 
 if TYPE_CHECKING:
@@ -44,8 +43,9 @@ class EngineClient:
     how many of how many, and which.
     """
 
-    def __init__(self, options: Options, on_load: OnLoad | None = None) -> None:
-        self._options, self._on_load = options, on_load
+    def __init__(self, options: Options, on_load: OnLoad | None = None, begun: BegunEngine | None = None) -> None:
+        """begun: the process; None for one that `start` begins."""
+        self._options, self._on_load, self._begun = options, on_load, begun
         self._numbers = count()
         self._streams: dict[int, asyncio.Queue[Made]] = {}
         self._failed: Failed | None = None
@@ -59,14 +59,10 @@ class EngineClient:
         """Start the process and wait until it is ready."""
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
-        context = get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._outbox: SimpleQueue[Submit | Cancel | None] = SimpleQueue()
-        process = context.Process(target=serve, args=(theirs, self._options), name="kerngen-engine")
-        process.start()  # no daemon: those may have no processes of their own, and compilers are some
-        atexit.register(process.kill)  # before what waits for it
-        self._process = process
-        theirs.close()  # so that its end is seen here
+        begun = self._begun or begin()
+        self._process, self._connection = begun.process, begun.connection
+        self._outbox: SimpleQueue[Options | Submit | Cancel | None] = SimpleQueue()
+        self._outbox.put(self._options)
         for work in (self._read, self._write):  # a pipe may be full while the engine is at a step
             threading.Thread(target=work, name="kerngen-engine", daemon=True).start()
         return await self._ready

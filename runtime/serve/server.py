@@ -26,6 +26,7 @@ from kerngen.runtime.serve.choice_stream import usual_values
 from kerngen.runtime.serve.connections import ACCEPTED_AT_ONCE, BACKLOG, Connection, Places, saying_what_is_lacking
 from kerngen.runtime.serve.engine_client import EngineClient
 from kerngen.runtime.serve.engine_process import Options, Ready, keep_out_of_collections
+from kerngen.runtime.serve.engine_start import BegunEngine
 from kerngen.runtime.serve.engines import Engines, OnLoad
 from kerngen.runtime.serve.origins import allowed
 from kerngen.runtime.serve.replicas import ReplicaPool
@@ -69,17 +70,22 @@ def run(
     *,
     on_load: OnLoad | None = None,
     say: Callable[[str], None] = lambda line: None,
+    begun: BegunEngine | None = None,
 ) -> int:
-    """Serve until a signal says so. Returns the exit code: 1 where the engine died. Raises UsageError, EngineFailed."""
-    return asyncio.run(_run(settings, on_load, say))
+    """Serve until a signal says so. begun: the process of the only engine. Returns the exit code: 1 where the engine
+    died. Raises UsageError, EngineFailed.
+    """
+    return asyncio.run(_run(settings, on_load, say, begun))
 
 
-async def _run(settings: Settings, on_load: OnLoad | None, say: Callable[[str], None]) -> int:
+async def _run(
+    settings: Settings, on_load: OnLoad | None, say: Callable[[str], None], begun: BegunEngine | None
+) -> int:
     tracing = open_tracing(settings.traces)
     allowed(settings.origins, settings.hosts, settings.host)  # what is no origin is known before the weights are there
     listening = _listen(settings.host, settings.port)  # a port that is taken is known before the weights are there
     try:
-        service = await _open(settings, on_load, say)
+        service = await _open(settings, on_load, say, begun)
         service.tracing = tracing
         try:
             return await _serve(service, settings, listening, say)
@@ -123,7 +129,9 @@ def _not_there(host: str, port: int, error: OSError) -> UsageError:
     return UsageError(f"{host} port {port}: {error.strerror or error}", hint="--port takes another one, 0 any")
 
 
-async def _open(settings: Settings, on_load: OnLoad | None, say: Callable[[str], None]) -> Service:
+async def _open(
+    settings: Settings, on_load: OnLoad | None, say: Callable[[str], None], begun: BegunEngine | None
+) -> Service:
     folder = find_checkpoint(settings.load["folder"])
     config = read_model_config(folder)
     codec = TextCodec(folder, config.bos_id)
@@ -134,7 +142,7 @@ async def _open(settings: Settings, on_load: OnLoad | None, say: Callable[[str],
     suggested = read_sampling(folder)
     options = Options(load, context, settings.max_batch, settings.opens, settings.reproducible,
                       Sampling(**usual_values(suggested)))  # fmt: skip
-    client: Engines = EngineClient(options, on_load)
+    client: Engines = EngineClient(options, on_load, begun)
     if settings.replicas:
         num_sharing = sum(devices == ("cpu",) for devices in settings.replicas)
         each = [replace(options, devices=devices, num_sharing=num_sharing) for devices in settings.replicas]

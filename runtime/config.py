@@ -15,6 +15,7 @@ from pathlib import Path
 from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime.config_fields import Fields, read_config, read_json, short
 from kerngen.runtime.quant import INT4_ON_LOAD, READ, QuantConfig, read_quant_config, way_on
+from kerngen.runtime.world import ONE_RANK, Share, Span, World
 
 TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 DRAFTER_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -45,7 +46,8 @@ class RopeConfig:
 class LayerConfig:
     """One decoder layer. window: keys seen, itself included; 0 on a full-attention layer.
 
-    kv_source is the layer whose cache this one reads: its own index where it owns one.
+    kv_source is the layer whose cache this one reads: its own index where it owns one. kv_heads, inner: of a divided
+    model, which of the whole layer's KV heads and of its MLP's width this rank has.
     """
 
     index: int
@@ -56,6 +58,16 @@ class LayerConfig:
     intermediate_size: int
     v_is_k: bool
     kv_source: int
+    kv_heads: Span | None = None
+    inner: Span | None = None
+
+    @property
+    def kv_span(self) -> Span:
+        return self.kv_heads or Span.of(self.num_kv_heads)
+
+    @property
+    def inner_span(self) -> Span:
+        return self.inner or Span.of(self.intermediate_size)
 
     @property
     def kind(self) -> str:
@@ -68,7 +80,10 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The text model. Sizes are counts of elements; ple_size and num_experts are 0 where the model has none."""
+    """The text model. Sizes are counts of elements; ple_size and num_experts are 0 where the model has none.
+
+    share: of a rank that has a part of the model, which: heads, widths and layers are then those of the part.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -89,6 +104,32 @@ class ModelConfig:
     quant: QuantConfig | None
     # What images, videos and sounds would take the place of: of the whole model, not of its text part.
     placeholder_ids: tuple[int, ...] = field(default=(), compare=False)
+    share: Share | None = None
+
+    def divided(self, world: World) -> ModelConfig:
+        """What `world.rank` has of this model. Raises UsageError where it does not divide: see division.py."""
+        from kerngen.runtime.division import divided_model
+
+        return divided_model(self, world)
+
+    @property
+    def world(self) -> World:
+        return ONE_RANK if self.share is None else self.share.world
+
+    @property
+    def q_span(self) -> Span:
+        """Of the whole model's query heads."""
+        return Span.of(self.num_q_heads) if self.share is None else self.share.q_heads
+
+    @property
+    def expert_span(self) -> Span:
+        """Of the width of each expert."""
+        return Span.of(self.moe_intermediate_size) if self.share is None else self.share.expert_width
+
+    @property
+    def vocab_span(self) -> Span:
+        """Of the rows of the output head."""
+        return Span.of(self.vocab_size) if self.share is None else self.share.vocab
 
     @property
     def embed_scale(self) -> float:
@@ -132,6 +173,12 @@ class DrafterConfig:
         if weights == "stored" or self.text.quant is not None:
             return self
         return replace(self, text=replace(self.text, quant=INT4_ON_LOAD))
+
+    def divided(self, target: ModelConfig) -> DrafterConfig:
+        """What the rank of `target` has of its drafter: see division.py. Raises UsageError."""
+        from kerngen.runtime.division import divided_drafter
+
+        return divided_drafter(self, target)
 
 
 def read_model_config(folder: Path) -> ModelConfig:

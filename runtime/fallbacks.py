@@ -8,4 +8,7 @@ and `doctor` print it, and a workload's `missing` is what its record met of it.
 FALLBACKS = {
     "dense matrices": "more than 16 tokens: cuBLAS through torch, a well-kept library where kerngen adds nothing",
     "dense experts": "no grouped kernel for 16-bit weights yet: torch multiplies one expert after the other",
+    # of a divided model alone
+    "sums of routed experts": "they are added before ranks exchange them; moe_combine adds them with all that follows",
+    "the chosen token's logit": "ranks compare their choices by it, and no kernel writes it beside the token yet",
 }

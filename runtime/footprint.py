@@ -108,9 +108,12 @@ def screened(takes: Footprint, free_bytes: int) -> int:
 
 
 def _bytes(weights: Any) -> int:
-    """Of all tensors in it, each once: a tied head is its embedding."""
-    tensors = {id(t): t for t in _tensors(weights)}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+    """Of all tensors in it, each once: a tied head is its embedding, or some rows of it."""
+    sizes: dict[int, int] = {}
+    for tensor in _tensors(weights):
+        place = tensor.untyped_storage()._cdata
+        sizes[place] = max(sizes.get(place, 0), tensor.numel() * tensor.element_size())
+    return sum(sizes.values())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

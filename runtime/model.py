@@ -154,9 +154,13 @@ class DecoderStack:
         return ops.ple_block(residual, h, ends.mlp.post_weight, ple, w.ple, ends.ple)
 
     def _projected(self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms) -> Tensor:
-        """add_norm of x's projection."""
-        done = self.ops.linear_norm(residual, x, weights, norms)
-        return self.ops.add_norm(residual, self.ops.linear(x, weights), norms) if done is None else done
+        """add_norm of x's projection, summed over the ranks that have a part of it."""
+        ops = self.ops
+        done = ops.linear_norm(residual, x, weights, norms)
+        if done is not None:
+            return done
+        h = ops.linear(x, weights)
+        return ops.exchange_norm(residual, h, norms) if weights.is_summand else ops.add_norm(residual, h, norms)
 
     def _with_experts(
         self, residual: Tensor, dense: Callable[[], Tensor], moe: MoeWeights, norms: ResidualNorms

@@ -25,7 +25,7 @@ from typing import Any
 import click
 
 from kerngen.errors import KerngenError, NumericsError, UsageError
-from kerngen.runtime.executors.collectives import World
+from kerngen.runtime.world import World
 
 CALLS, SAMPLES, WARM_UP = 120, 20, 3
 TOKENS = (1, 4, 8, 32, 64, 128, 512)

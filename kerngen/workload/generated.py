@@ -12,7 +12,7 @@ from kerngen.runtime.config import DrafterConfig, ModelConfig
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.footprint import footprint
 from kerngen.runtime.model import Gemma4
-from kerngen.runtime.ops import Ops, dense_weights
+from kerngen.runtime.ops import Ops
 from kerngen.runtime.weights.synthetic import SyntheticSource, synthetic_drafter, synthetic_model
 
 
@@ -20,7 +20,8 @@ from kerngen.runtime.weights.synthetic import SyntheticSource, synthetic_drafter
 def generated_model(
     name: str, config: ModelConfig, drafter_config: DrafterConfig | None, ops: Ops, seed: int, *, own_head: bool = False
 ) -> tuple[Gemma4, MtpDrafter | None]:
-    """The model of `config` and the drafter of `drafter_config`, when their weights are there: random, from `seed`.
+    """The model of `config` and the drafter of `drafter_config`, when their weights are there: random, from `seed`. A
+    rank's are its part of what one rank would have from that seed.
 
     own_head: also where the checkpoint's head is the embedding, as most are. A generated model with that head says the
     same token over and over: it is the likeliest to follow itself, and whatever else the cache held would change
@@ -29,8 +30,9 @@ def generated_model(
     if ops.device.type == "cpu":
         require_memory(name, config, drafter_config)
     if own_head:
-        head = SyntheticSource(config, ops, seed + 2).tensor("head", config.vocab_size, config.hidden_size)
-        weights = replace(synthetic_model(config, ops, seed), head=ops.prepare(dense_weights(head)))
+        source, rows = SyntheticSource(config, ops, seed + 2), config.vocab_span
+        head = source.head(source.rows("head", rows, config.hidden_size), rows)
+        weights = replace(synthetic_model(config, ops, seed), head=head)
     else:
         weights = synthetic_model(config, ops, seed)
     model, drafter = Gemma4(config, weights, ops), None

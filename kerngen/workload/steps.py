@@ -93,6 +93,7 @@ class Launched:
 
 
 Note = Callable[[str, Any, str], None]  # kernel, problem, place
+NoteCollective = Callable[[str, int], None]  # kind, bytes that the rank gives
 # Whether a step asks this kernel for this problem, and not those that it replaces: as Selector.fuses.
 Fuses = Callable[["Kernel", Any], bool]
 
@@ -120,9 +121,13 @@ class Recorder:
         self.outside: dict[str, None] = {}  # names in `runtime.fallbacks.FALLBACKS` that torch computed
         self._note: Note = _unheard
         self._other: Note = _unheard
+        self._collective: NoteCollective = _unheard_collective
         with torch.inference_mode(), ShapesAlone():
             on = None if arch is None else Target.of(arch)
-            self._executor = Record(self._called, self._unserved, on, note_other=self._not_called)
+            self._executor = Record(
+                self._called, self._unserved, on, target.world, note_other=self._not_called,
+                note_collective=self._exchanged,
+            )  # fmt: skip
             ops = KernelOps(self._executor, TORCH_DTYPE[dtype])
             model = Gemma4(target, synthetic_model(target, ops), ops)
             model.stack = DedupedLayers(model.stack, self._executor)
@@ -135,12 +140,14 @@ class Recorder:
 
     def record(
         self, step: Step, note: Note, beside: Note | None = None, *, other: Note | None = None,
-        fuses: Fuses | None = None,
+        fuses: Fuses | None = None, collective: NoteCollective | None = None,
     ) -> None:  # fmt: skip
         """Tell `note` every call of a greedy `step`, in order; `beside`, what sampling asks in place of its choice.
 
         fuses: decides where the step asks one kernel or those that it replaces; None for the default configurations.
-        other: told the ones that it does not ask there. Raises UsageError for a step that the model cannot take.
+        other: told the ones that it does not ask there. collective: told the kind and the bytes of each sum, gather and
+        choice that the rank of a divided model makes with the others. Raises UsageError for a step that the model
+        cannot take.
         """
         import torch
 
@@ -152,7 +159,9 @@ class Recorder:
         with torch.inference_mode(), ShapesAlone():
             run, choose = self._forwards.prepare(step)
             self._note, self._other = note, other or _unheard
+            self._collective = collective or _unheard_collective
             run()
+            self._collective = _unheard_collective
             if beside is not None and choose is not None:
                 self._note = beside
                 choose()
@@ -173,6 +182,9 @@ class Recorder:
     def _not_called(self, kernel: str, problem: Any, where: str) -> None:
         self._other(kernel, problem, where)
 
+    def _exchanged(self, kind: str, num_bytes: int) -> None:
+        self._collective(kind, num_bytes)
+
     def _unserved(self, name: str) -> None:
         self.outside[name] = None
 
@@ -187,6 +199,10 @@ class Recorder:
 
 def _unheard(kernel: str, problem: Any, where: str) -> None:
     """Whoever records a step says who is told."""
+
+
+def _unheard_collective(kind: str, num_bytes: int) -> None:
+    """As _unheard."""
 
 
 @cache

@@ -17,6 +17,7 @@ from typing import Any
 from kerngen.arch import Arch
 from kerngen.errors import UnknownName, UsageError
 from kerngen.runtime.config import DrafterConfig, ModelConfig, read_drafter_config, read_model_config
+from kerngen.runtime.world import World
 from kerngen.templates import find_kernel
 from kerngen.workload.steps import Kind, Recorder, Step, recorder
 
@@ -146,6 +147,11 @@ class Model:
     name: str
     target: ModelConfig
     drafter: DrafterConfig | None
+
+    def divided(self, world: World) -> Model:
+        """What a rank has of it. Raises UsageError where it does not divide among so many."""
+        target = self.target.divided(world)
+        return replace(self, target=target, drafter=None if self.drafter is None else self.drafter.divided(target))
 
 
 def find_model(name: str, drafter: str | None = None, draft_weights: str = "stored") -> Model:

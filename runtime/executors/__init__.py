@@ -4,7 +4,7 @@
 record of its forward. `Trace` writes down what an engine that is at hand would ask. `Reference` answers it on the CPU
 with the folder's fp32 reference, so that everything above runs and is tested where there is no GPU.
 
-collectives.py is what the ranks of a divided model ask of each other. Where kernels run, a world has one rank today.
+collectives.py is what the ranks of a divided model ask of each other.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from kerngen.arch import Target
 from kerngen.runtime.executors.collectives import Collectives
@@ -24,6 +25,19 @@ R = TypeVar("R")
 Say = Callable[[int, int, str], None]  # done, of all, what
 
 
+class Peers(Protocol):
+    """The memory of a divided model's other ranks, where this rank's kernels reach it."""
+
+    def takes(self, num_tokens: int, hidden: int, dtype: torch.dtype) -> bool:
+        """Whether so many rows are exchanged in one launch; of others the sum is a collective."""
+
+    def exchange_norm(
+        self, residual: Tensor, h: Tensor, post_weight: Tensor, layer_scalar: Tensor | None, next_weight: Tensor,
+        eps: float,
+    ) -> Call[Tensor]:  # fmt: skip
+        """add_norm's call (templates/add_norm/op.py) with the sum of h over the ranks in place of h."""
+
+
 class Executor(Protocol):
     """Executes calls one after the other, but for what is said to go `overlap` others, on tensors of `device`."""
 
@@ -32,6 +46,7 @@ class Executor(Protocol):
     target: Target | None  # whose kernels are called; None for those that every arch has
     supports_graphs: bool  # calls may be captured in a CUDA graph
     collectives: Collectives  # what this rank computes with the others of a divided model
+    peers: Peers | None  # None where kernels see this rank's memory alone
 
     def run(self, call: Call[R], where: str) -> R:
         """Execute `call` and return its result. A call with nothing to compute does nothing.
@@ -69,6 +84,7 @@ class InOrder:
     """What executors share that take calls one after the other and compile nothing."""
 
     target: Target | None
+    peers: Peers | None = None
 
     def fuses(self, call: Call[Any], where: str) -> bool:
         """As the default configuration on `target` says."""

@@ -6,29 +6,17 @@ nothing. Every rank calls the same collectives in the same order, on tensors of 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from kerngen.errors import UsageError
+from kerngen.runtime.world import ONE_RANK, World
 
-
-@dataclass(frozen=True, slots=True)
-class World:
-    """The ranks that a model is divided among, and which of them this is."""
-
-    rank: int = 0
-    size: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size:
-            raise UsageError(f"rank {self.rank} of a world of {self.size}; there are 0 to {self.size - 1}")
-
-
-ONE_RANK = World()
+MOST_GATHERED = 512 << 10  # bytes of a tensor on a GPU that is gathered to be added: latency is what counts there
 
 
 class Collectives(Protocol):
@@ -38,7 +26,7 @@ class Collectives(Protocol):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, in its shape and dtype; floating-point numbers are added in fp32, in the order of
-        the ranks. It may be x itself.
+        the ranks, but see Distributed. It may be x itself, which is not to be used otherwise.
         """
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
@@ -66,6 +54,54 @@ class OneRank:
         return values, _or_none(values, indices)
 
 
+class Distributed:
+    """Collectives by torch.distributed's default group, one process a rank: gloo where tensors lie on the CPU, NCCL
+    where they lie on GPUs.
+
+    Sums are made of what all ranks gave, gathered in their order and added in fp32 by one code, so that they are
+    bitwise equal on all ranks. On a GPU that moves size - 1 times the tensor to each rank, and takes passes over
+    memory: beyond MOST_GATHERED bytes NCCL adds. Those sums are equal on all ranks, too, since each part is added once,
+    in one order of ranks, and then copied; but the order is NCCL's, and of more than two ranks partial sums are rounded
+    to x's dtype.
+
+    begun: collectives that were asked for. waiting_since: time.monotonic() when the host began to wait in one; None
+    where it does not wait. On a GPU it never does.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.begun = 0
+        self.waiting_since: float | None = None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if x.is_cuda and x.numel() * x.element_size() > MOST_GATHERED:
+            self.begun += 1
+            dist.all_reduce(x)
+            return x
+        return added(self._gathered(x))
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return torch.cat(tuple(self._gathered(x)), dim)
+
+    def best_of_ranks(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        pairs = torch.stack((values.view(torch.int32).long(), indices))  # one gather of both
+        bits, ids = self._gathered(pairs).unbind(1)
+        return best(bits.to(torch.int32).view(torch.float32), ids)
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """[ranks, *x.shape]. As bytes, since backends do not know all dtypes."""
+        out = torch.empty((self.world.size, *x.shape), dtype=x.dtype, device=x.device)
+        if not x.numel():
+            return out
+        self.begun += 1
+        self.waiting_since = None if x.is_cuda else time.monotonic()
+        try:
+            dist.all_gather_into_tensor(_as_bytes(out), _as_bytes(x.contiguous()))
+        finally:
+            self.waiting_since = None
+        return out
+
+
 class Noted:
     """Collectives that are written down in place of being executed: results have the right shapes and stand for no
     values. note: told the kind ("all_reduce") and the bytes that this rank gives.
@@ -91,6 +127,29 @@ class Noted:
     def _given(self, kind: str, *tensors: Tensor) -> None:
         if self.world.size > 1:
             self._note(kind, sum(t.numel() * t.element_size() for t in tensors))
+
+
+def added(parts: Tensor) -> Tensor:
+    """The sum over ranks of parts [ranks, ...], of floating-point numbers in fp32 in the order of ranks, in their
+    dtype.
+    """
+    if not parts.is_floating_point():
+        return parts.sum(0)
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part  # which promotes it: one pass, and an order that no library chooses
+    return total.to(parts.dtype)
+
+
+def best(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """What best_of_ranks gives of all ranks' values and indices, both [ranks, n]."""
+    top = values.max(0).values  # NaN where any is
+    lowest = indices.masked_fill(values != top, torch.iinfo(torch.int64).max).min(0).values
+    return top, _or_none(top, lowest)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
 
 
 def _or_none(values: Tensor, indices: Tensor) -> Tensor:

@@ -11,9 +11,8 @@ from weakref import WeakValueDictionary
 import torch
 
 from kerngen.arch import Target
-from kerngen.errors import KerngenError
-from kerngen.runtime.executors import Say, run_inline
-from kerngen.runtime.executors.collectives import ONE_RANK, Collectives, OneRank, World
+from kerngen.runtime.executors import Peers, Say, run_inline
+from kerngen.runtime.executors.collectives import Collectives, OneRank
 from kerngen.runtime.launcher import Launcher, shares_sms
 from kerngen.system.cores import usable_cores
 from kerngen.templates import find_kernel
@@ -31,18 +30,18 @@ class Launch:
 
     in_forwards: the calls are those of forwards that begin with `embed`, so that kernels may read ahead. An executor's
     forwards run one after the other, on one stream and what may `overlap` with it: those of the first such executor on
-    a GPU are alone there, in the sense of Function.run, unless other processes share its SMs.
+    a GPU are alone there, in the sense of Function.run, unless other processes share its SMs. collectives: of this
+    rank; None for a world of one. peers: see Executor; set once all ranks' memory is known.
     """
 
     name = "cuda"
     supports_graphs = True
 
-    def __init__(self, launcher: Launcher, *, in_forwards: bool = False, world: World = ONE_RANK) -> None:
-        """Raises KerngenError for a world of several ranks."""
-        if world.size > 1:
-            raise KerngenError(f"a world of {world.size} GPUs: no kernel divides a model among several yet",
-                               hint="start one engine a GPU, each with --device")  # fmt: skip
-        self.collectives: Collectives = OneRank()
+    def __init__(
+        self, launcher: Launcher, *, in_forwards: bool = False, collectives: Collectives | None = None
+    ) -> None:
+        self.collectives: Collectives = collectives or OneRank()
+        self.peers: Peers | None = None
         self.launcher = launcher
         self._in_forwards = in_forwards
         with _alone_lock:

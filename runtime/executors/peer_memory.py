@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 
 from kerngen.errors import DeviceError, KerngenError
-from kerngen.runtime.executors.collectives import World
 from kerngen.runtime.launcher import _check, _driver, gpu_uuid, probe_device
+from kerngen.runtime.world import World
 from kerngen.templates.exchange_norm.spec import MOST_RANKS, exchange_bytes
 from kerngen.templates.values import Peers
 

@@ -11,8 +11,9 @@ import torch
 from kerngen.arch import Target
 from kerngen.errors import ProblemError
 from kerngen.runtime.executors import InOrder
-from kerngen.runtime.executors.collectives import ONE_RANK, Collectives, Noted, World
+from kerngen.runtime.executors.collectives import Collectives, Noted
 from kerngen.runtime.selection import default_selector
+from kerngen.runtime.world import ONE_RANK, World
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
 from kerngen.templates.kernel import Kernel

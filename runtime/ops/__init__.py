@@ -37,6 +37,7 @@ from kerngen.templates.values import AttnBatch, HeadNorms, KVView
 
 if TYPE_CHECKING:
     from kerngen.runtime.executors import Say
+    from kerngen.runtime.executors.collectives import Collectives
     from kerngen.runtime.weights.layout import LayerWeights, MoeWeights, PleLayerWeights
 
 
@@ -118,6 +119,7 @@ class Ops(Protocol):
     device: torch.device
     dtype: torch.dtype  # activations, weights, caches: float32 | float16 | bfloat16
     residual_dtype: torch.dtype  # `residual_dtype(dtype)`
+    collectives: Collectives  # what this rank computes with the others of a divided model
     supports_graphs: bool  # the engine captures the decode step in a CUDA graph
     max_decode_len: int  # the longest q_len that attend_decode takes; more goes to attn_prefill
     place: str  # where in the model the next ops are ("sliding"): set by the model, read by records and profiles
@@ -204,8 +206,14 @@ class Ops(Protocol):
         residual [T, H] residual_dtype, h [T, H] dtype. Returns [T, H] in dtype.
         """
 
+    def exchange_norm(self, residual: Tensor, h: Tensor, norms: ResidualNorms) -> Tensor:
+        """add_norm of the sum of h over the ranks of a divided model, where h is this rank's summand, which may be
+        overwritten. The sum is rounded once, to dtype, and is the same on all ranks. With one rank it is add_norm.
+        """
+
     def linear_norm(self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms) -> Tensor | None:
-        """add_norm of linear(x, weights), where one kernel does both faster; else None, and nothing is done.
+        """add_norm of linear(x, weights), where one kernel does both faster; else None, and nothing is done: also where
+        weights are a summand's, since a norm needs the whole sum.
 
         x [T, in_features] dtype; the rest as for add_norm.
         """
@@ -275,21 +283,24 @@ class Ops(Protocol):
         """
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
-        """h W^T, then cap * tanh(. / cap) if cap > 0. h [n, H]. Returns [n, vocab] fp32."""
+        """h W^T, then cap * tanh(. / cap) if cap > 0. h [n, H]. Returns [n, vocab] fp32: of the whole vocabulary, also
+        where ranks have some of the head's rows each.
+        """
 
     def screen(self, head: Linear, excluded: Sequence[int] = (), *, likely: bool = False) -> HeadScreen | None:
         """What `greedy` may read in place of `head`, where the backend has a kernel for that and the device room.
 
-        excluded: tokens that are never to be chosen. likely: smaller, for what is verified afterwards: `greedy` may
-        miss the largest logit then, which is all but sure not to happen.
+        Of a divided model all ranks have one, or none has. excluded: tokens that are never to be chosen. likely:
+        smaller, for what is verified afterwards: `greedy` may miss the largest logit then, which is all but sure not to
+        happen.
         """
 
     def greedy(self, h: Tensor, head: Linear, logit_cap: float, screen: HeadScreen | None = None) -> Tensor:
         """The index of the largest logit, the lowest one on a tie. Returns [n] int64.
 
         screen: of this head; n is at most its max_tokens. The result is the same but for what it excludes, and for
-        chance where it is a likely one. A row with a NaN, or without a finite logit, gives -1 on the torch backend, on
-        the cuda one some token.
+        chance where it is a likely one. Where ranks have some of the head's rows each, the best of what each finds. A
+        row with a NaN, or without a finite logit, gives -1 on the torch backend, on the cuda one some token.
         """
 
     def ple_inputs(
@@ -334,7 +345,8 @@ class Ops(Protocol):
     ) -> Tensor:
         """add_norm of h = norm(dense; dense_norm) + norm(sum_i topk_weights_i routed_i; post_norm), norms the layer's.
 
-        dense [T, H], routed [T, top_k, H] dtype, topk_weights [T, top_k] fp32; the sum in fp32.
+        dense [T, H], routed [T, top_k, H] dtype, topk_weights [T, top_k] fp32; the sum in fp32. Where the
+        experts' `down` is a summand, dense and the weighted sum are added over the ranks first, both in one exchange.
         """
 
     def centroid_greedy(self, y: Tensor, centroids: Linear, top_k: int, token_ids: Tensor, embed: Tensor) -> Tensor:

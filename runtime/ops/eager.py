@@ -7,12 +7,14 @@ RoPE's cos and sin are cast to the activations' dtype); attention computes in fp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from kerngen.runtime.executors import Say, run_inline
+from kerngen.runtime.executors.collectives import Collectives, OneRank
 from kerngen.runtime.ops import (
     Experts,
     HeadScreen,
@@ -27,6 +29,7 @@ from kerngen.runtime.ops import (
     residual_dtype,
     slots_of,
 )
+from kerngen.runtime.ops.divided import best_token, whole_logits
 from kerngen.runtime.sampling import accepted, likeliest
 from kerngen.runtime.weights.layout import MoeWeights, PleLayerWeights
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
@@ -44,7 +47,9 @@ class TorchOps:
     supports_graphs = False
     max_decode_len = MAX_Q_LEN
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, collectives: Collectives | None = None) -> None:
+        """collectives: of this rank of a divided model; None for a world of one."""
+        self.collectives: Collectives = collectives or OneRank()
         self.device = device
         self.dtype = dtype
         self.residual_dtype = residual_dtype(dtype)
@@ -108,6 +113,9 @@ class TorchOps:
         if norms.layer_scalar is not None:
             residual *= norms.layer_scalar
         return self.rmsnorm(residual, norms.next_weight, norms.eps)
+
+    def exchange_norm(self, residual: Tensor, h: Tensor, norms: ResidualNorms) -> Tensor:
+        return self.add_norm(residual, self.collectives.all_reduce(h), norms)
 
     def linear_norm(self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms) -> Tensor | None:
         return None
@@ -175,6 +183,10 @@ class TorchOps:
         return None
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
+        return whole_logits(self.collectives, self._logits(h, head, logit_cap), head.rows)
+
+    def _logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
+        """Of the rows that this rank has."""
         out = self.linear(h, head).float()
         return logit_cap * torch.tanh(out / logit_cap) if logit_cap > 0 else out
 
@@ -182,7 +194,10 @@ class TorchOps:
         return None
 
     def greedy(self, h: Tensor, head: Linear, logit_cap: float, screen: HeadScreen | None = None) -> Tensor:
-        return likeliest(self.logits(h, head, logit_cap))
+        if head.rows is None:
+            return likeliest(self.logits(h, head, logit_cap))
+        values, ids = self._logits(h, head, logit_cap).max(-1)
+        return best_token(self.collectives, values, ids, head.rows)
 
     def ple_inputs(
         self,
@@ -218,6 +233,8 @@ class TorchOps:
         norms: ResidualNorms,
     ) -> Tensor:
         summed = (routed * topk_weights[..., None]).sum(1).to(self.dtype)
+        if moe.down.is_summand:
+            dense, summed = self.collectives.all_reduce(torch.stack((dense, summed)))
         h = self.rmsnorm(dense, moe.dense_norm, norms.eps) + self.rmsnorm(summed, moe.post_norm, norms.eps)
         return self.add_norm(residual, h, norms)
 
@@ -250,7 +267,8 @@ _UNPACK: dict[str, Callable[[WeightView], WeightView]] = {"dense": lambda weight
 
 def unpacked(weights: WeightView) -> WeightView:
     """The same matrix, or every expert's, dense: from the order in which it is loaded."""
-    return _UNPACK[weights.format.name](weights)
+    made = _UNPACK[weights.format.name](weights)
+    return replace(made, rows=weights.rows, is_summand=weights.is_summand)
 
 
 def _write(kv: KVView, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:

@@ -37,6 +37,28 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, topk_ids: Tensor) -> Tenso
     return out
 
 
+def routed_sum(routed: Tensor, topk_weights: Tensor) -> Tensor:
+    """routed [T, k, H] weighted by topk_weights [T, k] and added in fp32: [T, H] in routed's dtype."""
+    if routed.is_meta:
+        return torch.empty(routed.shape[0], routed.shape[2], dtype=routed.dtype, device=routed.device)
+    return (routed.float() * topk_weights[..., None]).sum(1).to(routed.dtype)
+
+
+def logit_of(h: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """The product of each h [n, H] with row ids [n] of weight [rows, H], rounded as a dense product is: [n] fp32."""
+    if h.is_meta:
+        return torch.empty(len(h), dtype=torch.float32, device=h.device)
+    return (h.float() * weight[ids].float()).sum(-1).to(h.dtype).float()
+
+
+def capped(logits: Tensor, ids: Tensor, cap: float) -> Tensor:
+    """cap * tanh(logit / cap) of logits [n, rows] at ids [n], [n] fp32; the logit itself where cap is 0."""
+    if logits.is_meta:
+        return torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    found = logits.gather(1, ids[:, None]).squeeze(1).float()
+    return cap * torch.tanh(found / cap) if cap > 0 else found
+
+
 def _gated(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up  # in the experts' dtype, without the copies that fp32 would take

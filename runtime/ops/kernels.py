@@ -23,10 +23,12 @@ from kerngen.runtime.ops import (
     Linear,
     Made,
     ResidualNorms,
+    fallbacks,
     positions_of,
     residual_dtype,
     slots_of,
 )
+from kerngen.runtime.ops.divided import best_token, whole_logits
 from kerngen.runtime.ops.eager import unpacked
 from kerngen.runtime.ops.formats import FORMATS
 from kerngen.runtime.weights.layout import MoeWeights, PleLayerWeights
@@ -85,6 +87,7 @@ class KernelOps:
     def __init__(self, executor: Executor, dtype: torch.dtype) -> None:
         self.executor = executor
         self.name = executor.name
+        self.collectives = executor.collectives
         self.device = executor.device
         self.dtype = dtype
         self.residual_dtype = residual_dtype(dtype)
@@ -118,10 +121,11 @@ class KernelOps:
     def build_ahead(self, warm_up: Callable[[], None], say: Say) -> None:
         executor = self.executor
         self.executor = listening = Trace(executor)
+        self.collectives = listening.collectives
         try:
             warm_up()
         finally:
-            self.executor = executor
+            self.executor, self.collectives = executor, executor.collectives
         executor.build(listening.asked, say)
 
     def overlap(self, work: Callable[[], Made]) -> Callable[[], Made]:
@@ -169,8 +173,17 @@ class KernelOps:
         call = add_norm(residual, h, norms.post_weight, norms.layer_scalar, norms.next_weight, norms.eps)
         return self.run(call, where)
 
+    def exchange_norm(self, residual: Tensor, h: Tensor, norms: ResidualNorms) -> Tensor:
+        if self.collectives.world.size == 1:
+            return self.add_norm(residual, h, norms)
+        peers = self.executor.peers
+        if peers is not None and peers.takes(len(h), h.shape[1], h.dtype):
+            call = peers.exchange_norm(residual, h, norms.post_weight, norms.layer_scalar, norms.next_weight, norms.eps)
+            return self.run(call, "sum over ranks, residual and norms")
+        return self.add_norm(residual, self.collectives.all_reduce(h), norms)
+
     def linear_norm(self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms) -> Tensor | None:
-        if self.executor.target is None:
+        if self.executor.target is None or weights.is_summand:
             return None
         call = FORMATS[weights.format.name].norm_call(residual, x, weights, norms)
         return None if call is None else self.run_fused(call, weights.name)
@@ -226,7 +239,7 @@ class KernelOps:
         self, residual: Tensor, ple: Tensor | None, layers: Sequence[LayerInStep], top_k: int, final_norm: Tensor
     ) -> Tensor | None:
         target = self.executor.target
-        if target is None or not target.arch.has_tma or len(residual) != 1:
+        if target is None or not target.arch.has_tma or len(residual) != 1 or self.collectives.world.size > 1:
             return None
         if any(x.kv.format != PLAIN for x in layers):
             return None
@@ -250,24 +263,44 @@ class KernelOps:
         return self.run_fused(call, "all layers")
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:
-        return self.run(softcap(self.linear(h, head), logit_cap), "logits")
+        mine = self.run(softcap(self.linear(h, head), logit_cap), "logits")
+        return whole_logits(self.collectives, mine, head.rows)
 
     def screen(self, head: Linear, excluded: Sequence[int] = (), *, likely: bool = False) -> HeadScreen | None:
         size = screen_of(head, likely=likely)
-        if not size:
+        if not size or not self._all_have_room(size):
             return None
-        if self.device.type == "cuda":
-            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            if not has_room(size, torch.cuda.mem_get_info(self.device)[0] + unused):
-                return None
+        if (rows := head.rows) is not None:
+            excluded = [token - rows.start for token in excluded if rows.start <= token < rows.stop]
         made = head_screen(head.weight, excluded, head_spec.bits_for(head.in_features, likely=likely), likely)
         return HeadScreen(*made, head_spec.most_tokens(self.executor.target))
 
+    def _all_have_room(self, size: int) -> bool:
+        """Whether a screen of `size` bytes fits on all ranks: which collectives a step asks for depends on it."""
+        fits = True
+        if self.device.type == "cuda":
+            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            fits = has_room(size, torch.cuda.mem_get_info(self.device)[0] + unused)
+        if self.collectives.world.size == 1 or self.device.type == "meta":
+            return fits
+        lacking = torch.tensor([0 if fits else 1], device=self.device)
+        return not int(self.collectives.all_reduce(lacking))
+
     def greedy(self, h: Tensor, head: Linear, logit_cap: float, screen: HeadScreen | None = None) -> Tensor:
+        logits: Tensor | None = None
         if screen is not None:
-            call = greedy_head(h, head.weight, screen.codes, screen.bounds)
-            return self.run(call, "greedy token")
-        return self.run(argmax(self.linear(h, head), logit_cap), "greedy token")
+            ids = self.run(greedy_head(h, head.weight, screen.codes, screen.bounds), "greedy token")
+        else:
+            logits = self.linear(h, head)
+            ids = self.run(argmax(logits, logit_cap), "greedy token")
+        if head.rows is None:
+            return ids
+        self.went_outside("the chosen token's logit")
+        if logits is not None:
+            values = fallbacks.capped(logits, ids, logit_cap)
+        else:  # the screen was read in place of the head
+            values = fallbacks.logit_of(h, head.weight, ids)
+        return best_token(self.collectives, values, ids, head.rows)
 
     def ple_inputs(
         self,
@@ -300,6 +333,11 @@ class KernelOps:
         moe: MoeWeights,
         norms: ResidualNorms,
     ) -> Tensor:
+        if moe.down.is_summand:
+            self.went_outside("sums of routed experts")
+            both = self.collectives.all_reduce(torch.stack((dense, fallbacks.routed_sum(routed, topk_weights))))
+            dense, routed = both[0], both[1][:, None]
+            topk_weights = torch.ones_like(topk_weights[:, :1])
         scalar = norms.layer_scalar if norms.layer_scalar is not None else torch.ones_like(moe.router_scale[:1])
         call = moe_combine(
             residual, dense, routed, topk_weights, moe.dense_norm, moe.post_norm, norms.post_weight, scalar,

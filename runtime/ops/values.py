@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kerngen.runtime.world import Span
+
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
@@ -33,7 +35,8 @@ class WeightView:
     tensors: as `format` names them. As loaded they are in a checkpoint's order; after `Ops.prepare` in whatever order
     the backend's kernel wants, and only that backend may read them.
     name: of the projections that it fuses, for records and profiles: "gate_up". gated: rows are gate | up, and only
-    Ops.gated multiplies with it.
+    Ops.gated multiplies with it. Of a divided model, rows: which rows of the whole output head these are, where ranks
+    have a part each; is_summand: the rank has some of the columns, so that ranks' products are to be added.
     """
 
     format: WeightFormat
@@ -42,6 +45,8 @@ class WeightView:
     in_features: int
     name: str = "linear"
     gated: bool = False
+    rows: Span | None = None
+    is_summand: bool = False
 
     @property
     def is_dense(self) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kerngen.runtime.executors.collectives import Collectives, OneRank
 from kerngen.runtime.ops import WeightView
 from kerngen.templates.common.w4.pack import dequantize
 
@@ -22,12 +23,22 @@ LARGEST_OUTPUT = 12  # down's typical output is at most 2^12: 16 times less than
 _SCRATCH_VALUES = 1 << 24  # of a matrix at a time, in fp32 a few times over
 
 
-def mlp_exponents(gate_up: WeightView, down: WeightView, norm: Tensor) -> tuple[Tensor, Tensor]:
+def mlp_exponents(
+    gate_up: WeightView, down: WeightView, norm: Tensor, ranks: Collectives | None = None
+) -> tuple[Tensor, Tensor]:
     """(up, down): the exponents of the powers of two to multiply the rows of up and all of down by.
 
     gate_up [2 I, H] as gate | up, down [H, I], norm [H] the weight of the RMS norm before them; of experts [E, 2 I, H]
     and [E, H, I]. Returns int32 [E], [1] without experts; 0 where everything is in range.
+
+    ranks: of a divided model, whose ranks each have some of the I rows and columns. All get the same exponents, as the
+    products that they are to add have one scale: what is bounded is the greatest on any of them, or their sum.
     """
+    ranks = ranks or OneRank()
+
+    def greatest(values: Tensor) -> Tensor:
+        return ranks.all_gather(values[None], 0).amax(0)
+
     inner, hidden = down.in_features, gate_up.in_features
     columns = norm.float() ** 2
     gate_up, down = _as_experts(gate_up), _as_experts(down)
@@ -48,8 +59,10 @@ def mlp_exponents(gate_up: WeightView, down: WeightView, norm: Tensor) -> tuple[
         part = _floats(down, experts, rows)
         largest[experts] = torch.maximum(largest[experts], part.abs().amax((-1, -2)))
         outputs[experts, rows] = ((part * part) @ (typical[experts] ** 2 / 4)[..., None]).squeeze(-1)
+    bound, rows_typical, largest = greatest(torch.stack((bound, typical.amax(-1), largest)))
+    outputs = ranks.all_reduce(outputs)
     lowered = (_exponent(bound) - LARGEST).clamp(min=0)
-    rarely = _exponent(typical.amax(-1))
+    rarely = _exponent(rows_typical)
     raised = torch.where(rarely < SMALLEST, rarely, 0).clamp(max=0)
     raised = torch.maximum(raised, DOWN_SMALLEST - _exponent(largest)).clamp(max=0)
     shift = torch.where(lowered > 0, lowered, raised)

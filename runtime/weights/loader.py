@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from kerngen.errors import CheckpointError
+from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime.config import DrafterConfig, LayerConfig, ModelConfig
 from kerngen.runtime.ops import Ops, dense_weights
 from kerngen.runtime.weights.layout import (
@@ -26,6 +26,7 @@ from kerngen.runtime.weights.layout import (
 from kerngen.runtime.weights.repacked import Planned, RepackedCache
 from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.weights.source import Advance, CheckpointSource, WeightSource
+from kerngen.runtime.world import Span
 
 
 def load_model(
@@ -34,15 +35,18 @@ def load_model(
     """The target model's weights on `ops.device`. Raises CheckpointError before allocating anything.
 
     advance: is told now and then how many bytes of how many were loaded. keep_repacked: what was repacked is kept
-    beside the checkpoint; where it is there it is read in any case.
+    beside the checkpoint; where it is there it is read in any case, but by a rank of a divided model. Raises UsageError
+    where such a rank is to keep it.
     """
+    if keep_repacked and config.share is not None:
+        raise UsageError("repacked weights are kept of whole models alone", hint="leave --keep-repacked out")
     source = CheckpointSource(Checkpoint(folder), config, ops, advance)
     prefix = _find_prefix(source.checkpoint)
     build_model(source, prefix)
     source.check_left(prefix)
     kept = (
         RepackedCache(source.checkpoint, config, ops)
-        if keep_repacked or any(folder.glob("repacked-*.kerngen"))
+        if config.share is None and (keep_repacked or any(folder.glob("repacked-*.kerngen")))
         else None
     )
     if kept is not None and kept.path.exists():
@@ -103,14 +107,14 @@ def build_model(source: WeightSource, prefix: str) -> ModelWeights:
         width = len(config.layers) * config.ple_size
         ple = PleWeights(
             table=source.tensor(f"{prefix}embed_tokens_per_layer.weight", config.ple_vocab_size, width),
-            projection=source.linear([(f"{prefix}per_layer_model_projection", width)], hidden),
+            projection=source.linear([(f"{prefix}per_layer_model_projection", Span.of(width))], Span.of(hidden)),
             norm=source.tensor(f"{prefix}per_layer_projection_norm.weight", config.ple_size),
         )
     return ModelWeights(
         embed=embed,
         layers=tuple(_layer(source, f"{prefix}layers.{layer.index}", layer) for layer in config.layers),
         norm=source.tensor(f"{prefix}norm.weight", hidden),
-        head=source.head(embed),
+        head=source.head(embed, config.vocab_span),
         ple=ple,
     )
 
@@ -119,24 +123,24 @@ def _layer(source: WeightSource, name: str, layer: LayerConfig) -> LayerWeights:
     config = source.config
     hidden, dim = config.hidden_size, layer.head_dim
     attn, mlp = f"{name}.self_attn", f"{name}.mlp"
-    q_size, kv_size = config.num_q_heads * dim, layer.num_kv_heads * dim
-    parts = [(f"{attn}.q_proj", q_size)]
+    q_rows, kv_rows, every = config.q_span.times(dim), layer.kv_span.times(dim), Span.of(hidden)
+    parts = [(f"{attn}.q_proj", q_rows)]
     if layer.owns_kv:
-        parts.append((f"{attn}.k_proj", kv_size))
+        parts.append((f"{attn}.k_proj", kv_rows))
         if not layer.v_is_k:
-            parts.append((f"{attn}.v_proj", kv_size))
-    inner = layer.intermediate_size
+            parts.append((f"{attn}.v_proj", kv_rows))
+    inner = layer.inner_span
     input_norm, post_attention_norm, pre_ffn_norm, post_ffn_norm = (
         source.tensor(f"{name}.{where}_layernorm.weight", hidden)
         for where in ("input", "post_attention", "pre_feedforward", "post_feedforward")
     )
     scalar = source.scalar(f"{name}.layer_scalar")
-    qkv = source.linear(parts, hidden)
+    qkv = source.linear(parts, every)
     q_norm = source.tensor(f"{attn}.q_norm.weight", dim)
     k_norm = source.tensor(f"{attn}.k_norm.weight", dim) if layer.owns_kv else None
-    out = source.linear([(f"{attn}.o_proj", hidden)], q_size)
+    out = source.linear([(f"{attn}.o_proj", every)], q_rows)
     gate_up, down = source.mlp(
-        [(f"{mlp}.{part}_proj", inner) for part in ("gate", "up")], [(f"{mlp}.down_proj", hidden)], pre_ffn_norm
+        [(f"{mlp}.{part}_proj", inner) for part in ("gate", "up")], [(f"{mlp}.down_proj", every)], pre_ffn_norm
     )
     return LayerWeights(
         input_norm=input_norm,
@@ -185,7 +189,8 @@ def build_drafter(source: WeightSource, config: DrafterConfig) -> DrafterWeights
     """Everything the assistant needs, asked of `source` tensor by tensor."""
     text = config.text
     hidden, vocab, count = text.hidden_size, text.vocab_size, config.num_centroids
-    head = source.head(source.tensor("model.embed_tokens.weight", vocab, hidden))
+    rows = text.vocab_span
+    head = source.head(source.rows("model.embed_tokens.weight", rows, hidden), rows)
     if not head.is_dense:
         raise CheckpointError("the drafter's lm_head is packed, which is not implemented: it must be dense")
     centroids = None
@@ -201,7 +206,7 @@ def build_drafter(source: WeightSource, config: DrafterConfig) -> DrafterWeights
         layers=tuple(_layer(source, f"model.layers.{layer.index}", layer) for layer in text.layers),
         norm=source.tensor("model.norm.weight", hidden),
         head=head,
-        pre=source.linear([("pre_projection", hidden)], 2 * config.backbone_hidden_size),
-        post=source.linear([("post_projection", config.backbone_hidden_size)], hidden),
+        pre=source.linear([("pre_projection", Span.of(hidden))], Span.of(2 * config.backbone_hidden_size)),
+        post=source.linear([("post_projection", Span.of(config.backbone_hidden_size))], Span.of(hidden)),
         centroids=centroids,
     )

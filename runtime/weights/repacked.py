@@ -27,6 +27,7 @@ from kerngen.runtime.ops import Experts, Linear, Ops, WeightView, dense_weights,
 from kerngen.runtime.weights.safetensors import DTYPES, PIECE_BYTES, Checkpoint, SafetensorsFile
 from kerngen.runtime.weights.source import Advance, CheckpointSource, Parts
 from kerngen.runtime.weights.staging import Stage
+from kerngen.runtime.world import Span
 from kerngen.system.files import publish_with
 
 LAYOUT = 1  # of the file and of what `seal` adds up
@@ -50,7 +51,10 @@ class Planned:
     def scalar(self, name: str) -> Tensor:
         return self.dry.scalar(name)
 
-    def linear(self, parts: Parts, in_features: int) -> Linear:
+    def rows(self, name: str, rows: Span, width: int) -> Tensor:
+        return self.dry.rows(name, rows, width)
+
+    def linear(self, parts: Parts, in_features: Span) -> Linear:
         return self.ops.prepare(self.dry.linear(parts, in_features))
 
     def mlp(self, gate_up: Parts, down: Parts, norm: Tensor) -> tuple[Linear, Linear]:
@@ -60,8 +64,8 @@ class Planned:
     def unpacked(self, module: str, out_features: int, in_features: int) -> Linear:
         return self.dry.unpacked(module, out_features, in_features)
 
-    def head(self, embed: Tensor) -> Linear:
-        return self.ops.prepare(self.dry.head(embed))
+    def head(self, embed: Tensor, rows: Span) -> Linear:
+        return self.ops.prepare(self.dry.head(embed, rows))
 
     def experts(self, name: str, norm: Tensor) -> tuple[Experts, Experts]:
         return self.ops.prepare_experts(*self.dry.experts(name, norm))

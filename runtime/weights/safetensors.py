@@ -12,7 +12,7 @@ import json
 import mmap
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kerngen.errors import CheckpointError, is_printable_name, printable_name
 from kerngen.runtime.config_fields import GET_AGAIN, nothing_there, open_file, read_json, require_content, short
+from kerngen.runtime.world import Span
 
 MAX_HEADER_BYTES = 32 * 1024 * 1024  # of 35,000 tensors, the experts of a 26B one by one, there are 5 MB
 PIECE_BYTES = 32 * 1024 * 1024  # of a tensor on its way to the device
@@ -41,6 +42,9 @@ DTYPES: dict[str, torch.dtype] = {
 ITEM_BYTES: dict[str, int] = {name: dtype.itemsize for name, dtype in DTYPES.items()} | {
     "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
+
+
+Box = Sequence[Span]  # part of a tensor: a span of each of its dimensions
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +85,13 @@ class SafetensorsFile:
             return torch.empty(entry.shape, dtype=dtype)
         return self._view(entry.start, entry.start + entry.num_bytes, dtype).view(entry.shape)
 
-    def pieces(self, name: str, rows: int = 1) -> Iterator[tuple[int, Tensor]]:
+    def pieces(self, name: str, rows: int = 1, box: Box = ()) -> Iterator[tuple[int, Tensor]]:
         """The tensor [n, ...] in order, at most PIECE_BYTES at a time but at least `rows` rows: (first row, view).
 
-        The next piece is asked of the disk while one is used, and what was used leaves this process's memory: however
-        large the file, little of it is resident. The views must not be kept.
+        box: of each dimension the part that is wanted, () for all; rows are then counted from its beginning, and no
+        byte beside it is looked at. The next piece is asked of the disk while one is used, and what was used leaves
+        this process's memory: however large the file, little of it is resident. The disk is asked for whole rows: what
+        lies beside the box is another rank's, which shares the pages. The views must not be kept.
         """
         entry = self.entries[name]
         if not entry.shape or entry.num_bytes == 0:
@@ -93,12 +99,14 @@ class SafetensorsFile:
             return
         dtype, row_bytes = DTYPES[entry.dtype], entry.num_bytes // entry.shape[0]
         step = max(PIECE_BYTES // row_bytes // rows, 1) * rows
-        end = entry.start + entry.num_bytes
-        for row in range(0, entry.shape[0], step):
+        first, last = (box[0].start, box[0].stop) if box else (0, entry.shape[0])
+        inside = tuple(span.slice for span in box[1:])
+        end = entry.start + last * row_bytes
+        for row in range(first, last, step):
             start = entry.start + row * row_bytes
             stop = min(start + step * row_bytes, end)
             self._advise("MADV_WILLNEED", stop, min(stop + step * row_bytes, end))
-            yield row, self._view(start, stop, dtype).view(-1, *entry.shape[1:])
+            yield row - first, self._view(start, stop, dtype).view(-1, *entry.shape[1:])[:, *inside]
             self._advise("MADV_DONTNEED", start, stop)
 
     def _view(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -277,6 +285,6 @@ class Checkpoint:
         """A read-only view on the CPU; copy it before changing anything."""
         return self._files[name].tensor(name)
 
-    def pieces(self, name: str, rows: int = 1) -> Iterator[tuple[int, Tensor]]:
+    def pieces(self, name: str, rows: int = 1, box: Box = ()) -> Iterator[tuple[int, Tensor]]:
         """As SafetensorsFile.pieces."""
-        return self._files[name].pieces(name, rows)
+        return self._files[name].pieces(name, rows, box)

@@ -2,7 +2,8 @@
 ones in repacked.py.
 
 A checkpoint's tensors go to the device in pieces. On the host they are pages of a read-only map, which leave it again
-with each piece, so that loading takes PIECE_BYTES of host memory, twice, whatever the size of model and tensors.
+with each piece, so that loading takes PIECE_BYTES of host memory, twice, whatever the size of model and tensors. A rank
+of a divided model copies the rows and columns that it has, and looks at no others.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from kerngen.runtime.ops import Experts, Linear, Ops, WeightView, dense_weights,
 from kerngen.runtime.weights.fp16_range import mlp_exponents, times_power
 from kerngen.runtime.weights.int4 import becomes_int4, to_int4
 from kerngen.runtime.weights.quantized import FLOATS, INTS, IgnoreList, Packed, find_packed
-from kerngen.runtime.weights.safetensors import Checkpoint
+from kerngen.runtime.weights.safetensors import Box, Checkpoint
 from kerngen.runtime.weights.staging import Stage
+from kerngen.runtime.world import Span
 from kerngen.templates.common.w4.pack import dequantize
 
 # Stored by the E-series on layers that own no cache, and never used there.
@@ -34,7 +36,7 @@ DEAD_ROPE = re.compile(r"(?:layers\.\d+\.self_attn\.)?rotary_emb\.\w*inv_freq")
 WIDER_RANGE = "run it with --dtype bf16, or on a GPU without bf16 with --backend torch --dtype fp32"
 LOOK_EVERY = 256  # tensors that are copied before the host waits to hear whether they hold NaN
 
-Parts = Sequence[tuple[str, int]]  # modules with their out_features, one under the other
+Parts = Sequence[tuple[str, Span]]  # modules with their out_features, one under the other; of a rank, which of them
 Advance = Callable[[int, int], None]  # bytes that were loaded, of how many
 
 
@@ -54,7 +56,10 @@ class WeightSource(Protocol):
     def scalar(self, name: str) -> Tensor:
         """A float tensor [1] in `ops.dtype`; 1 where the model has none of that name."""
 
-    def linear(self, parts: Parts, in_features: int) -> Linear:
+    def rows(self, name: str, rows: Span, width: int) -> Tensor:
+        """Those rows of a float table [rows.whole, width], in `ops.dtype`."""
+
+    def linear(self, parts: Parts, in_features: Span) -> Linear:
         """The linears called `parts`, one under the other, repacked for the backend."""
 
     def mlp(self, gate_up: Parts, down: Parts, norm: Tensor) -> tuple[Linear, Linear]:
@@ -63,8 +68,10 @@ class WeightSource(Protocol):
     def unpacked(self, module: str, out_features: int, in_features: int) -> Linear:
         """A small linear that kernels want in floats, however it is stored."""
 
-    def head(self, embed: Tensor) -> Linear:
-        """The output matrix [vocab, H]; shares `embed`'s memory where the two are tied."""
+    def head(self, embed: Tensor, rows: Span) -> Linear:
+        """Those rows of the output matrix [vocab, H]; shares `embed`'s memory where the two are tied. embed: the whole
+        table, or these rows of it.
+        """
 
     def experts(self, name: str, norm: Tensor) -> tuple[Experts, Experts]:
         """gate_up [E, 2 I, H] and down [E, H, I] of the layer `name`, prepared for the backend. norm: as of `mlp`."""
@@ -86,6 +93,7 @@ class CheckpointSource:
         self._stage: Stage | None = None
         self._loaded_bytes = self._total_bytes = 0
         self._looks: list[tuple[str, Tensor, torch.dtype]] = []  # a tensor's name, its extremes on the device, as what
+        self._parts: dict[str, dict[tuple[Span, ...], int]] = {}  # of tensors that are read in part: bytes of each
 
     def check_left(self, prefix: str) -> None:
         """Raise CheckpointError if a tensor of the model was not asked for: then config.json says too little.
@@ -111,7 +119,10 @@ class CheckpointSource:
     def begin(self) -> None:
         """From here on, tensors are loaded."""
         self.is_dry = False
-        self._total_bytes = sum(self.checkpoint.num_bytes(name) for name in self.used)
+        self._total_bytes = sum(
+            sum(self._parts[name].values()) if name in self._parts else self.checkpoint.num_bytes(name)
+            for name in self.used
+        )
 
     def finish(self) -> None:
         """Raise CheckpointError if a tensor that was loaded holds NaN or infinity."""
@@ -142,17 +153,23 @@ class CheckpointSource:
             self.absent.append(name)
         return self._allocate((1,), self.ops.dtype).fill_(1.0)
 
-    def linear(self, parts: Parts, in_features: int) -> Linear:
+    def rows(self, name: str, rows: Span, width: int) -> Tensor:
+        out = self._allocate((rows.size, width), self.ops.dtype)
+        self._copy(name, out, FLOATS, box=(rows, Span.of(width)))
+        return out
+
+    def linear(self, parts: Parts, in_features: Span) -> Linear:
         """The linears called `parts`, one under the other, repacked for the backend.
 
         Stays packed if all of them are, in groups of one size; a mixture becomes dense. What is dense becomes int4
         where the config has that done as weights are loaded.
         """
-        return self._prepared(self._joined(parts, in_features, self.ops.dtype), parts)
+        made = self._prepared(self._joined(parts, in_features, self.ops.dtype), parts)
+        return made if in_features.is_whole else replace(made, is_summand=True)
 
     def mlp(self, gate_up: Parts, down: Parts, norm: Tensor) -> tuple[Linear, Linear]:
         """As `linear` of both. In fp16 with the powers of two that keep gelu(gate) * up in range (fp16_range.py)."""
-        hidden, inner = norm.shape[0], gate_up[0][1]
+        hidden, inner = Span.of(norm.shape[0]), gate_up[0][1]
         if self.ops.dtype != torch.float16:  # one after the other: what is stored of one goes before the next comes
             first = self._prepared(self._joined(gate_up, hidden, self.ops.dtype), gate_up, gated=True)
             return first, self.linear(down, inner)
@@ -166,7 +183,8 @@ class CheckpointSource:
             norm,
             *names,
         )
-        return self._prepared(both[0], gate_up, gated=True), self._prepared(both[1], down)
+        second = replace(both[1], is_summand=not inner.is_whole)
+        return self._prepared(both[0], gate_up, gated=True), self._prepared(second, down)
 
     def _prepared(self, weights: Linear, parts: Parts, *, gated: bool = False) -> Linear:
         """`weights` for the backend; int4 where the config has that done as they are loaded. gated: gate and up."""
@@ -183,21 +201,21 @@ class CheckpointSource:
             weights = replace(weights, gated=True)
         return weights if self.is_dry else self.ops.prepare(weights)
 
-    def _joined(self, parts: Parts, in_features: int, dtype: torch.dtype) -> Linear:
+    def _joined(self, parts: Parts, in_features: Span, dtype: torch.dtype) -> Linear:
         """As they are stored, with weights or scales in `dtype`."""
-        rows = sum(out for _, out in parts)
+        rows, cols = sum(out.size for _, out in parts), in_features.size
         if group := self._common_group([parts], in_features):
-            packed = self._allocate((rows, in_features // 8), torch.int32)
-            scales = self._allocate((rows, in_features // group), dtype)
+            packed = self._allocate((rows, cols // 8), torch.int32)
+            scales = self._allocate((rows, cols // group), dtype)
             self._fill_packed(parts, in_features, packed, scales)
-            return int4_weights(packed, scales, rows, in_features, group, fused_name(parts))
-        dense = self._allocate((rows, in_features), dtype)
-        self._fill_dense(parts, dense)
+            return int4_weights(packed, scales, rows, cols, group, fused_name(parts))
+        dense = self._allocate((rows, cols), dtype)
+        self._fill_dense(parts, in_features, dense)
         return dense_weights(dense)
 
-    def _floats_of(self, module: str, out_features: int, in_features: int) -> str:
+    def _floats_of(self, module: str, out_features: Span, in_features: Span) -> str:
         """The name of the tensor with the module's weights, or with their scales."""
-        packed = self._find(module, (out_features, in_features))
+        packed = self._find(module, (out_features.whole, in_features.whole))
         return packed.scales if packed else f"{module}.weight"
 
     def _mlp_dtype(self, *names: str) -> torch.dtype:
@@ -220,7 +238,7 @@ class CheckpointSource:
         """
         if self.is_dry or self.ops.dtype != torch.float16:
             return gate_up, down
-        up, down_exponents = mlp_exponents(gate_up, down, norm)
+        up, down_exponents = mlp_exponents(gate_up, down, norm, self.ops.collectives)
         of_gate_and_up = torch.stack((torch.zeros_like(up), up), -1)  # [2] or [E, 2]
         made = []
         for weights, exponents, names in zip((gate_up, down), (of_gate_and_up, down_exponents), stored, strict=True):
@@ -236,68 +254,78 @@ class CheckpointSource:
 
     def unpacked(self, module: str, out_features: int, in_features: int) -> Linear:
         dense = self._allocate((out_features, in_features), self.ops.dtype)
-        self._fill_dense([(module, out_features)], dense)
+        self._fill_dense([(module, Span.of(out_features))], Span.of(in_features), dense)
         return dense_weights(dense)
 
-    def head(self, embed: Tensor) -> Linear:
+    def head(self, embed: Tensor, rows: Span) -> Linear:
         """lm_head. Tied models may store it too (the W4A16 releases do): a copy of the table shares its memory, a head
         with other values is used and warned of, as transformers does.
         """
+        made = self._head(embed if len(embed) == rows.size else embed[rows.slice], rows)
+        return made if rows.is_whole else replace(made, rows=rows)
+
+    def _head(self, tied: Tensor, rows: Span) -> Linear:
         config, checkpoint = self.config, self.checkpoint
-        stored = [("lm_head", config.vocab_size)]
-        if not config.tied or self._find("lm_head", (config.vocab_size, config.hidden_size)):
-            return self.linear(stored, config.hidden_size)
+        stored, hidden = [("lm_head", rows)], Span.of(config.hidden_size)
+        if not config.tied or self._find("lm_head", (rows.whole, hidden.whole)):
+            return self.linear(stored, hidden)
         if "lm_head.weight" in checkpoint:
             self.used.add("lm_head.weight")
-            checkpoint.require("lm_head.weight", (config.vocab_size, config.hidden_size), FLOATS)
-            if not self.is_dry and not self._is_copy("lm_head.weight", embed):
+            checkpoint.require("lm_head.weight", (rows.whole, hidden.whole), FLOATS)
+            if not self.is_dry and not self._is_copy("lm_head.weight", tied, (rows, hidden)):
                 warnings.warn(
                     f"{checkpoint.folder}: config.json says tie_word_embeddings, but lm_head.weight differs from "
                     "embed_tokens.weight; both are used as they are stored",
                     stacklevel=2,
                 )
-                return self.linear(stored, config.hidden_size)
-        return dense_weights(embed) if self.is_dry else self.ops.prepare(dense_weights(embed))
+                return self.linear(stored, hidden)
+        return dense_weights(tied) if self.is_dry else self.ops.prepare(dense_weights(tied))
 
     def experts(self, name: str, norm: Tensor) -> tuple[Experts, Experts]:
         """gate_up [E, 2 I, H] and down [E, H, I] of the layer `name`, prepared for the backend.
 
         Each stays packed where every expert's is; a mixture becomes dense. In fp16 as `mlp`.
         """
-        inner, hidden = self.config.moe_intermediate_size, self.config.hidden_size
+        inner, hidden = self.config.expert_span, Span.of(self.config.hidden_size)
         gate_up, of_gate_up = self._experts(
             f"{name}.experts", "gate_up_proj", (("gate_proj", inner), ("up_proj", inner)), hidden
         )
         down, of_down = self._experts(f"{name}.experts", "down_proj", (("down_proj", hidden),), inner)
         gate_up, down = self._in_range(gate_up, down, norm, of_gate_up, of_down)
-        return (gate_up, down) if self.is_dry else self.ops.prepare_experts(gate_up, down)
+        if not self.is_dry:
+            gate_up, down = self.ops.prepare_experts(gate_up, down)
+        return gate_up, replace(down, is_summand=not inner.is_whole)
 
-    def _experts(self, name: str, fused: str, parts: Parts, in_features: int) -> tuple[Experts, list[str]]:
+    def _experts(self, name: str, fused: str, parts: Parts, in_features: Span) -> tuple[Experts, list[str]]:
         """One matrix an expert: a single tensor called `fused`, dense or packed, or linears that each expert has. And
         the tensors that its weights or scales come from.
         """
-        num, rows = self.config.num_experts, sum(out for _, out in parts)
-        together, shape = f"{name}.{fused}", (num, rows, in_features)
+        num, rows, cols = self.config.num_experts, sum(out.size for _, out in parts), in_features.size
+        together, stored_rows = f"{name}.{fused}", sum(out.whole for _, out in parts)
+        boxes = _under_each_other(parts, Span.of(num))
         if together in self.checkpoint:
-            dense = self._allocate(shape, self._mlp_dtype(together))
-            self._copy(together, dense, FLOATS)
+            dense = self._allocate((num, rows, cols), self._mlp_dtype(together))
+            for part, box in zip(dense.split([box[1].size for box in boxes], 1), boxes, strict=True):
+                self._copy(together, part, FLOATS, box=(*box, in_features))
             return dense_weights(dense), [together]
-        if packed := self._find(together, shape):
-            words = self._allocate((num, rows, in_features // 8), torch.int32)
-            scales = self._allocate((num, rows, in_features // packed.group_size), self._mlp_dtype(packed.scales))
-            self._copy_packed(packed, words, scales)
-            return int4_weights(words, scales, rows, in_features, packed.group_size), [packed.scales]
+        if packed := self._find(together, (num, stored_rows, in_features.whole)):
+            words = self._allocate((num, rows, cols // 8), torch.int32)
+            scales = self._allocate((num, rows, cols // packed.group_size), self._mlp_dtype(packed.scales))
+            sizes = [box[1].size for box in boxes]
+            for box, w, s in zip(boxes, words.split(sizes, 1), scales.split(sizes, 1), strict=True):
+                self._copy_packed(packed, w, s, box, in_features)
+            return int4_weights(words, scales, rows, cols, packed.group_size), [packed.scales]
         each = [[(f"{name}.{e}.{part}", out) for part, out in parts] for e in range(num)]
         names = [self._floats_of(module, out, in_features) for modules in each for module, out in modules]
         if group := self._common_group(each, in_features):
-            words = self._allocate((num, rows, in_features // 8), torch.int32)
-            scales = self._allocate((num, rows, in_features // group), self._mlp_dtype(*names))
+            words = self._allocate((num, rows, cols // 8), torch.int32)
+            scales = self._allocate((num, rows, cols // group), self._mlp_dtype(*names))
             for modules, w, s in zip(each, words, scales, strict=True):
                 self._fill_packed(modules, in_features, w, s)
-            return int4_weights(words, scales, rows, in_features, group), names
-        dense = self._allocate(shape, self._mlp_dtype(*names))
+            return int4_weights(words, scales, rows, cols, group), names
+        dense = self._allocate((num, rows, cols), self._mlp_dtype(*names))
         for modules, matrix in zip(each, dense, strict=True):
-            self._fill_dense(modules, matrix)
+            self._fill_dense(modules, in_features, matrix)
         return dense_weights(dense), names
 
     def _find(self, module: str, shape: tuple[int, ...]) -> Packed | None:
@@ -308,51 +336,63 @@ class CheckpointSource:
             self._packed[module, shape] = found
         return self._packed[module, shape]
 
-    def _common_group(self, linears: Iterable[Parts], in_features: int) -> int:
+    def _common_group(self, linears: Iterable[Parts], in_features: Span) -> int:
         """The group size of all these modules if they are packed in groups of one, else 0."""
-        found = [self._find(module, (out, in_features)) for parts in linears for module, out in parts]
+        found = [self._find(module, (out.whole, in_features.whole)) for parts in linears for module, out in parts]
         sizes = {packed.group_size if packed else 0 for packed in found}
         return sizes.pop() if len(sizes) == 1 else 0
 
-    def _fill_packed(self, parts: Parts, in_features: int, words: Tensor, scales: Tensor) -> None:
+    def _fill_packed(self, parts: Parts, in_features: Span, words: Tensor, scales: Tensor) -> None:
         """Fill words [rows, in / 8] and scales [rows, in / group_size] with the packed linears called `parts`."""
-        sizes = [out for _, out in parts]
+        sizes = [out.size for _, out in parts]
         for (module, out), w, s in zip(parts, words.split(sizes), scales.split(sizes), strict=True):
-            if (packed := self._find(module, (out, in_features))) is None:
+            if (packed := self._find(module, (out.whole, in_features.whole))) is None:
                 raise TypeError(f"{module} is not packed")
-            self._copy_packed(packed, w, s)
+            self._copy_packed(packed, w, s, (out,), in_features)
 
-    def _copy_packed(self, packed: Packed, words: Tensor, scales: Tensor) -> None:
+    def _copy_packed(self, packed: Packed, words: Tensor, scales: Tensor, rows: Box, cols: Span) -> None:
+        """rows: the part of all dimensions but the last, of which `cols` is."""
         self.used |= packed.used
-        for name, out in ((packed.words, words), (packed.scales, scales)):
-            self._copy(name, out, ("I32",) if name == packed.words else FLOATS, is_transposed=packed.is_transposed)
+        for name, out, each, dtypes in (
+            (packed.words, words, 8, ("I32",)), (packed.scales, scales, packed.group_size, FLOATS),
+        ):  # fmt: skip
+            self._copy(name, out, dtypes, is_transposed=packed.is_transposed, box=(*rows, cols.over(each)))
 
-    def _fill_dense(self, parts: Parts, out: Tensor) -> None:
-        """Fill `out` [rows, in_features] with the linears called `parts`, unpacking those that are packed."""
-        for (module, rows), part in zip(parts, out.split([n for _, n in parts]), strict=True):
-            cols = out.shape[1]
-            if (packed := self._find(module, (rows, cols))) is None:
-                self._copy(f"{module}.weight", part, FLOATS)
+    def _fill_dense(self, parts: Parts, cols: Span, out: Tensor) -> None:
+        """Fill `out` [rows, cols] with the linears called `parts`, unpacking those that are packed."""
+        for (module, rows), part in zip(parts, out.split([n.size for _, n in parts]), strict=True):
+            if (packed := self._find(module, (rows.whole, cols.whole))) is None:
+                self._copy(f"{module}.weight", part, FLOATS, box=(rows, cols))
                 continue
-            words = self._allocate((rows, cols // 8), torch.int32)
-            scales = self._allocate((rows, cols // packed.group_size), self._mlp_dtype(packed.scales))
-            self._copy_packed(packed, words, scales)
+            words = self._allocate((rows.size, cols.size // 8), torch.int32)
+            scales = self._allocate((rows.size, cols.size // packed.group_size), self._mlp_dtype(packed.scales))
+            self._copy_packed(packed, words, scales, (rows,), cols)
             if not self.is_dry:
                 part.copy_(dequantize(words, scales, out.dtype))
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta" if self.is_dry else self.ops.device)
 
-    def _copy(self, name: str, out: Tensor, dtypes: tuple[str, ...], *, is_transposed: bool = False) -> None:
-        """Copy the tensor `name` to `out` piece by piece; stored [in, out] where it is_transposed."""
+    def _copy(
+        self, name: str, out: Tensor, dtypes: tuple[str, ...], *, is_transposed: bool = False, box: Box = ()
+    ) -> None:
+        """Copy the tensor `name` to `out` piece by piece; stored [in, out] where it is_transposed. box: the part of it
+        that `out` is, in out's dimensions; () for all.
+        """
         self.used.add(name)
-        self.checkpoint.require(name, tuple(out.shape[::-1] if is_transposed else out.shape), dtypes)
+        stored = tuple(box) or tuple(Span.of(n) for n in out.shape)
+        if is_transposed:
+            stored = stored[::-1]
+        self.checkpoint.require(name, tuple(span.whole for span in stored), dtypes)
         if self.is_dry:
+            if not all(span.is_whole for span in stored):
+                item = self.checkpoint.num_bytes(name) // max(self.checkpoint.num_values(name), 1)
+                self._parts.setdefault(name, {})[stored] = out.numel() * item
             return
         if self._stage is None:
             self._stage = Stage(self.ops.device)
         extremes: list[Tensor] = []
-        for row, piece in self.checkpoint.pieces(name):
+        for row, piece in self.checkpoint.pieces(name, box=stored):
             rows = slice(row, row + len(piece)) if out.dim() else ...
             part = out[:, rows] if is_transposed else out[rows]
             self._stage.copy(piece, part, is_transposed=is_transposed)
@@ -371,10 +411,10 @@ class CheckpointSource:
         if self._advance is not None:
             self._advance(min(self._loaded_bytes, self._total_bytes), self._total_bytes)
 
-    def _is_copy(self, name: str, table: Tensor) -> bool:
-        """Whether the stored tensor has the values of `table`."""
+    def _is_copy(self, name: str, table: Tensor, box: Box) -> bool:
+        """Whether that part of the stored tensor has the values of `table`."""
         same = True
-        for row, piece in self.checkpoint.pieces(name):
+        for row, piece in self.checkpoint.pieces(name, box=box):
             part = table[row : row + len(piece)]
             if not (same := torch.equal(piece.to(part.device, part.dtype), part)):
                 break
@@ -408,6 +448,20 @@ def _index(flat: int, shape: tuple[int, ...]) -> list[int]:
     for size in reversed(shape):
         found.insert(0, flat % size)
         flat //= size
+    return found
+
+
+def _under_each_other(parts: Parts, first: Span) -> list[tuple[Span, Span]]:
+    """Where the parts' rows lie in one tensor that has all of them behind each other, `first` being of the dimension
+    before; as few boxes as will do.
+    """
+    whole = sum(out.whole for _, out in parts)
+    if all(out.is_whole for _, out in parts):
+        return [(first, Span.of(whole))]
+    found, before = [], 0
+    for _, out in parts:
+        found.append((first, out.after(before, whole)))
+        before += out.whole
     return found
 
 

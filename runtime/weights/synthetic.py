@@ -1,21 +1,25 @@
 """Generated weights in the shape of a released model, made on the device: what a benchmark runs when there is no
 checkpoint. They go through the same fusing and repacking as loaded ones. The text they generate means nothing.
+
+A rank of a divided model draws each whole tensor and keeps its part, so that ranks have the model that one rank has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kerngen.runtime.config import DrafterConfig, ModelConfig
-from kerngen.runtime.ops import Experts, Linear, Ops, dense_weights, int4_weights
+from kerngen.runtime.ops import Experts, Linear, Ops, WeightView, dense_weights, int4_weights
 from kerngen.runtime.weights.int4 import becomes_int4
 from kerngen.runtime.weights.layout import DrafterWeights, ModelWeights
 from kerngen.runtime.weights.loader import build_drafter, build_model
 from kerngen.runtime.weights.quantized import IgnoreList
-from kerngen.runtime.weights.source import fused_name
+from kerngen.runtime.weights.source import Parts, fused_name
+from kerngen.runtime.world import Span
 
 _NIBBLE_STD = 4.61  # of a uniform nibble - 8
 
@@ -43,20 +47,20 @@ class SyntheticSource:
     def scalar(self, name: str) -> Tensor:
         return self.tensor(name, 1)
 
-    def linear(self, parts: Sequence[tuple[str, int]], in_features: int, *, gated: bool = False) -> Linear:
-        rows = sum(out for _, out in parts)
-        if not self._is_quantized([module for module, _ in parts], rows, in_features):
-            return self.ops.prepare(dense_weights(self._matrix(rows, in_features)))
-        packed, scales = self._packed(rows, in_features)
-        group_size = in_features // scales.shape[-1]
-        return self.ops.prepare(int4_weights(packed, scales, rows, in_features, group_size, fused_name(parts), gated))
+    def rows(self, name: str, rows: Span, width: int) -> Tensor:
+        return self._normal((), [rows], Span.of(width))
 
-    def mlp(
-        self, gate_up: Sequence[tuple[str, int]], down: Sequence[tuple[str, int]], norm: Tensor
-    ) -> tuple[Linear, Linear]:
-        return self.linear(gate_up, norm.shape[0], gated=True), self.linear(down, gate_up[0][1])
+    def linear(self, parts: Parts, in_features: Span, *, gated: bool = False) -> Linear:
+        rows = [out for _, out in parts]
+        made = self._weights([module for module, _ in parts], (), rows, in_features)
+        if not made.is_dense:
+            made = replace(made, name=fused_name(parts), gated=gated)
+        return replace(self.ops.prepare(made), is_summand=not in_features.is_whole)
 
-    def _is_quantized(self, modules: Sequence[str], rows: int, in_features: int) -> bool:
+    def mlp(self, gate_up: Parts, down: Parts, norm: Tensor) -> tuple[Linear, Linear]:
+        return self.linear(gate_up, Span.of(norm.shape[0]), gated=True), self.linear(down, gate_up[0][1])
+
+    def _is_quantized(self, modules: list[str], rows: int, in_features: int) -> bool:
         quant = self.config.quant
         if quant is None or in_features % quant.group_size:
             return False
@@ -64,40 +68,61 @@ class SyntheticSource:
             return False
         return not any(module in self._ignored for module in modules)
 
-    def _packed(self, rows: int, in_features: int) -> tuple[Tensor, Tensor]:
-        """Random nibbles [rows, in / 8] and scales [rows, in / group_size] that keep the scale of the input."""
-        if (quant := self.config.quant) is None:
-            raise TypeError("only a quantized model has packed weights")
-        packed = torch.empty(rows, in_features // 8, dtype=torch.int32, device=self.ops.device)
-        if not self.is_dry:
-            packed.random_(-(2**31), 2**31, generator=self._rng)
-        value = 1.0 / (_NIBBLE_STD * in_features**0.5)
-        shape = (rows, in_features // quant.group_size)
-        return packed, torch.full(shape, value, dtype=self.ops.dtype, device=self.ops.device)
+    def _weights(self, modules: list[str], leading: tuple[int, ...], rows: list[Span], cols: Span) -> WeightView:
+        """The rank's rows and columns of as many matrices as `leading` says, as the modules are stored."""
+        mine = sum(span.size for span in rows)
+        quant = self.config.quant
+        if quant is None or not self._is_quantized(modules, mine, cols.size):
+            return dense_weights(self._normal(leading, rows, cols))
+        packed = self._part(leading, rows, cols.over(8), torch.int32, self._random_words)
+        value = 1.0 / (_NIBBLE_STD * cols.whole**0.5)  # which keeps the scale of the input
+        shape = (*leading, mine, cols.size // quant.group_size)
+        scales = torch.full(shape, value, dtype=self.ops.dtype, device=self.ops.device)
+        return int4_weights(packed, scales, mine, cols.size, quant.group_size)
 
     def unpacked(self, module: str, out_features: int, in_features: int) -> Linear:
         return dense_weights(self._matrix(out_features, in_features))
 
-    def head(self, embed: Tensor) -> Linear:
-        return self.ops.prepare(dense_weights(embed))
+    def head(self, embed: Tensor, rows: Span) -> Linear:
+        made = self.ops.prepare(dense_weights(embed if len(embed) == rows.size else embed[rows.slice]))
+        return made if rows.is_whole else replace(made, rows=rows)
 
     def experts(self, name: str, norm: Tensor) -> tuple[Experts, Experts]:
-        inner, hidden = self.config.moe_intermediate_size, self.config.hidden_size
+        inner, hidden, num = self.config.expert_span, Span.of(self.config.hidden_size), (self.config.num_experts,)
         names = [f"{name}.experts.0.{part}_proj" for part in ("gate", "up")]
-        gate_up = self._experts(names, 2 * inner, hidden)
-        return self.ops.prepare_experts(gate_up, self._experts([f"{name}.experts.0.down_proj"], hidden, inner))
-
-    def _experts(self, modules: list[str], rows: int, in_features: int) -> Experts:
-        num = self.config.num_experts
-        if not self._is_quantized(modules, rows, in_features):
-            return dense_weights(self._matrix(num, rows, in_features))
-        packed, scales = self._packed(num * rows, in_features)
-        return int4_weights(packed.view(num, rows, -1), scales.view(num, rows, -1), rows, in_features,
-                         in_features // (scales.shape[-1]))  # fmt: skip
+        gate_up = self._weights(names, num, [inner, inner], hidden)
+        down = self._weights([f"{name}.experts.0.down_proj"], num, [hidden], inner)
+        gate_up, down = self.ops.prepare_experts(gate_up, down)
+        return gate_up, replace(down, is_summand=not inner.is_whole)
 
     def _matrix(self, *shape: int) -> Tensor:
         out = torch.empty(shape, dtype=self.ops.dtype, device=self.ops.device)
         return out if self.is_dry else out.normal_(0.0, shape[-1] ** -0.5, generator=self._rng)
+
+    def _normal(self, leading: tuple[int, ...], rows: list[Span], cols: Span) -> Tensor:
+        def fill(out: Tensor) -> None:
+            out.normal_(0.0, cols.whole**-0.5, generator=self._rng)
+
+        return self._part(leading, rows, cols, self.ops.dtype, fill)
+
+    def _random_words(self, out: Tensor) -> None:
+        out.random_(-(2**31), 2**31, generator=self._rng)
+
+    def _part(
+        self, leading: tuple[int, ...], rows: list[Span], cols: Span, dtype: torch.dtype,
+        fill: Callable[[Tensor], None],
+    ) -> Tensor:  # fmt: skip
+        """The rank's part of a tensor [*leading, rows one under the other, cols] that `fill` draws."""
+        if self.is_dry:
+            shape = (*leading, sum(span.size for span in rows), cols.size)
+            return torch.empty(shape, dtype=dtype, device=self.ops.device)
+        sizes = [span.whole for span in rows]
+        whole = torch.empty(*leading, sum(sizes), cols.whole, dtype=dtype, device=self.ops.device)
+        fill(whole)
+        if cols.is_whole and all(span.is_whole for span in rows):
+            return whole
+        parts = zip(whole.split(sizes, -2), rows, strict=True)
+        return torch.cat([part[..., span.slice, cols.slice] for part, span in parts], -2)
 
 
 def synthetic_model(config: ModelConfig, ops: Ops, seed: int = 0) -> ModelWeights:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerngen.runtime.executors.collectives import World
+from kerngen.runtime.world import World
 from kerngen.templates import find_kernel
 from kerngen.templates.exchange_norm.spec import Config, Problem, exchange_bytes
 from kerngen.timing.measure import compare, load, target_here

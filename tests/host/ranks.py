@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kerngen.errors import KerngenError
-from kerngen.runtime.executors.collectives import Collectives, World, _or_none
+from kerngen.runtime.executors.collectives import Collectives, added, best
+from kerngen.runtime.world import World
 
 PATIENCE_S = 60.0  # that a rank waits for the others
 
@@ -56,15 +57,11 @@ class _Thread:
         self.world, self._threads = world, threads
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        parts = torch.stack([x for (x,) in self._threads.exchange(self.world.rank, "all_reduce", x)])
-        return (parts.float() if x.is_floating_point() else parts).sum(0).to(x.dtype)
+        return added(torch.stack([x for (x,) in self._threads.exchange(self.world.rank, "all_reduce", x)]))
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return torch.cat([x for (x,) in self._threads.exchange(self.world.rank, f"all_gather({dim})", x)], dim)
 
     def best_of_ranks(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         given = self._threads.exchange(self.world.rank, "best_of_ranks", values, indices)
-        each = torch.stack([v for v, _ in given]), torch.stack([i for _, i in given])  # [ranks, n]
-        best = each[0].max(0).values  # NaN where any is
-        lowest = each[1].masked_fill(each[0] != best, torch.iinfo(torch.int64).max).min(0).values
-        return best, _or_none(best, lowest)
+        return best(torch.stack([v for v, _ in given]), torch.stack([i for _, i in given]))

@@ -13,12 +13,12 @@ from ranks import Threads
 
 from kerngen.errors import KerngenError, UsageError
 from kerngen.runtime.executors import Executor
-from kerngen.runtime.executors.collectives import OneRank, World
-from kerngen.runtime.executors.launch import Launch
+from kerngen.runtime.executors.collectives import OneRank
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.executors.trace import Trace
 from kerngen.runtime.sampling import likeliest
+from kerngen.runtime.world import World
 
 R = TypeVar("R")
 
@@ -115,11 +115,6 @@ def test_a_world_of_one_gives_back_what_it_is_given() -> None:
     x = torch.ones(2)
     assert Reference().collectives.all_reduce(x) is x
     assert isinstance(Reference().collectives, OneRank)
-
-
-def test_kernels_run_in_a_world_of_one() -> None:
-    with pytest.raises(KerngenError, match="a world of 2 GPUs"):
-        Launch(None, world=World(0, 2))  # type: ignore[arg-type]  # no GPU is looked at before
 
 
 def test_a_rank_beyond_its_world_is_refused() -> None:

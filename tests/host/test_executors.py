@@ -30,6 +30,7 @@ from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.weights.loader import load_drafter, load_model
 from kerngen.runtime.weights.synthetic import synthetic_drafter, synthetic_model
+from kerngen.runtime.world import World
 from kerngen.templates import find_kernel
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.kernel import static_fields
@@ -216,7 +217,7 @@ def test_the_list_of_what_no_kernel_serves_is_met() -> None:
 
     moe = find_model("gemma-4-26b-a4b")
     unpacked = replace(moe, target=replace(moe.target, quant=None))  # as its bf16 release
-    models = [*map(find_model, MODELS), unpacked]
+    models = [*map(find_model, MODELS), unpacked, moe.divided(World(1, 2))]
     met = {name for model in models for name in workload(model, find_arch("sm90")).missing}
     assert met == set(FALLBACKS)
     assert find_kernel("moe_router") is not None

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kerngen.errors import DeviceError, LaunchError
-from kerngen.runtime.executors.collectives import World
 from kerngen.runtime.executors.peer_memory import Gather, PeerMemory, cheaper_in_two_shots
+from kerngen.runtime.world import World
 from kerngen.templates.exchange_norm.spec import exchange_bytes
 
 HIDDEN, MAX_ROWS = 64, 5

@@ -19,6 +19,7 @@ KerngenError                 exit 1
 ├── LaunchError                       a kernel could not be loaded or launched
 ├── CheckpointError                   a model folder is incomplete, torn or lies about its sizes
 ├── NumericsError                     the model computed NaN or infinity where a number was needed
+├── RankFailed                        a rank of a divided model has ended, or hangs; says which and why
 └── DeviceError                       no usable GPU, or not the one asked for
 """
 
@@ -154,6 +155,10 @@ class CheckpointError(KerngenError):
 
 
 class NumericsError(KerngenError):
+    pass
+
+
+class RankFailed(KerngenError):
     pass
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from kerngen.errors import DeviceError, UsageError
+from kerngen.runtime.executors.collectives import Collectives
 from kerngen.runtime.ops import Ops
 from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
 
@@ -15,12 +16,13 @@ BACKENDS = ("torch", "cuda")
 
 
 def open_backend(name: str = "auto", *, device: str | None = None, dtype: str | None = None,
-                 db_url: str | None = None, bundle: str | None = None) -> Ops:  # fmt: skip
+                 db_url: str | None = None, bundle: str | None = None,
+                 collectives: Collectives | None = None) -> Ops:  # fmt: skip
     """The backend `name` ("torch", "cuda" or "auto": cuda where there is a GPU) on `device` ("cpu", "cuda:0").
 
     dtype: "fp32", "bf16", "fp16" or None for the device's own: fp32 on a CPU, bf16 from sm80 on, fp16 before. db_url:
     the tuning database (path or URL) that the cuda backend looks winners up in, None for the usual places. bundle: the
-    file that answers in their place (bundle.py), None for $KERNGEN_BUNDLE.
+    file that answers in their place (bundle.py), None for $KERNGEN_BUNDLE. collectives: of a rank of a divided model.
     Raises DeviceError where there is no such GPU, UsageError on a combination that cannot run.
     """
     if name not in (*BACKENDS, "auto"):
@@ -51,7 +53,7 @@ def open_backend(name: str = "auto", *, device: str | None = None, dtype: str | 
                 f"the cuda backend has no {dtype or kind} kernels on {arch}",
                 hint=f"use --dtype {arch.dtype}, or --backend torch",
             )
-        return KernelOps(Launch(launcher, in_forwards=True), kind)
+        return KernelOps(Launch(launcher, in_forwards=True, collectives=collectives), kind)
     for option, value in (("--db", db_url), ("--bundle", bundle)):
         if value:
             raise UsageError(
@@ -59,7 +61,7 @@ def open_backend(name: str = "auto", *, device: str | None = None, dtype: str | 
             )
     from kerngen.runtime.ops.eager import TorchOps
 
-    return TorchOps(where, kind)
+    return TorchOps(where, kind, collectives)
 
 
 def use_gpu(device: str | None) -> int:

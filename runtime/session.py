@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,7 +25,7 @@ from kerngen.runtime.config import (
     read_model_config,
     read_suppressed_ids,
 )
-from kerngen.runtime.config_fields import require_folder
+from kerngen.runtime.config_fields import MAX_JSON_BYTES, read_file, require_folder
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import CacheShape, Engine, Request, TokenMask, require_draft_tokens
 from kerngen.runtime.hub import HubName, find_cached, find_checkpoint, hub_name
@@ -31,7 +34,13 @@ from kerngen.runtime.ops import Ops
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.text import TextCodec
 from kerngen.runtime.weights.loader import load_drafter, load_model
+from kerngen.runtime.weights.safetensors import Checkpoint
+from kerngen.runtime.world import World
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME
+
+if TYPE_CHECKING:
+    from kerngen.runtime.engine.ranks import Opens, Ranks
+    from kerngen.runtime.executors.collectives import Collectives
 
 ASSISTANT = "assistant"
 QUANT_SUFFIXES = ("", "-w4a16", "-w4a16-ct", "-qat-w4a16", "-qat-w4a16-ct")  # a quantized target shares its drafter
@@ -43,7 +52,7 @@ CACHE_SHARE = 0.85
 Prompt = str | Sequence[Mapping[str, Any]]
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Session:
     """A model that is ready to generate, for one prompt or many at once.
 
@@ -53,7 +62,8 @@ class Session:
     max_batch: prompts that `generate_many` works on at once, where memory takes as many.
     drafter_folder: where the drafter came from, None without one. load_s: seconds that reading and repacking the
     weights took. control_tokens: what looks like one in what users say (<turn|>) is one, as transformers has it; else
-    it is text. reproducible: as the engine's.
+    it is text. reproducible: as the engine's. ranks: the other ranks of a divided model, None where it is whole; they
+    end with the session, at the latest with this process.
     """
 
     folder: Path
@@ -69,17 +79,24 @@ class Session:
     drafter_folder: Path | None = None
     control_tokens: bool = False
     reproducible: bool = False
+    ranks: Ranks | None = None
     _engine: Engine | None = field(default=None, init=False)
 
     def __repr__(self) -> str:
-        ops, dtype = self.ops, str(self.ops.dtype).removeprefix("torch.")
         count = "" if self.num_draft_tokens is None else f" {self.num_draft_tokens} tokens"
         drafting = f", drafting{count}{in_int4(self.draft_weights)}" if self.drafter else ""
-        return f"<kerngen.Session {self.folder.name}: {ops.name} on {ops.device}, {dtype}{drafting}>"
+        return f"<kerngen.Session {self.folder.name}: {self.where}{drafting}>"
 
     @property
     def ops(self) -> Ops:
         return self.model.ops
+
+    @property
+    def where(self) -> str:
+        """What computes, in words: "cuda on cuda:0, bfloat16", and among how many ranks the model is divided."""
+        ops, size = self.ops, self.ops.collectives.world.size
+        among = f", divided among {size} ranks" if size > 1 else ""
+        return f"{ops.name} on {ops.device}, {str(ops.dtype).removeprefix('torch.')}{among}"
 
     @property
     def draft_weights(self) -> str | None:
@@ -222,12 +239,7 @@ class Session:
         max_len = self.max_len or max(length, grown)
         batch = max(batch, 1 if held is None else held.max_batch)
         del held
-        pages = None
-        if self.ops.device.type == "cuda":
-            shape = self.cache_shape
-            budget = int(CACHE_SHARE * torch.cuda.mem_get_info(self.ops.device)[0])
-            if shape.num_bytes(shape.pages(batch, max_len)) > budget:
-                batch, pages = shape.split(budget, batch, max_len)
+        batch, pages = self._room_of_all(batch, max_len)
         self._engine = Engine(
             self.model,
             self.drafter,
@@ -236,8 +248,34 @@ class Session:
             num_draft_tokens=self.num_draft_tokens,
             num_pages=pages,
             reproducible=self.reproducible,
+            ranks=self.ranks,
         )
         return self._engine
+
+    def room(self, batch: int, max_len: int) -> tuple[int, dict[str, int] | None]:
+        """How many of `batch` sequences of max_len run at once in the memory that is free, and the pages of each kind;
+        None for those that they take.
+        """
+        if self.ops.device.type == "cuda":
+            shape = self.cache_shape
+            budget = int(CACHE_SHARE * torch.cuda.mem_get_info(self.ops.device)[0])
+            if shape.num_bytes(shape.pages(batch, max_len)) > budget:
+                return shape.split(budget, batch, max_len)
+        return batch, None
+
+    def _room_of_all(self, batch: int, max_len: int) -> tuple[int, dict[str, int] | None]:
+        """As `room`, of the rank that has the least."""
+        mine = self.room(batch, max_len)
+        if self.ranks is None:
+            return mine
+        found = [mine, *self.ranks.room(batch, max_len)]
+        fewest = min(count for count, _ in found)
+        if fewest < max(count for count, _ in found):  # what is left on the others goes to longer sequences
+            found = [self.room(fewest, max_len), *self.ranks.room(fewest, max_len)]
+        if all(pages is None for _, pages in found):
+            return fewest, None
+        every = [pages or self.cache_shape.pages(fewest, max_len) for _, pages in found]
+        return fewest, {kind: min(pages[kind] for pages in every) for kind in every[0]}
 
 
 def _sampling(given: Sampling | None, temperature: float, top_k: int, top_p: float, seed: int) -> Sampling:
@@ -263,6 +301,7 @@ def load(
     max_len: int | None = None,
     advance: Callable[[int, int], None] | None = None,
     keep_repacked: bool = False,
+    tensor_parallel: int = 1,
 ) -> Session:
     """Open a Gemma-4 checkpoint in Hugging Face format (bf16 or W4A16) and make it ready to generate.
 
@@ -275,7 +314,9 @@ def load(
     or "auto". db: tuning database, a path or a URL; None for the usual ones. bundle: a file that `kerngen compile -o`
     wrote. num_draft_tokens, max_len: see `Session`. advance: is told, while weights load, how many bytes of how many
     are there. keep_repacked: keep weights as the backend wants them in a file beside the model, which any later call
-    with this backend and dtype reads in place of the checkpoint's.
+    with this backend and dtype reads in place of the checkpoint's. tensor_parallel: ranks that the model is divided
+    among, on as many GPUs from `device` on, each a process of its own; they are started here, or by torchrun. In those
+    that torchrun makes other ranks than 0 this does not return: they end when rank 0 does.
     Warns of what a checkpoint lacks that has a default. Raises UsageError for a request that cannot be right,
     CheckpointError for a folder that is incomplete or damaged, DeviceError where there is no such device or memory.
     """
@@ -285,22 +326,83 @@ def load(
     if assistant is None and draft_weights != "stored":
         raise UsageError(f"draft weights {draft_weights!r} need a drafter, and {place} has none beside it or is to run "
                          "without", hint="name one: --draft FOLDER, in Python draft=FOLDER")  # fmt: skip
-    ops = open_backend(
-        backend,
-        device=None if device is None else str(device),
+    where = None if device is None else str(device)
+    opens = partial(
+        _open_part, place, assistant, draft_weights=draft_weights, num_draft_tokens=num_draft_tokens, backend=backend,
         dtype=DTYPE_NAME.get(dtype, str(dtype)) if isinstance(dtype, torch.dtype) else dtype,
-        db_url=None if db is None else os.fspath(db),
-        bundle=None if bundle is None else os.fspath(bundle),
-    )
+        db=None if db is None else os.fspath(db), bundle=None if bundle is None else os.fspath(bundle),
+        keep_repacked=keep_repacked,
+    )  # fmt: skip
+    if tensor_parallel == 1:
+        session = opens(None, where, advance)
+    else:
+        config = read_model_config(place)
+        session = open_divided(tensor_parallel, config, opens, where, partial(_digest, place, assistant), advance)
+    with explaining_memory(session.ops.device):
+        session.max_len = max_len
+        if max_len is not None:
+            session.reserve(max_len)
+    return session
+
+
+def open_divided(
+    size: int,
+    config: ModelConfig,
+    opens: Opens,
+    device: str | None,
+    digest: Callable[[], str] | None = None,
+    advance: Callable[[int, int], None] | None = None,
+) -> Session:
+    """The session of rank 0 of `size`, whose part of the model `config` is what `opens` gives, as that of the others is
+    (engine/ranks.py). digest: of what is opened, equal on all ranks.
+
+    Raises UsageError where the model does not divide, before a process is started; RankFailed where a rank ends.
+    """
+    from kerngen.runtime.engine.ranks import Ranks, torchrun_world
+
+    if size < 1:
+        raise UsageError(f"a model is divided among 1 rank or more, not {size}")
+    world = torchrun_world()
+    if world is not None and world.rank:
+        from kerngen.runtime.engine.rank_worker import follow_torchrun
+
+        follow_torchrun(world, device)
+    config.divided(World(0, size))
+    ranks = Ranks(size, device)
+    try:
+        session = ranks.load(opens, digest, advance)
+    except BaseException:
+        ranks.close()
+        raise
+    weakref.finalize(session, ranks.close)
+    return session
+
+
+def _open_part(
+    place: Path, assistant: Path | None, collectives: Collectives | None, device: str | None,
+    advance: Callable[[int, int], None] | None, *, draft_weights: str, num_draft_tokens: int | None, backend: str,
+    dtype: str | None, db: str | None, bundle: str | None, keep_repacked: bool,
+) -> Session:  # fmt: skip
+    """What the rank of `collectives` has of the model in `place`; all of it for None."""
+    ops = open_backend(backend, device=device, dtype=dtype, db_url=db, bundle=bundle, collectives=collectives)
     if assistant is not None:
         require_draft_tokens(num_draft_tokens, ops)
     with explaining_memory(ops.device):
         session = open_checkpoint(place, ops, draft=assistant, draft_weights=draft_weights, advance=advance,
                                   keep_repacked=keep_repacked)  # fmt: skip
-        session.num_draft_tokens, session.max_len = num_draft_tokens, max_len
-        if max_len is not None:
-            session.reserve(max_len)
+    session.num_draft_tokens = num_draft_tokens
     return session
+
+
+def _digest(*folders: Path | None) -> str:
+    """Of what ranks must have in common: configurations, and the names, shapes and places of all weights."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        if folder is not None:
+            digest.update(read_file(folder / "config.json", MAX_JSON_BYTES))
+            for file in sorted(Checkpoint(folder).files, key=lambda file: file.path.name):
+                digest.update(f"{file.path.name} {file.stat.st_size} {file.digest}".encode())
+    return digest.hexdigest()
 
 
 def _find_assistant(model: str | os.PathLike[str], folder: Path) -> Path | None:
@@ -341,14 +443,16 @@ def open_checkpoint(
     advance: Callable[[int, int], None] | None = None,
     keep_repacked: bool = False,
 ) -> Session:
-    """Load `folder`, and `draft` if it is given, its matrices kept as `draft_weights`. Configurations and tokenizer are
-    checked before any weights.
+    """Load `folder`, and `draft` if it is given, its matrices kept as `draft_weights`; what the rank has of them where
+    `ops` are those of one. Configurations and tokenizer are checked before any weights.
 
     Raises UsageError or CheckpointError.
     """
     began = time.perf_counter()
     config = read_model_config(folder)
     drafter_config = read_drafter_config(draft, config).keeping(draft_weights) if draft else None
+    config = config.divided(ops.collectives.world)
+    drafter_config = drafter_config.divided(config) if drafter_config else None
     codec = TextCodec(folder, config.bos_id)
     if codec.vocab_size > config.vocab_size:
         raise CheckpointError(

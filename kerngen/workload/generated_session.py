@@ -12,6 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from kerngen.errors import UsageError
 from kerngen.runtime.backend import explaining_memory, open_backend
 from kerngen.runtime.engine import require_draft_tokens
-from kerngen.runtime.session import Session, stop_ids_of
+from kerngen.runtime.executors.collectives import Collectives
+from kerngen.runtime.session import Session, open_divided, stop_ids_of
 from kerngen.runtime.text import CALL, CHANNEL, END_OF_CALL, END_OF_CHANNEL, END_OF_TURN, QUOTE, TOOL_ANSWER, TextCodec
 from kerngen.workload.generated import generated_model
 from kerngen.workload.workload import MODELS, RELEASED, find_model
@@ -101,6 +103,7 @@ def load_generated(
     bundle: str | None,
     seed: int = 0,
     advance: Callable[[int, int], None] | None = None,
+    tensor_parallel: int = 1,
     **others: Any,
 ) -> Session:
     """As `kerngen.load`, of the model `name`, whose text `write_checkpoint` left in `folder`; weights from `seed`.
@@ -108,10 +111,26 @@ def load_generated(
     draft: True for a released model's own drafter, which is generated too; a folder with the configuration of one.
     Raises as `load` does.
     """
+    opens = partial(
+        _generated_part, folder, name=name, draft=draft, draft_weights=draft_weights, num_draft_tokens=num_draft_tokens,
+        backend=backend, dtype=dtype, db=db, bundle=bundle, seed=seed,
+    )  # fmt: skip
+    if tensor_parallel == 1:
+        return opens(None, device, advance)
+    found = find_model(name, None if isinstance(draft, bool) else draft, draft_weights)
+    return open_divided(tensor_parallel, found.target, opens, device)
+
+
+def _generated_part(
+    folder: str | os.PathLike[str], collectives: Collectives | None, device: str | None, advance: Any, *, name: str,
+    draft: str | bool, draft_weights: str, num_draft_tokens: int | None, backend: str, dtype: str | None,
+    db: str | None, bundle: str | None, seed: int,
+) -> Session:  # fmt: skip
+    """What the rank of `collectives` has of the model; all of it for None."""
     began = time.perf_counter()
     named = None if isinstance(draft, bool) else draft
-    found = find_model(name, named, draft_weights)
-    ops = open_backend(backend, device=device, dtype=dtype, db_url=db, bundle=bundle)
+    ops = open_backend(backend, device=device, dtype=dtype, db_url=db, bundle=bundle, collectives=collectives)
+    found = find_model(name, named, draft_weights).divided(ops.collectives.world)
     place, drafter_config = Path(folder), found.drafter if draft else None
     if drafter_config is not None:
         require_draft_tokens(num_draft_tokens, ops)

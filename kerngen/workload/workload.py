@@ -153,6 +153,28 @@ class Model:
         target = self.target.divided(world)
         return replace(self, target=target, drafter=None if self.drafter is None else self.drafter.divided(target))
 
+    def ranks(self, size: int) -> list[Model]:
+        """What ranks have of it that differ in sizes, named after their number and, where they differ, the first of
+        their kind ("gemma-4-26b-a4b-tp4-rank2"); the model itself in a world of one. Raises as `divided`.
+        """
+        if size == 1:
+            return [self]
+        found: dict[tuple[Any, ...], tuple[int, Model]] = {}
+        for rank in range(size):
+            mine = self.divided(World(rank, size))
+            found.setdefault(_sizes(mine.target), (rank, mine))
+        alike = len(found) == 1
+        return [
+            replace(mine, name=f"{self.name}-tp{size}" if alike else f"{self.name}-tp{size}-rank{rank}")
+            for rank, mine in found.values()
+        ]
+
+
+def _sizes(config: ModelConfig) -> tuple[Any, ...]:
+    """What ranks of one model may differ in, wherever in the whole their parts begin."""
+    each = [(layer.num_kv_heads, layer.intermediate_size) for layer in config.layers]
+    return config.num_q_heads, config.moe_intermediate_size, config.vocab_span.size, *each
+
 
 def find_model(name: str, drafter: str | None = None, draft_weights: str = "stored") -> Model:
     """A released model by name, or the one in a Hugging Face folder, whose config.json is read and checked.
@@ -196,6 +218,12 @@ def require_among(names: Iterable[str], have: Sequence[str], who: str, verb: str
 def workload(model: Model, arch: Arch) -> Workload:
     """Every problem that `model` needs on `arch`, in its dtype (fp16 on sm70 and sm75, else bf16), each once."""
     return Workload(model.name, arch.name, *_recorded(recorder(model.target, model.drafter, arch)))
+
+
+def joined(loads: Sequence[Workload]) -> Workload:
+    """The first, with the problems of the others that it lacks."""
+    have = {(item.kernel, item.problem): item for load in reversed(loads) for item in load.items}
+    return loads[0] if len(loads) == 1 else replace(loads[0], items=tuple(have.values()))
 
 
 @cache

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,6 +32,9 @@ from kerngen.runtime.logprobs import MOST_LOGPROBS, TokenLogprobs, read_logprobs
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import Ops
 from kerngen.runtime.sampling import Sampling
+
+if TYPE_CHECKING:
+    from kerngen.runtime.engine.ranks import Ranks
 
 
 def require_draft_tokens(count: int | None, ops: Ops) -> None:
@@ -66,7 +70,7 @@ class Engine:
     or are preempted. mixed_batches: sequences decode in the forward that prefills others, if none of them is drafted
     for and the model supports it (mixed_batches.py). prefix_caching: prompts share the pages of equal beginnings.
     buckets: sizes that a decode step is padded to; async_depth: steps that the host reads behind; None for the
-    backend's own.
+    backend's own. ranks: the other ranks of a divided model, which make such an engine too and run its plans.
 
     reproducible: no request's arithmetic depends on who runs beside it. Every decode step is one of max_batch rows for
     max_len keys, each chunk of a prompt is a forward of its own, begins at a multiple of prefill_chunk and shares no
@@ -93,6 +97,7 @@ class Engine:
         reproducible: bool = False,
         buckets: Sequence[int] | None = None,
         async_depth: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         ops, config = model.ops, model.config
         self.model, self.drafter = model, drafter
@@ -117,11 +122,18 @@ class Engine:
         self.shape = CacheShape(config, ops.dtype, page_size, step, prefill_chunk, layers)
         pages = dict(num_pages or self.shape.pages(max_batch, max_len))
         room = max_len + most + 1  # a step begins at the last token at the latest
-        self.cache = KVCache(config, ops, num_pages=pages, batch=max_batch, max_len=room, page_size=page_size,
-                             drafter_layers=layers)  # fmt: skip
-        self.runner = Runner(model, drafter, self.cache, max_batch=max_batch, max_kv_len=room,
-                             reproducible=reproducible,
-                             buckets=(max_batch,) if reproducible else buckets)  # fmt: skip
+        options = {
+            "max_len": max_len, "max_batch": max_batch, "num_draft_tokens": num_draft_tokens,
+            "prefill_chunk": prefill_chunk, "page_size": page_size, "num_pages": pages, "mixed_batches": mixed_batches,
+            "reproducible": reproducible, "buckets": buckets, "async_depth": async_depth,
+        }  # fmt: skip
+        self._ranks = ranks
+        with nullcontext() if ranks is None else ranks.making_engine(options):
+            self.cache = KVCache(config, ops, num_pages=pages, batch=max_batch, max_len=room, page_size=page_size,
+                                 drafter_layers=layers)  # fmt: skip
+            self.runner = Runner(model, drafter, self.cache, max_batch=max_batch, max_kv_len=room,
+                                 reproducible=reproducible,
+                                 buckets=(max_batch,) if reproducible else buckets)  # fmt: skip
         self._mixes = mixed_batches and not self._fixed and max_batch > 1 and self.runner.mixes
         self.pools = {kind: PagePool(pages[kind]) for kind in KINDS}
         self.scheduler = Scheduler(
@@ -137,6 +149,10 @@ class Engine:
         graphs those of steps of the longest sequences, greedy or as most will ask (`usual`), and of short prefills;
         others are captured when they are first needed, which takes as long as a few steps. say: done, of all, what.
         """
+        with nullcontext() if self._ranks is None else self._ranks.making_ready(usual):
+            self._make_ready(say, usual)
+
+    def _make_ready(self, say: Say, usual: Sampling | None) -> None:
         fixed, most = self._fixed, self._lengths.longest
         lengths = range(most + 1) if fixed is None else sorted({0, fixed})
         self.model.ops.build_ahead(lambda: warm_up(self.runner, lengths, self.prefill_chunk, mixed=self._mixes), say)
@@ -382,7 +398,7 @@ class Engine:
         """
         running = list(self.scheduler.running)
         plan = self._plan(running, choice, chunks, shape)
-        output = self.runner.run(plan)
+        output = self.runner.run(plan) if self._ranks is None else self._ranks.run(self.runner, plan)
         if choice is not None and output.decoded is not None:
             for handle in running:
                 handle.in_flight.append(choice.length + 1)

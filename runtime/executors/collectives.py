@@ -17,6 +17,8 @@ from torch import Tensor
 from kerngen.runtime.world import ONE_RANK, World
 
 MOST_GATHERED = 512 << 10  # bytes of a tensor on a GPU that is gathered to be added: latency is what counts there
+# torch 2.13 has another name for it, and warns of the old one.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Collectives(Protocol):
@@ -96,7 +98,7 @@ class Distributed:
         self.begun += 1
         self.waiting_since = None if x.is_cuda else time.monotonic()
         try:
-            dist.all_gather_into_tensor(_as_bytes(out), _as_bytes(x.contiguous()))
+            _gather(_as_bytes(out), _as_bytes(x.contiguous()))
         finally:
             self.waiting_since = None
         return out

@@ -133,10 +133,10 @@ def test_a_layer_that_makes_k_and_v_needs_slots_and_positions_for_them(ops: Ops,
 class Asked:
     """Collects the static problems that a run asks for."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: World) -> None:
         self.found: set[tuple[str, str]] = set()
         self.executor = Record(
-            lambda kernel, problem, where: self.found.add(_static(kernel, problem)), lambda name: None
+            lambda kernel, problem, where: self.found.add(_static(kernel, problem)), lambda name: None, world=world
         )
 
 
@@ -175,13 +175,18 @@ def test_no_run_asks_for_a_static_problem_that_the_workload_lacks(name: str, arc
     _check_record(find_model(name), arch)
 
 
+@pytest.mark.parametrize(("name", "world"), [("gemma-4-31b", World(1, 2)), ("gemma-4-26b-a4b", World(3, 4))])
+def test_nor_does_a_rank_of_a_divided_model(name: str, world: World) -> None:
+    _check_record(find_model(name).divided(world), "sm90")
+
+
 def test_nor_does_a_run_of_any_member_of_the_family(folders: tuple[Path, Path]) -> None:
     target, assistant = folders
     _check_record(find_model(str(target), str(assistant)), "sm90")
 
 
 def _check_record(found: Model, arch: str) -> None:
-    asked = Asked()
+    asked = Asked(found.target.world)
     dtype = torch.bfloat16 if find_arch(arch).has_bf16 else torch.float16
     ops = KernelOps(asked.executor, dtype)
     model = Gemma4(found.target, synthetic_model(found.target, ops), ops)

@@ -1,0 +1,169 @@
+"""The process of a rank other than 0: it does what rank 0 says, plan by plan, and ends when rank 0 does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+import kerngen
+from kerngen.errors import KerngenError, UsageError, printable
+from kerngen.runtime.engine.core import Engine
+from kerngen.runtime.engine.ranks import ALIVE_S, Alive, Hello, Last, board_of, local_device, meet
+from kerngen.runtime.executors.collectives import Distributed
+from kerngen.runtime.world import World
+from kerngen.system.logs import settle_logging
+
+if TYPE_CHECKING:
+    from kerngen.runtime.session import Session
+
+
+class Follower:
+    """A rank that decides nothing."""
+
+    def __init__(self, place: Path, store: dist.Store, world: World, device: str | None) -> None:
+        self.world, self.device, self._store = world, device, store
+        if place.stat().st_uid != os.getuid():
+            raise UsageError(f"{place} is another user's: what comes from there is not trusted")
+        hello = Hello(world.rank, os.getpid(), kerngen.__version__, board_of(device))
+        self._control, self._life = (self._connected(place, hello) for _ in range(2))
+        self._sending = threading.Lock()
+        self._plans = 0
+        self._collectives: Distributed | None = None
+        self._session: Session | None = None
+        self._engine: Engine | None = None
+        self._answers: dict[str, Callable[..., Any]] = {
+            "digest": self._digest, "load": self._load, "room": self._room, "engine": self._make_engine,
+            "ready": self._make_ready,
+        }  # fmt: skip
+        threading.Thread(target=self._live, daemon=True).start()
+
+    @staticmethod
+    def _connected(place: Path, hello: Hello) -> Connection:
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        link.connect(os.fspath(place))
+        connection = Connection(link.detach())
+        connection.send(hello)
+        return connection
+
+    def _live(self) -> None:
+        """In a thread: signs of life, until rank 0 has ended."""
+        try:
+            while not self._life.poll(ALIVE_S):  # rank 0 says nothing here: what can be read is the end
+                begun = 0 if self._collectives is None else self._collectives.begun
+                self._say(Alive(self._plans, begun))
+        except OSError:
+            pass
+        os._exit(1)
+
+    def _say(self, what: Alive | Last) -> None:
+        with self._sending:
+            self._life.send(what)
+
+    def serve(self) -> None:
+        """Until rank 0 says "end", or is gone."""
+        while True:
+            try:
+                what, *values = self._control.recv()
+            except (EOFError, OSError):
+                return
+            if what == "end":
+                return
+            if what == "plan":
+                self._run(*values)
+            elif what == "meet":
+                self._meet(*values)
+            else:
+                self._control.send(self._answers[what](*values))
+
+    def _meet(self, threads: int) -> None:
+        if threads:
+            torch.set_num_threads(threads)
+        self._collectives = meet(self._store, self.world, self.device)
+
+    def _digest(self, digest: Any) -> str:
+        return "" if digest is None else digest()
+
+    def _load(self, opens: Any) -> None:
+        self._engine = self._session = None  # the old one goes before the new one comes
+        self._session = opens(self._collectives, self.device, None)
+
+    def _room(self, batch: int, max_len: int) -> Any:
+        self._engine = None
+        return self._opened.room(batch, max_len)
+
+    def _make_engine(self, options: dict[str, Any]) -> None:
+        self._engine = None
+        session = self._opened
+        self._engine = Engine(session.model, session.drafter, **options)
+
+    def _make_ready(self, usual: Any) -> None:
+        self._made.make_ready(usual=usual)
+
+    @torch.inference_mode()
+    def _run(self, plan: Any) -> None:
+        self._plans += 1
+        self._made.runner.run(plan)
+
+    @property
+    def _opened(self) -> Session:
+        if self._session is None:
+            raise TypeError("rank 0 has opened no model")
+        return self._session
+
+    @property
+    def _made(self) -> Engine:
+        if self._engine is None:
+            raise TypeError("rank 0 has made no engine")
+        return self._engine
+
+    def fail(self, error: BaseException) -> None:
+        """Tell rank 0 why this rank ends."""
+        message, hint = f"{type(error).__name__}: {error}", None
+        if isinstance(error, KerngenError):
+            message, hint = error.message, error.hint
+        try:
+            self._say(Last(message, hint))
+        except OSError:  # it has ended: this is why
+            os._exit(1)
+
+
+def follow(place: Path, store: dist.Store, world: World, device: str | None) -> NoReturn:
+    """Be a rank other than 0 until it is over, and end the process. place: rank 0's socket."""
+    settle_logging()
+    warnings.simplefilter("ignore")  # rank 0 says the same
+    for number in (signal.SIGINT, signal.SIGTERM):  # a group gets them together, and it is rank 0 that stops
+        signal.signal(number, signal.SIG_IGN)
+    follower = Follower(place, store, world, device)
+    try:
+        follower.serve()
+    except BaseException as e:
+        if not isinstance(e, KerngenError):
+            print(printable(traceback.format_exc()), end="", file=sys.stderr, flush=True)
+        follower.fail(e)
+        os._exit(1)
+    os._exit(0)  # without the clean-up of libraries, which may wait for ranks that have gone
+
+
+def follow_torchrun(world: World, device: str | None) -> NoReturn:
+    """As `follow`, of a process that torchrun started."""
+    store = next(dist.rendezvous("env://"))[0]
+    place = Path(store.get("kerngen-ranks").decode())
+    follow(place, store, world, local_device(device, world.rank))
+
+
+def main(folder: str, rank: str, size: str, device: str) -> None:
+    """Of a process that rank 0 started; `folder` has its socket and what the ranks meet by."""
+    store = dist.FileStore(os.fspath(Path(folder, "store")), int(size))
+    follow(Path(folder, "ranks"), store, World(int(rank), int(size)), device or None)

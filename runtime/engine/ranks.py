@@ -1,0 +1,433 @@
+"""The processes of a divided model, seen from rank 0, which decides all: it plans, and sends each plan to the others.
+
+Rank 0 is the process that opened the model. Every other rank is a process of its own (rank_worker.py), started here, or
+by torchrun. Each has two connections to rank 0, over a socket that only this user's processes reach: one for what it is
+to do, one for signs of life. When a rank dies, is stopped, or stays behind in a forward for PATIENCE_S, the group ends:
+all that wait for it get RankFailed, which says which rank and why. When rank 0 ends, however it ends, the others do.
+
+No rank decides by its own clock. What steps take is measured on rank 0 alone, and goes into plans.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+import kerngen
+from kerngen.errors import KerngenError, RankFailed, UsageError
+from kerngen.runtime.engine.plan import StepPlan
+from kerngen.runtime.executors.collectives import Distributed
+from kerngen.runtime.world import World
+from kerngen.system.cores import usable_cores
+
+if TYPE_CHECKING:
+    from kerngen.runtime.engine.runner import Runner, StepOutput
+    from kerngen.runtime.sampling import Sampling
+    from kerngen.runtime.session import Session
+
+ALIVE_S = 0.5  # between two signs of life
+PATIENCE_S = 4.0  # without one, or behind rank 0 in a forward
+LOAD_PATIENCE_S = 120.0  # ... while weights load and kernels are built: loading a library may stop all threads
+START_S = 120.0  # within which a process has started, and the group has met
+REASON_S = 5.0  # that a failure waits for the rank's own words about it
+END_S = 5.0  # within which a rank that was told to end has ended; then it is killed
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What is importable here is there. Not by PYTHONPATH, whose folders would come before Python's own.
+_START = (
+    "import sys; sys.path[:] = sys.argv.pop(1).split(':'); "
+    "from kerngen.runtime.engine.rank_worker import main; main(*sys.argv[1:])"
+)
+
+# Opens this rank's part: `opens(collectives, device, advance)` of a module, since the other processes call it too.
+Opens = Callable[..., "Session"]
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What a rank says of itself before anything is loaded. board: of its GPU, "" without one."""
+
+    rank: int
+    pid: int
+    version: str
+    board: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """plans, collectives: how many of each the rank has begun."""
+
+    plans: int
+    collectives: int
+
+
+@dataclass(frozen=True, slots=True)
+class Last:
+    """What a rank says of the error that it ends with."""
+
+    message: str
+    hint: str | None = None
+
+
+@dataclass(slots=True)
+class _Rank:
+    """Another rank, as rank 0 knows it. told: what it said of itself before it ended."""
+
+    rank: int
+    control: Connection
+    life: Connection
+    pid: int
+    process: subprocess.Popen[bytes] | None
+    seen: float = field(default_factory=time.monotonic)
+    at: Alive = Alive(0, 0)
+    moved: float = field(default_factory=time.monotonic)  # when `at` last changed
+    told: Last | None = None
+
+
+def torchrun_world() -> World | None:
+    """Which rank torchrun made this process, where it did. Raises UsageError where its variables are none, or where
+    there are several hosts.
+    """
+    if any(name not in os.environ for name in _TORCHRUN):
+        return None
+    try:
+        world = World(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    except ValueError as e:
+        raise UsageError(f"RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are to be numbers: {e}") from e
+    if here != world.size:
+        raise UsageError(f"torchrun has {here} of {world.size} ranks on this host; a model is divided within one host")
+    return world if world.size > 1 else None
+
+
+def local_device(device: str | None, rank: int) -> str | None:
+    """The device of a rank: the rank-th GPU from `device` on, or the CPU."""
+    if device is not None and not device.startswith("cuda"):
+        return device
+    if device is None and not torch.cuda.is_available():
+        return None
+    first = int(device.partition(":")[2] or 0) if device else 0
+    return f"cuda:{first + int(os.environ.get('LOCAL_RANK', rank))}"
+
+
+def board_of(device: str | None) -> str:
+    """What must be equal on all ranks: the name and the memory of the GPU."""
+    if device is None or not device.startswith("cuda"):
+        return ""
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.name}, sm{found.major}{found.minor}, {found.total_memory / 1e9:.1f} GB"
+
+
+def meet(store: dist.Store, world: World, device: str | None) -> Distributed:
+    """This rank's collectives, once all ranks are there."""
+    store.set_timeout(timedelta(seconds=START_S))
+    on_gpu = device is not None and device.startswith("cuda")
+    where: dict[str, Any] = {"device_id": torch.device(device)} if on_gpu and device else {}
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=world.rank, world_size=world.size,
+                            timeout=timedelta(minutes=30), **where)  # fmt: skip
+    return Distributed(world)
+
+
+class Ranks:
+    """The other ranks of a divided model. From one thread, that of the engine."""
+
+    def __init__(self, size: int, device: str | None = None) -> None:
+        """Starts them, or waits for those that torchrun started. device: as of `kerngen.load`; ranks take the GPUs from
+        there on. Raises UsageError and RankFailed, before anything is loaded.
+        """
+        if dist.is_initialized():
+            raise UsageError("torch.distributed has a process group in this process; a divided model makes its own",
+                             hint="open one divided model a process")  # fmt: skip
+        self.world = World(0, size)
+        self.device = local_device(device, 0)
+        self.error: RankFailed | None = None  # why the group has ended, where it has
+        self.plans = 0
+        self._device = device
+        self._ranks: list[_Rank] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._patience = LOAD_PATIENCE_S
+        self._ahead_since: float | None = None
+        self._failed, self._closing, self._lock = threading.Event(), threading.Event(), threading.Lock()
+        self._threads_before = torch.get_num_threads()
+        self._watcher: threading.Thread | None = None
+        self._folder = Path(tempfile.mkdtemp(prefix="kerngen-ranks-"))
+        try:
+            self.collectives = self._start(self._folder)
+        except BaseException:
+            self.close()
+            raise
+        self._watcher = threading.Thread(target=self._watch, name="kerngen-ranks", daemon=True)
+        self._watcher.start()
+
+    # -- the start
+
+    def _start(self, folder: Path) -> Distributed:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(os.fspath(folder / "ranks"))
+            listener.listen(2 * self.world.size)
+            store: dist.Store
+            if (run := torchrun_world()) is not None:
+                store = next(dist.rendezvous("env://"))[0]
+                store.set("kerngen-ranks", os.fspath(folder / "ranks"))
+                if run.size != self.world.size:
+                    raise UsageError(f"torchrun started {run.size} ranks, and the model is to have {self.world.size}",
+                                     hint=f"--tensor-parallel {run.size}")  # fmt: skip
+            else:
+                store = dist.FileStore(os.fspath(folder / "store"), self.world.size)
+                self._spawn(folder)
+            hellos = self._greeted(listener)
+        self._require_alike(hellos)
+        threads = 0
+        if not board_of(self.device):  # the same number on all, since a product's bits may depend on it
+            threads = max(1, min(self._threads_before, usable_cores() // self.world.size))
+            torch.set_num_threads(threads)
+        self._send("meet", threads)
+        return meet(store, self.world, self.device)
+
+    def _spawn(self, folder: Path) -> None:
+        for rank in range(1, self.world.size):
+            command = [sys.executable, "-c", _START, ":".join(sys.path), os.fspath(folder), str(rank),
+                       str(self.world.size), local_device(self._device, rank) or ""]  # fmt: skip
+            self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL))
+
+    def _greeted(self, listener: socket.socket) -> dict[int, Hello]:
+        """What all ranks say of themselves; each has two connections then."""
+        found: dict[int, list[Connection]] = {}
+        hellos: dict[int, Hello] = {}
+        until = time.monotonic() + START_S
+        while sum(map(len, found.values())) < 2 * (self.world.size - 1):
+            for rank, process in enumerate(self._processes, 1):
+                if process.poll() is not None:
+                    raise RankFailed(f"rank {rank} {_ended(process.returncode)} as it started")
+            if time.monotonic() > until:
+                missing = sorted(set(range(1, self.world.size)) - found.keys())
+                raise RankFailed(f"rank {missing[0] if missing else 1} has not come within {START_S:g} s")
+            if wait([listener], 0.1):
+                connection = Connection(listener.accept()[0].detach())
+                said: Hello = connection.recv()
+                hellos[said.rank] = said
+                found.setdefault(said.rank, []).append(connection)
+        for rank, (control, life) in sorted(found.items()):
+            own = self._processes[rank - 1] if self._processes else None
+            self._ranks.append(_Rank(rank, control, life, hellos[rank].pid, own))
+        return hellos
+
+    def _require_alike(self, hellos: Mapping[int, Hello]) -> None:
+        board = board_of(self.device)
+        for rank, said in hellos.items():
+            if said.version != kerngen.__version__:
+                raise RankFailed(f"rank {rank} is kerngen {said.version}, rank 0 {kerngen.__version__}",
+                                 hint="install one version for all ranks")  # fmt: skip
+            if said.board != board:
+                raise UsageError(f"rank {rank} has {said.board or 'no GPU'}, rank 0 {board or 'none'}",
+                                 hint="a model is divided among equal GPUs: CUDA_VISIBLE_DEVICES chooses")  # fmt: skip
+
+    # -- what they are told
+
+    def load(self, opens: Opens, digest: Callable[[], str] | None = None, advance: Any = None) -> Session:
+        """What `opens` gives on this rank, once all ranks have opened their parts. digest: of what is opened, which
+        must be equal on all; looked at first. Raises as `opens` does, RankFailed where another rank fails.
+        """
+        with self._all("digest", digest) as others:
+            mine = "" if digest is None else digest()
+        for rank, its in others.items():
+            if its != mine:
+                raise RankFailed(f"rank {rank} sees another checkpoint than rank 0 does",
+                                 hint="all ranks are to read the same files")  # fmt: skip
+        with self._all("load", opens):
+            session = opens(self.collectives, self.device, advance)
+        session.ranks = self
+        return session
+
+    def room(self, batch: int, max_len: int) -> list[tuple[int, dict[str, int] | None]]:
+        """What `Session.room` gives on the other ranks."""
+        with self._all("room", batch, max_len) as others:
+            pass
+        return list(others.values())
+
+    @contextmanager
+    def making_engine(self, options: Mapping[str, Any]) -> Iterator[None]:
+        """While rank 0 makes an engine the others make theirs with the same options."""
+        with self._all("engine", dict(options)):
+            yield
+
+    @contextmanager
+    def making_ready(self, usual: Sampling | None) -> Iterator[None]:
+        with self._all("ready", usual):
+            yield
+        self._patience = PATIENCE_S
+
+    def run(self, runner: Runner, plan: StepPlan) -> StepOutput:
+        """`runner.run(plan)`, on all ranks. What raises in there ends the group: ranks that have not all begun the same
+        collectives cannot go on.
+        """
+        with self._breaking():
+            self._send("plan", plan)
+            self.plans += 1
+            self._patience = min(self._patience, PATIENCE_S)
+            return runner.run(plan)
+
+    @contextmanager
+    def _all(self, what: str, *values: Any) -> Iterator[dict[int, Any]]:
+        """While this rank does `what`, the others do; what they say of it is there at the end."""
+        answers: dict[int, Any] = {}
+        with self._breaking():
+            self._patience = LOAD_PATIENCE_S
+            self._send(what, *values)
+            yield answers
+            for other in self._ranks:
+                answers[other.rank] = other.control.recv()
+            self._patience = PATIENCE_S
+
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
+        self.require_alive()
+        try:
+            yield
+        except BaseException as e:
+            if isinstance(e, KerngenError) and not isinstance(e, RankFailed):
+                self._end("rank 0 has ended in an error")
+                raise
+            if isinstance(e, (EOFError, OSError, RuntimeError)) and not isinstance(e, torch.OutOfMemoryError):
+                # a connection that broke, here or within torch
+                self._failed.wait(REASON_S)
+                if self.error is not None:
+                    raise self.error from e
+            self._end(f"rank 0 has ended in {type(e).__name__}")
+            raise
+
+    def require_alive(self) -> None:
+        """Raises RankFailed where the group has ended."""
+        if self.error is not None:
+            raise self.error
+        if self._closing.is_set():
+            raise RankFailed("the model's ranks have been closed")
+
+    def _send(self, what: str, *values: Any) -> None:
+        data = ForkingPickler.dumps((what, *values))
+        for other in self._ranks:
+            other.control.send_bytes(data)
+
+    # -- the end
+
+    def _watch(self) -> None:
+        """In a thread: hears the others' signs of life, and ends the group where one is missing."""
+        lives = {other.life: other for other in self._ranks}
+        while not self._failed.is_set() and not self._closing.is_set():
+            for life in wait(list(lives), ALIVE_S / 2):
+                other = lives[life]  # type: ignore[index]
+                try:
+                    said = other.life.recv()
+                except (EOFError, OSError):
+                    self._end(self._why_gone(other), other)
+                    return
+                now = time.monotonic()
+                other.seen = now
+                if isinstance(said, Last):
+                    other.told = said
+                elif said != other.at:
+                    other.at, other.moved = said, now
+            for other in self._ranks:
+                if why := self._why_late(other):
+                    self._end(f"rank {other.rank} (process {other.pid}) {why}", other)
+                    return
+
+    def _why_late(self, other: _Rank) -> str:
+        now = time.monotonic()
+        if (silent := now - other.seen) > self._patience:
+            return f"gave no sign of life for {silent:.0f} s: it is stopped or hangs"
+        mine = Alive(self.plans, self.collectives.begun)
+        if (mine.plans, mine.collectives) <= (other.at.plans, other.at.collectives):
+            other.moved = now
+        elif now - other.moved > self._patience:
+            return (
+                f"hangs: for {now - other.moved:.0f} s it has been at collective {other.at.collectives:,} of plan "
+                f"{other.at.plans:,}, and rank 0 waits at collective {mine.collectives:,} of plan {mine.plans:,}"
+            )
+        return ""
+
+    def _why_gone(self, other: _Rank) -> str:
+        """Of a rank whose connection has ended."""
+        if other.told is not None:
+            return f"rank {other.rank}: {other.told.message}"
+        how = "has ended"
+        if other.process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                how = _ended(other.process.wait(1.0))
+        return f"rank {other.rank} (process {other.pid}) {how}"
+
+    def _end(self, why: str, by: _Rank | None = None) -> None:
+        """No rank goes on. by: whose fault it is; None for this one's own."""
+        with self._lock:
+            if self._failed.is_set() or self._closing.is_set():
+                return
+            hint = by.told.hint if by is not None and by.told is not None else None
+            self.error = RankFailed(why, hint=hint or "open the model anew; all its ranks have ended")
+            self._failed.set()
+        self._kill()
+        if dist.is_initialized() and dist.get_backend() == "nccl":  # or kernels would wait for the others for ever
+            with suppress(RuntimeError):
+                dist.distributed_c10d._abort_process_group()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+        for other in self._ranks:  # those that torchrun started end by it
+            for connection in (other.control, other.life):
+                with suppress(OSError):
+                    socket.socket(fileno=os.dup(connection.fileno())).shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End all other ranks: at once where the group has failed, else when they have done what they were told."""
+        with self._lock:
+            if self._closing.is_set():
+                return
+            self._closing.set()
+        if not self._failed.is_set():
+            with suppress(OSError):
+                self._send("end")
+        until = time.monotonic() + END_S
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(until - time.monotonic(), 0.0))
+        self._kill()
+        for process in self._processes:
+            process.wait()
+        if self._watcher is not None and self._watcher is not threading.current_thread():
+            self._watcher.join()
+        for other in self._ranks:
+            other.control.close()
+            other.life.close()
+        if dist.is_initialized():
+            with suppress(RuntimeError):
+                dist.destroy_process_group()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        torch.set_num_threads(self._threads_before)
+
+
+def _ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"

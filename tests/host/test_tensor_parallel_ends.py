@@ -1,0 +1,199 @@
+"""A divided model's processes end together: when a rank dies or hangs, when rank 0 does, and as any program ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import divided_sessions
+import pytest
+import torch
+from command import ROOT
+from divided_models import make_pair
+from divided_sessions import opens
+from tiny_gemma import CPU, prompt
+
+from kerngen.errors import RankFailed, UsageError
+from kerngen.runtime.engine import Engine, Request
+from kerngen.runtime.engine import ranks as ranks_module
+from kerngen.runtime.engine.ranks import Ranks, local_device, torchrun_world
+from kerngen.runtime.session import load
+from kerngen.runtime.world import World
+
+TINY = ROOT / "examples" / "tiny"
+ENDS_S = 5.0  # within which a group ends when a rank has
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pair(tmp_path_factory.mktemp("dense"), "dense")[0]
+
+
+def processes_of(group: Ranks) -> list[int]:
+    return [other.pid for other in group._ranks]
+
+
+def begun(group: Ranks, target: Path, how: Any = opens) -> tuple[Engine, Any]:
+    """An engine in the midst of a request."""
+    session = group.load(partial(how, target, None, "torch"))
+    engine = Engine(session.model, ranks=group, max_len=900)
+    handle = engine.submit(Request(prompt(9), 800))
+    while len(handle.tokens) < 2:
+        engine.step()
+    return engine, handle
+
+
+def ends(engine: Engine) -> tuple[RankFailed, float]:
+    """Steps until the engine's group has ended: with what, and after how many seconds."""
+    began = time.monotonic()
+    try:
+        while True:
+            engine.step()
+    except RankFailed as e:
+        return e, time.monotonic() - began
+
+
+def assert_gone(pids: list[int], within_s: float = ENDS_S) -> None:
+    until = time.monotonic() + within_s
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists() and not _is_zombie(pid)]:
+        assert time.monotonic() < until, f"processes {left} are still there"
+        time.sleep(0.05)
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_a_killed_rank_ends_the_group_at_once_and_says_which(target: Path) -> None:
+    group = Ranks(3, "cpu")
+    try:
+        engine, handle = begun(group, target)
+        pids = processes_of(group)
+        threading.Timer(0.2, os.kill, (pids[1], signal.SIGKILL)).start()
+        error, seconds = ends(engine)
+        assert f"rank 2 (process {pids[1]}) was killed by SIGKILL" in error.message
+        assert seconds < ENDS_S
+        assert_gone(pids)
+        assert not handle.is_done
+        with pytest.raises(RankFailed, match="rank 2"):  # and whoever asks for more hears the same
+            engine.step()
+        with pytest.raises(RankFailed, match="rank 2"):
+            group.load(partial(opens, target, None, "torch"))
+    finally:
+        group.close()
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("how", ["stopped", "stuck"])
+def test_a_rank_that_hangs_ends_the_group(target: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(ranks_module, "PATIENCE_S", 2.5)  # so as to take less time here; 4 s else
+    group = Ranks(2, "cpu")
+    try:
+        opened = divided_sessions.opens_and_hangs if how == "stuck" else opens
+        engine, _ = begun(group, target, opened)
+        (pid,) = processes_of(group)
+        if how == "stopped":
+            os.kill(pid, signal.SIGSTOP)
+        error, seconds = ends(engine)
+        want = "gave no sign of life" if how == "stopped" else "hangs: for"
+        assert error.message.startswith(f"rank 1 (process {pid}) {want}"), error.message
+        assert seconds < ENDS_S
+        assert_gone([pid])
+    finally:
+        group.close()
+
+
+def test_a_rank_that_cannot_open_its_part_says_why(target: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    group = Ranks(2, "cpu")
+    try:
+        with pytest.raises(RankFailed, match="rank 1: ZeroDivisionError: of this rank alone"):
+            group.load(partial(divided_sessions.opens_and_fails, target, None, "torch"))
+    finally:
+        group.close()
+
+
+OWNER = """
+import sys
+from kerngen.runtime.session import load
+if __name__ == "__main__":
+    session = load(sys.argv[1], draft=False, backend="torch", device="cpu", tensor_parallel=2)
+    print(*(other.pid for other in session.ranks._ranks), flush=True)
+    sys.stdin.read()
+    print(session.generate("Once upon a time", chat=False, max_new_tokens=16).text)
+"""
+
+
+def test_no_rank_is_left_when_rank_0_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER)
+    with subprocess.Popen(
+        [sys.executable, str(script), str(TINY / "gemma-4-tiny")], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ) as owner:  # fmt: skip
+        assert owner.stdout is not None
+        pids = [int(pid) for pid in owner.stdout.readline().split()]
+        assert len(pids) == 1
+        owner.kill()
+    assert_gone(pids)
+
+
+def test_torchrun_may_start_the_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER)
+    with ranks_module.socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+             "MASTER_PORT": str(port)}  # fmt: skip
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(TINY / "gemma-4-tiny")], stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, text=True, env=os.environ | given | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in (1, 0)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=90)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    assert said[0] == ""
+    alone = load(TINY / "gemma-4-tiny", draft=False, backend="torch", device="cpu")
+    text = alone.generate("Once upon a time", chat=False, max_new_tokens=16).text
+    assert said[1].partition("\n")[2] == text + "\n"
+
+
+def test_what_torchrun_says_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torchrun_world() is None
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert torchrun_world() == World(1, 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="2 of 4 ranks on this host"):
+        torchrun_world()
+    monkeypatch.setenv("RANK", "one")
+    with pytest.raises(UsageError, match="are to be numbers"):
+        torchrun_world()
+
+
+def test_a_rank_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [local_device("cuda:2", rank) for rank in range(2)] == ["cuda:2", "cuda:3"]
+    assert local_device("cuda", 1) == "cuda:1"
+    assert local_device("cpu", 1) == "cpu"
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert local_device("cuda", 1) == "cuda:3"
+
+
+def test_a_model_that_does_not_divide_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ranks, "__init__", lambda *_: pytest.fail("a process was about to be started"))
+    with pytest.raises(UsageError, match="cannot be divided among 4 ranks: its query heads: 2 are 2 times 1"):
+        load(TINY / "gemma-4-tiny", backend="torch", device=str(CPU), tensor_parallel=4)
+    with pytest.raises(UsageError, match="1 rank or more, not 0"):
+        load(TINY / "gemma-4-tiny", backend="torch", device=str(CPU), tensor_parallel=0)

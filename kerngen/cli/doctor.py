@@ -19,6 +19,7 @@ from kerngen.arch import ARCHES, borrowed
 from kerngen.boards import DEVICES, NEAR, Device, distance, is_slice, nearest
 from kerngen.cli.doctor_model import examine, print_model, target_of
 from kerngen.cli.draft_options import draft_weights_option
+from kerngen.cli.model_options import tensor_parallel_option
 from kerngen.errors import KerngenError, UsageError
 
 
@@ -176,6 +177,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (_python, _compile, _kernels, _gpu, 
 @click.option("--model", default=None, help="A model's name or folder: say what its kernels would run, and its memory.")
 @click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
 @draft_weights_option
+@tensor_parallel_option
 @click.option("--arch", "arch_name", default=None, help="With --model: for this arch. Default: the GPU that is here.")
 @click.option("--device", "device_name", default=None, help="With --model: for this board (kerngen arch ls).")
 @click.option("--db", "db_url", default=None, help="With --model: this tuning database. Default: as a run.")
@@ -184,7 +186,8 @@ CHECKS: tuple[Callable[[], Finding], ...] = (_python, _compile, _kernels, _gpu, 
               help="With --model: tokens of a sequence, for its memory.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(
-    model: str | None, draft: str | None, draft_weights: str, arch_name: str | None, device_name: str | None,
+    model: str | None, draft: str | None, draft_weights: str, tensor_parallel: int,
+    arch_name: str | None, device_name: str | None,
     db_url: str | None, bundle: str | None, context: int, as_json: bool,
 ) -> None:  # fmt: skip
     """Say what this machine can compile for, run and measure, and what to install for the rest.
@@ -199,8 +202,9 @@ def doctor(
     """
     from kerngen.runtime.fallbacks import FALLBACKS
 
-    if model is None and (arch_name or device_name or db_url or draft or draft_weights != "stored"):
-        raise UsageError("--arch, --device, --db, --draft and --draft-weights go with a --model",
+    alone = arch_name or device_name or db_url or draft or draft_weights != "stored" or tensor_parallel > 1
+    if model is None and alone:
+        raise UsageError("--arch, --device, --db, --draft, --draft-weights and --tensor-parallel go with a --model",
                          hint="--model gemma-4-31b")  # fmt: skip
     shipped = bundle or (None if db_url else os.environ.get("KERNGEN_BUNDLE"))
     findings = [check() for check in CHECKS] + ([_bundle(shipped)] if shipped else [])
@@ -209,7 +213,15 @@ def doctor(
     about = None
     if model is not None and works:
         about = examine(
-            model, draft, draft_weights, target_of(arch_name, device_name), db_url, bundle, context, device_name
+            model,
+            draft,
+            draft_weights,
+            target_of(arch_name, device_name),
+            db_url,
+            bundle,
+            context,
+            device_name,
+            tensor_parallel=tensor_parallel,
         )
         works = about.pop("works")
     if as_json:

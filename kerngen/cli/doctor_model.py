@@ -35,25 +35,29 @@ def gpu_here() -> Target | None:
 
 def examine(
     model: str, draft: str | None, draft_weights: str, target: Target, db_url: str | None, bundle: str | None,
-    context: int, device_name: str | None = None,
+    context: int, device_name: str | None = None, *, tensor_parallel: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
-    """What `print_model` prints; `works`: whether every kernel is there, or can be made. device_name: as asked."""
+    """What `print_model` prints; `works`: whether every kernel is there, or can be made. device_name: as asked. Of a
+    model that is divided among ranks, the problems of all of them, and the memory of the first, which is the most.
+    """
     from kerngen.bundles.bundle import sources_for
     from kerngen.bundles.preflight import KINDS, advice, preflight
     from kerngen.runtime.fallbacks import FALLBACKS
     from kerngen.runtime.footprint import footprint
     from kerngen.runtime.selection import Selector
     from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
-    from kerngen.workload.workload import find_model, workload
+    from kerngen.workload.workload import find_model, joined, workload
 
-    found = find_model(model, draft, draft_weights)
-    load = workload(found, target.arch)
+    ranks = find_model(model, draft, draft_weights).ranks(tensor_parallel)
+    found = ranks[0]
+    load = joined([workload(rank, target.arch) for rank in ranks])
     sources, cache, shipped = sources_for(db_url, bundle)
     if shipped is not None:
         shipped.require(target.arch)
     ready = preflight(load, Selector(sources, target), cache)
     named = [model, *(("--draft", draft) if draft else ())]
     named += ("--draft-weights", draft_weights) if draft_weights != "stored" else ()
+    named += ("--tensor-parallel", str(tensor_parallel)) if tensor_parallel > 1 else ()
     dtype = TORCH_DTYPE[target.arch.dtype]
     sizes = {"as released": footprint(found.target, found.drafter, dtype, context)}
     if found.target.quant is not None:

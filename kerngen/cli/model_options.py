@@ -22,6 +22,10 @@ BACKEND_OPTIONS = (
     click.option("--db", "db_url", default=None, help="Tuning database for the cuda backend. Default: the user's."),
     click.option("--bundle", default=None, help="File that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE."),
 )  # fmt: skip
+tensor_parallel_option = click.option(
+    "--tensor-parallel", type=click.IntRange(1), default=1, show_default=True, metavar="N",
+    help="Divide the model among N GPUs of this host, from --device on.",
+)  # fmt: skip
 _OPTIONS = (
     click.option("--draft", type=click.Path(path_type=Path), default=None,
                  help="The drafter, as MODEL. Default: MODEL/assistant or MODEL-assistant, if there is one."),
@@ -30,6 +34,7 @@ _OPTIONS = (
     click.option("--num-draft-tokens", type=click.IntRange(0, 7), default=None,
                  help="Tokens drafted a step. Default: as many as pay, as measured."),
     *BACKEND_OPTIONS,
+    tensor_parallel_option,
     click.option("--keep-repacked", is_flag=True,
                  help="Keep weights as the kernels want them beside MODEL; later starts read those."),
 )  # fmt: skip
@@ -55,16 +60,20 @@ def load_arguments(
     keep_repacked: bool,
     db_url: str | None,
     bundle: str | None,
+    tensor_parallel: int,
 ) -> dict[str, Any]:
     """Arguments of `kerngen.runtime.session.load`. Raises UsageError where options contradict each other."""
     if draft and no_draft:
         raise UsageError("--draft and --no-draft contradict each other")
     if no_draft and draft_weights != "stored":
         raise UsageError(f"--draft-weights {draft_weights} and --no-draft contradict each other")
+    if tensor_parallel > 1 and keep_repacked:
+        raise UsageError("--keep-repacked keeps the weights of a whole model, and --tensor-parallel divides it")
     return {
         "folder": os.fspath(model), "draft": os.fspath(draft) if draft else not no_draft,
         "draft_weights": draft_weights, "num_draft_tokens": num_draft_tokens, "backend": backend, "dtype": dtype,
         "device": device, "keep_repacked": keep_repacked, "db": db_url or None, "bundle": bundle,
+        "tensor_parallel": tensor_parallel,
     }  # fmt: skip
 
 

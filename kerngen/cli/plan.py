@@ -12,23 +12,26 @@ if TYPE_CHECKING:
     from kerngen.runtime.footprint import Plan
 
 
-def print_plan(model: str, draft: str | None, draft_weights: str, *, as_json: bool) -> None:
-    """For the released model or the folder `model`, with its drafter. Raises as find_model does."""
+def print_plan(model: str, draft: str | None, draft_weights: str, num_ranks: int = 1, *, as_json: bool) -> None:
+    """For the released model or the folder `model`, with its drafter; of a model that is divided among ranks what the
+    first of them has, which is the most. Raises as find_model does, and UsageError for ranks that do not divide it.
+    """
     import torch
 
     from kerngen.runtime.footprint import RESERVE_BYTES, plan
+    from kerngen.runtime.world import World
     from kerngen.workload.workload import find_model
 
-    found = find_model(model, draft, draft_weights)
+    found = find_model(model, draft, draft_weights).divided(World(0, num_ranks))
     plans = {"as released": plan(found.target, found.drafter, torch.bfloat16)}
     if found.target.quant is not None:
         plans["unquantized"] = plan(found.target, found.drafter, torch.bfloat16, dense=True)
     if as_json:
-        click.echo(json.dumps({"model": found.name, "reserve_bytes": RESERVE_BYTES}
+        click.echo(json.dumps({"model": found.name, "tensor_parallel": num_ranks, "reserve_bytes": RESERVE_BYTES}
                               | {what: asdict(p) for what, p in plans.items()}))  # fmt: skip
         return
     for what, p in plans.items():
-        _print(f"{found.name}, {what}", p)
+        _print(f"{found.name}, {what}" + (f", on each of {num_ranks} GPUs" if num_ranks > 1 else ""), p)
     click.echo(f"Sequences of so many tokens that run at once, beside the weights and {RESERVE_BYTES / 1e9:.1f} GB for "
                "CUDA, activations and graphs; - where none does. More wait for their turn. head: what the output heads "
                "take in few bits beside the weights, from which greedy tokens are chosen; - where memory is short."

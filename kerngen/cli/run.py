@@ -88,7 +88,8 @@ def run(
     if plan:
         from kerngen.cli.plan import print_plan
 
-        print_plan(str(model), None if draft is None else str(draft), draft_weights, as_json=as_json)
+        print_plan(str(model), None if draft is None else str(draft), draft_weights, where["tensor_parallel"],
+                   as_json=as_json)  # fmt: skip
         return
     arguments = load_arguments(model, draft=draft, draft_weights=draft_weights, **where)
     if said is not None and prompt is not None:
@@ -223,6 +224,7 @@ def _report(result: Completion, session: Session, sampling: Sampling) -> dict[st
         "num_cached_tokens": stats.num_cached_tokens,
         "backend": ops.name,
         "device": str(ops.device),
+        "tensor_parallel": ops.collectives.world.size,
         "dtype": str(ops.dtype).removeprefix("torch."),
         "drafter": None if session.drafter_folder is None else str(session.drafter_folder),
         "draft_weights": session.draft_weights,
@@ -232,8 +234,7 @@ def _report(result: Completion, session: Session, sampling: Sampling) -> dict[st
 
 
 def _where(session: Session) -> str:
-    ops = session.ops
-    return f"{ops.name} on {ops.device}, {str(ops.dtype).removeprefix('torch.')}; loaded in {session.load_s:.2f} s"
+    return f"{session.where}; loaded in {session.load_s:.2f} s"
 
 
 def _summary(result: Completion, session: Session) -> list[str]:

@@ -17,6 +17,7 @@ import click
 from kerngen.arch import Arch, Target, find_arch, find_device
 from kerngen.cli.draft_options import draft_weights_option
 from kerngen.cli.duration import Duration
+from kerngen.cli.model_options import tensor_parallel_option
 from kerngen.cli.tables import Table, new_console, say
 from kerngen.cli.tune_cluster import Needed, kind_for, show, submitted
 from kerngen.cli.tune_objective import objective_for, worker_for
@@ -40,6 +41,7 @@ BEGUN_S = 10.0  # that it takes to record a model and to start the process that 
               "all released ones: all. They are tuned one after the other, and share the time budget.")  # fmt: skip
 @click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
 @draft_weights_option
+@tensor_parallel_option
 @click.option("--kernel", "kernels", multiple=True, help="Only this kernel; may be given several times.")
 @click.option(
     "--objective",
@@ -75,6 +77,7 @@ def tune(
     model: str,
     draft: str | None,
     draft_weights: str,
+    tensor_parallel: int,
     kernels: tuple[str, ...],
     objective: str,
     device_name: str | None,
@@ -121,7 +124,9 @@ def tune(
     if "" in asked:
         raise UsageError(f"--model {model} names no model before or after a comma",
                          hint=f"known: {', '.join(MODELS)}, all, or a model folder")  # fmt: skip
-    models = [find_model(name, draft, draft_weights) for name in dict.fromkeys(asked)]
+    models = [
+        rank for name in dict.fromkeys(asked) for rank in find_model(name, draft, draft_weights).ranks(tensor_parallel)
+    ]
     if page is not None:
         require_page_place(page)
     if results is not None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-_ONE_GPU = "one GPU runs a model; --replicas N serves on N, with all of it on each; --device says which"
+_ONE_GPU = "--tensor-parallel N divides a model among N GPUs, --replicas N serves whole ones on N; --device says which"
+_DIVIDED = "--tensor-parallel N divides the model among N GPUs"
 _CACHE = "the cache is as large as --context and --max-batch say; kerngen run MODEL --plan says what fits"
 _AS_IT_IS = "the checkpoint's own is used; leave it out"
 _READ = "Gemma-4's calls and thoughts are read as they are; leave it out"
@@ -20,7 +21,7 @@ _NOT_LOGGED = "requests are not logged; leave it out; /metrics counts them"
 _TEXT = "text alone is read"
 _LORA = "adapters are not served: merge it into its checkpoint"
 INSTEAD = {
-    "tensor-parallel-size": _ONE_GPU, "tp": _ONE_GPU, "pipeline-parallel-size": _ONE_GPU, "pp": _ONE_GPU,
+    "tensor-parallel-size": _DIVIDED, "tp": _DIVIDED, "pipeline-parallel-size": _ONE_GPU, "pp": _ONE_GPU,
     "dp": "--replicas says how many engines", "enable-expert-parallel": _ONE_GPU,
     "distributed-executor-backend": _ONE_GPU,
     "gpu-memory-utilization": _CACHE, "kv-cache-memory-bytes": _CACHE, "num-gpu-blocks-override": _CACHE,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 LESS_MEMORY = "a smaller --context or --max-batch"
 COMPILING_S = 0.002  # how often it is seen that a grammar is compiled, where nothing else is to do
+RANKS_S = 0.5  # how often it is seen that a rank of a divided model has ended, where nothing else is to do
 
 # -- what the engine is told
 
@@ -207,13 +208,12 @@ def _open(connection: Connection, options: Options) -> tuple[Session, Engine]:
         engine.make_ready(lambda *told: connection.send(Loading(*told)), options.usual)
         ready_s = time.perf_counter() - began
     keep_out_of_collections()
-    ops = session.ops
     connection.send(Ready(
         engine.max_len, engine.max_batch, engine.load.num_pages,
-        f"{ops.name} on {ops.device}, {str(ops.dtype).removeprefix('torch.')}", session.load_s,
+        session.where, session.load_s,
         ready_s, None if session.drafter_folder is None else os.fspath(session.drafter_folder),
         tuple(str(w.message) for w in caught),
-        torch.cuda.get_device_name(ops.device) if ops.device.type == "cuda" else "",
+        torch.cuda.get_device_name(session.ops.device) if session.ops.device.type == "cuda" else "",
     ))  # fmt: skip
     return session, engine
 
@@ -242,11 +242,12 @@ class _Loop:
     def run(self) -> None:
         from kerngen.runtime.backend import explaining_memory
 
-        engine, connection = self._engine, self._connection
+        engine, connection, ranks = self._engine, self._connection, self._session.ranks
+        idle_s = None if ranks is None else RANKS_S
         with explaining_memory(self._session.ops.device, LESS_MEMORY):
             while True:
                 made: list[Made] = []
-                while connection.poll(0 if engine.has_work or made else COMPILING_S if self._compiling else None):
+                while connection.poll(0 if engine.has_work or made else COMPILING_S if self._compiling else idle_s):
                     if (told := connection.recv()) is None:
                         return
                     made += self._heed(told)
@@ -255,6 +256,8 @@ class _Loop:
                 if made:  # before the step: whose answer has ended waits for its last word
                     connection.send(Told(made, engine.load))
                 if not engine.has_work:
+                    if ranks is not None:
+                        ranks.require_alive()
                     continue
                 if made := [self._made(event) for event in engine.step() if event.handle in self._numbers]:
                     connection.send(Told(made, engine.load))

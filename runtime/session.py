@@ -39,7 +39,7 @@ from kerngen.runtime.world import World
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME
 
 if TYPE_CHECKING:
-    from kerngen.runtime.engine.ranks import Opens, Ranks
+    from kerngen.runtime.engine.ranks import Part, Ranks
     from kerngen.runtime.executors.collectives import Collectives
 
 ASSISTANT = "assistant"
@@ -337,6 +337,7 @@ def load(
         session = opens(None, where, advance)
     else:
         config = read_model_config(place)
+        where = "cpu" if where is None and backend == "torch" else where
         session = open_divided(tensor_parallel, config, opens, where, partial(_digest, place, assistant), advance)
     with explaining_memory(session.ops.device):
         session.max_len = max_len
@@ -348,13 +349,13 @@ def load(
 def open_divided(
     size: int,
     config: ModelConfig,
-    opens: Opens,
+    opens: Callable[..., Part],
     device: str | None,
     digest: Callable[[], str] | None = None,
     advance: Callable[[int, int], None] | None = None,
-) -> Session:
-    """The session of rank 0 of `size`, whose part of the model `config` is what `opens` gives, as that of the others is
-    (engine/ranks.py). digest: of what is opened, equal on all ranks.
+) -> Part:
+    """The part of the model `config` that rank 0 of `size` has, which `opens` gives as on the others (Ranks.load).
+    digest: of what is opened, equal on all ranks. The other ranks end with what is returned.
 
     Raises UsageError where the model does not divide, before a process is started; RankFailed where a rank ends.
     """

@@ -15,6 +15,7 @@ from kerngen.cli.bench_ab import ab
 from kerngen.cli.bench_page import RunPage, page_options
 from kerngen.cli.bench_serve import serve
 from kerngen.cli.draft_options import draft_weights_option
+from kerngen.cli.model_options import tensor_parallel_option
 from kerngen.cli.soak import bench_soak
 from kerngen.cli.step_options import step_of, step_options
 from kerngen.cli.tables import Table, fitted, new_console, say
@@ -172,13 +173,14 @@ def _limits_line(limit: Ceilings) -> str:
 @click.option("--db", "db_url", default=None, help="Tuning database. Default: the user's.")
 @click.option("--bundle", default=None, help="File that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE.")
 @click.option("--seed", default=0, show_default=True)
+@tensor_parallel_option
 @click.option("-v", "--verbose", is_flag=True, help="List the configuration that each kernel ran, too.")
 @page_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def model(
     name: str, contexts: str, batch: int, tokens: int, draft: bool, draft_weights: str, num_draft_tokens: int,
     prefill_chunk: int, backend: str, device: str | None, db_url: str | None, bundle: str | None, seed: int,
-    verbose: bool, page: Path | None, against: Path | None, as_json: bool,
+    tensor_parallel: int, verbose: bool, page: Path | None, against: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Time prefill and decode of a model, with generated weights of its shapes.
 
@@ -204,7 +206,7 @@ def model(
     report = time_model(
         found.name, found.target, found.drafter if draft else None, lengths, batch=batch, tokens=tokens,
         num_draft_tokens=num_draft_tokens, prefill_chunk=prefill_chunk, backend=backend, device=device,
-        db_url=db_url, bundle=bundle, seed=seed,
+        db_url=db_url, bundle=bundle, seed=seed, tensor_parallel=tensor_parallel,
     )  # fmt: skip
     run = made.of(report)
     if as_json:
@@ -220,7 +222,8 @@ def _print_model(report: dict[str, Any], *, has_drafts: bool, verbose: bool) -> 
 
     weights = in_int4(report["draft_weights"])
     drafter = f", the drafter's{weights}" if weights else ""
-    say(f"{report['model']} on {report['device']} ({report['backend']}, {report['dtype']}), generated weights"
+    among = f" divided among {report['tensor_parallel']} ranks" if report["tensor_parallel"] > 1 else ""
+    say(f"{report['model']}{among} on {report['device']} ({report['backend']}, {report['dtype']}), generated weights"
         f"{drafter}, {report['weight_gb']:.2f} GB read a step; built in {report['build_s']:.1f} s")  # fmt: skip
     if report["read_gbps"]:
         say(f"measured read limit of this run: {report['read_gbps']:.0f} GB/s")

@@ -204,7 +204,7 @@ def doctor(
 
     alone = arch_name or device_name or db_url or draft or draft_weights != "stored" or tensor_parallel > 1
     if model is None and alone:
-        raise UsageError("--arch, --device, --db, --draft, --draft-weights and --tensor-parallel go with a --model",
+        raise UsageError("--arch, --device, --db, --draft, --tensor-parallel and --draft-weights go with a --model",
                          hint="--model gemma-4-31b")  # fmt: skip
     shipped = bundle or (None if db_url else os.environ.get("KERNGEN_BUNDLE"))
     findings = [check() for check in CHECKS] + ([_bundle(shipped)] if shipped else [])

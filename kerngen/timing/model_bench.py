@@ -5,14 +5,19 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from kerngen.runtime.backend import open_backend
 from kerngen.runtime.config import DrafterConfig, ModelConfig
+from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine, Request
+from kerngen.runtime.engine.ranks import Ranks
+from kerngen.runtime.executors.collectives import Collectives
 from kerngen.runtime.model import Gemma4
+from kerngen.runtime.session import open_divided
 from kerngen.templates.common.screen.screen_spec import bits_of, least_bytes
 from kerngen.workload.generated import generated_model
 
@@ -99,15 +104,22 @@ def time_model(
     db_url: str | None,
     bundle: str | None,
     seed: int,
+    tensor_parallel: int = 1,
 ) -> dict[str, Any]:
     """A report: one row a context, medians over RUNS generations of `tokens` tokens after one that warms up.
 
     A step's time is the decode's wall time over its steps, host work included. Of a batch of several, prefill ends when
-    all of them decode, and `tokens` steps are timed from there. Raises as open_backend does.
+    all of them decode, and `tokens` steps are timed from there. tensor_parallel: ranks that the model is divided among;
+    bytes and floor are then those of the first. Raises as open_backend and open_divided do.
     """
-    ops = open_backend(backend, device=device, db_url=db_url, bundle=bundle)
     began = time.perf_counter()
-    model, drafter = generated_model(name, config, drafter_config, ops, seed)
+    opens = partial(_opened, name, config, drafter_config, backend, db_url, bundle, seed)
+    if tensor_parallel == 1:
+        opened = opens(None, device, None)
+    else:
+        where = "cpu" if device is None and backend == "torch" else device
+        opened = open_divided(tensor_parallel, config, opens, where)
+    model, drafter, ops = opened.model, opened.drafter, opened.model.ops
     built = time.perf_counter() - began
     read_gbps, board = 0.0, "cpu"
     if ops.device.type == "cuda":
@@ -123,7 +135,8 @@ def time_model(
         before = batch * (1 + -(-context // prefill_chunk))
         most = tokens if batch == 1 else (tokens + before) * (1 if drafter is None else 1 + num_draft_tokens)
         engine = Engine(model, drafter, max_len=context + most, max_batch=batch, num_draft_tokens=num_draft_tokens,
-                        prefill_chunk=prefill_chunk, max_stall=None, prefix_caching=False)  # fmt: skip
+                        prefill_chunk=prefill_chunk, max_stall=None, prefix_caching=False,
+                        ranks=opened.ranks)  # fmt: skip
         time_once = _time_one if batch == 1 else _time_batch
         time_once(engine, prompts, most, tokens)  # compiles, captures
         runs = [time_once(engine, prompts, most, tokens) for _ in range(RUNS)]
@@ -141,11 +154,30 @@ def time_model(
         )  # fmt: skip
         del engine
     return {
-        "model": name, "device": board, "backend": ops.name, "dtype": str(ops.dtype).removeprefix("torch."),
+        "model": name, "tensor_parallel": tensor_parallel, "device": board, "backend": ops.name,
+        "dtype": str(ops.dtype).removeprefix("torch."),
         "draft_weights": None if drafter_config is None else drafter_config.weights,
         "build_s": built, "weight_gb": step_bytes(model, 0)[0] / 1e9, "read_gbps": read_gbps,
         "rows": rows, "configurations": ops.sources(), "outside": ops.outside(), "kernels": _resolved(ops),
     }  # fmt: skip
+
+
+@dataclass(slots=True, weakref_slot=True)
+class _Opened:
+    """What is timed, on one rank."""
+
+    model: Gemma4
+    drafter: MtpDrafter | None
+    ranks: Ranks | None = None
+
+
+def _opened(
+    name: str, config: ModelConfig, drafter: DrafterConfig | None, backend: str, db_url: str | None,
+    bundle: str | None, seed: int, collectives: Collectives | None, device: str | None, advance: Any,
+) -> _Opened:  # fmt: skip
+    ops = open_backend(backend, device=device, db_url=db_url, bundle=bundle, collectives=collectives)
+    mine = config.divided(ops.collectives.world)
+    return _Opened(*generated_model(name, mine, None if drafter is None else drafter.divided(mine), ops, seed))
 
 
 def _resolved(ops: Any) -> list[str]:

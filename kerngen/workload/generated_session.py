@@ -118,7 +118,8 @@ def load_generated(
     if tensor_parallel == 1:
         return opens(None, device, advance)
     found = find_model(name, None if isinstance(draft, bool) else draft, draft_weights)
-    return open_divided(tensor_parallel, found.target, opens, device)
+    where = "cpu" if device is None and backend == "torch" else device
+    return open_divided(tensor_parallel, found.target, opens, where)
 
 
 def _generated_part(

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,6 @@ from kerngen.runtime.engine.ranks import ALIVE_S, Alive, Hello, Last, board_of, 
 from kerngen.runtime.executors.collectives import Distributed
 from kerngen.runtime.world import World
 from kerngen.system.logs import settle_logging
-
-if TYPE_CHECKING:
-    from kerngen.runtime.session import Session
 
 
 class Follower:
@@ -41,7 +38,7 @@ class Follower:
         self._sending = threading.Lock()
         self._plans = 0
         self._collectives: Distributed | None = None
-        self._session: Session | None = None
+        self._part: Any = None  # what rank 0 had opened: a Session, or less
         self._engine: Engine | None = None
         self._answers: dict[str, Callable[..., Any]] = {
             "digest": self._digest, "load": self._load, "room": self._room, "engine": self._make_engine,
@@ -96,17 +93,16 @@ class Follower:
         return "" if digest is None else digest()
 
     def _load(self, opens: Any) -> None:
-        self._engine = self._session = None  # the old one goes before the new one comes
-        self._session = opens(self._collectives, self.device, None)
+        self._engine = self._part = None  # the old one goes before the new one comes
+        self._part = opens(self._collectives, self.device, None)
 
     def _room(self, batch: int, max_len: int) -> Any:
         self._engine = None
-        return self._opened.room(batch, max_len)
+        return self._part.room(batch, max_len)
 
     def _make_engine(self, options: dict[str, Any]) -> None:
         self._engine = None
-        session = self._opened
-        self._engine = Engine(session.model, session.drafter, **options)
+        self._engine = Engine(self._part.model, self._part.drafter, **options)
 
     def _make_ready(self, usual: Any) -> None:
         self._made.make_ready(usual=usual)
@@ -115,12 +111,6 @@ class Follower:
     def _run(self, plan: Any) -> None:
         self._plans += 1
         self._made.runner.run(plan)
-
-    @property
-    def _opened(self) -> Session:
-        if self._session is None:
-            raise TypeError("rank 0 has opened no model")
-        return self._session
 
     @property
     def _made(self) -> Engine:

@@ -26,7 +26,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,9 +39,10 @@ from kerngen.runtime.world import World
 from kerngen.system.cores import usable_cores
 
 if TYPE_CHECKING:
+    from kerngen.runtime.drafting import Drafter
     from kerngen.runtime.engine.runner import Runner, StepOutput
+    from kerngen.runtime.model import Gemma4
     from kerngen.runtime.sampling import Sampling
-    from kerngen.runtime.session import Session
 
 ALIVE_S = 0.5  # between two signs of life
 PATIENCE_S = 4.0  # without one, or behind rank 0 in a forward
@@ -56,8 +57,20 @@ _START = (
     "from kerngen.runtime.engine.rank_worker import main; main(*sys.argv[1:])"
 )
 
-# Opens this rank's part: `opens(collectives, device, advance)` of a module, since the other processes call it too.
-Opens = Callable[..., "Session"]
+
+class Opened(Protocol):
+    """A rank's part of a model, opened: a Session, or less. ranks: is set on rank 0."""
+
+    ranks: Ranks | None
+
+    @property
+    def model(self) -> Gemma4: ...
+
+    @property
+    def drafter(self) -> Drafter | None: ...
+
+
+Part = TypeVar("Part", bound=Opened)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +140,16 @@ def local_device(device: str | None, rank: int) -> str | None:
     return f"cuda:{first + int(os.environ.get('LOCAL_RANK', rank))}"
 
 
+def _require_gpus(device: str | None, size: int) -> None:
+    """Raises UsageError where there are fewer GPUs from `device` on than ranks."""
+    last = local_device(device, size - 1)
+    if last is None or not last.startswith("cuda") or torchrun_world() is not None:
+        return
+    if int(last.partition(":")[2]) >= (there := torch.cuda.device_count()):
+        raise UsageError(f"{size} ranks take GPUs up to {last}; there are {there}",
+                         hint="fewer ranks, or --backend torch --device cpu")  # fmt: skip
+
+
 def board_of(device: str | None) -> str:
     """What must be equal on all ranks: the name and the memory of the GPU."""
     if device is None or not device.startswith("cuda"):
@@ -159,6 +182,7 @@ class Ranks:
                              hint="open one divided model a process")  # fmt: skip
         self.world = World(0, size)
         self.device = local_device(device, 0)
+        _require_gpus(device, size)
         self.error: RankFailed | None = None  # why the group has ended, where it has
         self.plans = 0
         self._device = device
@@ -243,8 +267,9 @@ class Ranks:
 
     # -- what they are told
 
-    def load(self, opens: Opens, digest: Callable[[], str] | None = None, advance: Any = None) -> Session:
-        """What `opens` gives on this rank, once all ranks have opened their parts. digest: of what is opened, which
+    def load(self, opens: Callable[..., Part], digest: Callable[[], str] | None = None, advance: Any = None) -> Part:
+        """What `opens(collectives, device, advance)` gives on this rank, once all ranks have opened their parts: a
+        function of a module, since the other processes call it too. digest: of what is opened, which
         must be equal on all; looked at first. Raises as `opens` does, RankFailed where another rank fails.
         """
         with self._all("digest", digest) as others:
@@ -254,9 +279,9 @@ class Ranks:
                 raise RankFailed(f"rank {rank} sees another checkpoint than rank 0 does",
                                  hint="all ranks are to read the same files")  # fmt: skip
         with self._all("load", opens):
-            session = opens(self.collectives, self.device, advance)
-        session.ranks = self
-        return session
+            part = opens(self.collectives, self.device, advance)
+        part.ranks = self
+        return part
 
     def room(self, batch: int, max_len: int) -> list[tuple[int, dict[str, int] | None]]:
         """What `Session.room` gives on the other ranks."""

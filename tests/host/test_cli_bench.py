@@ -127,7 +127,7 @@ def test_configurations_are_listed_where_they_are_asked_for(kerngen: Kerngen, mo
         "model": "m", "device": "H200", "backend": "cuda", "dtype": "bf16", "weight_gb": 1.0, "build_s": 1.0,
         "read_gbps": 4500.0, "rows": [row], "configurations": {"user: exact device (measured)": 2}, "outside": {},
         "kernels": ["embed[hidden=8] [threads=64] from user", "rmsnorm[hidden=8] [threads=64] from user"],
-        "draft_weights": "int4",
+        "draft_weights": "int4", "tensor_parallel": 1,
     }  # fmt: skip
     monkeypatch.setattr("kerngen.timing.model_bench.time_model", lambda *_, **__: report)
     brief = kerngen("bench", "model", "gemma-4-31b")[1]

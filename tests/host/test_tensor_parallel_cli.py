@@ -112,3 +112,14 @@ def test_what_cannot_be_is_refused_with_the_way_on(kerngen: Kerngen, arguments: 
     code, _, err = kerngen(*arguments)
     assert code == 2
     assert says in err
+
+
+def test_bench_model_times_a_divided_model(kerngen: Kerngen) -> None:
+    """Of generated weights, with drafts."""
+    shapes = str(TINY.with_name("gemma-4-tiny"))
+    code, out, err = kerngen("bench", "model", shapes, *DIVIDED, "--backend", "torch", "--context", "16", "--tokens",
+                             "4", "--batch", "2", "--json")  # fmt: skip
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert report["tensor_parallel"] == 2
+    assert report["rows"][0]["step_ms"] > 0

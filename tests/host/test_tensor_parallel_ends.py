@@ -191,6 +191,16 @@ def test_a_rank_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> 
     assert local_device("cuda", 1) == "cuda:3"
 
 
+def test_more_ranks_than_gpus_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was about to be started"))
+    with pytest.raises(UsageError, match="4 ranks take GPUs up to cuda:3; there are 2"):
+        Ranks(4)
+    with pytest.raises(UsageError, match="2 ranks take GPUs up to cuda:2; there are 2"):
+        Ranks(2, "cuda:1")
+
+
 def test_a_model_that_does_not_divide_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ranks, "__init__", lambda *_: pytest.fail("a process was about to be started"))
     with pytest.raises(UsageError, match="cannot be divided among 4 ranks: its query heads: 2 are 2 times 1"):

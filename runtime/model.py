@@ -74,6 +74,7 @@ class DecoderStack:
         self.layers = layers
         self.norm = norm
         self.ops = ops
+        ops.share_memory(config.hidden_size)
         dims = {layer.kind: layer.head_dim for layer in config.layers}
         inv_freqs = {kind: inverse_frequencies(rope, dims[kind], ops.device) for kind, rope in config.rope.items()}
         self.heads = [

@@ -40,7 +40,7 @@ def require_served(
         if here is not None and (why := find_kernel(name).why_unsupported(problem, here)) is not None:
             raise ProblemError(f"{name}: {why}")
 
-    record = Record(note, lambda _: None)
+    record = Record(note, lambda _: None, world=config.world)
     shapes = KernelOps(record, ops.dtype)
     try:
         with torch.inference_mode(), ShapesAlone():

@@ -409,6 +409,8 @@ class Ranks:
             self.error = RankFailed(why, hint=hint or "open the model anew; all its ranks have ended")
             self._failed.set()
         self._kill()
+        for go_on in self.collectives.when_given_up:
+            go_on()
         if dist.is_initialized() and dist.get_backend() == "nccl":  # or kernels would wait for the others for ever
             with suppress(RuntimeError):
                 dist.distributed_c10d._abort_process_group()

@@ -9,33 +9,21 @@ collectives.py is what the ranks of a divided model ask of each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 from kerngen.arch import Target
 from kerngen.runtime.executors.collectives import Collectives
 from kerngen.runtime.selection import default_selector
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
+from kerngen.templates.values import Peers
 
 R = TypeVar("R")
 Say = Callable[[int, int, str], None]  # done, of all, what
-
-
-class Peers(Protocol):
-    """The memory of a divided model's other ranks, where this rank's kernels reach it."""
-
-    def takes(self, num_tokens: int, hidden: int, dtype: torch.dtype) -> bool:
-        """Whether so many rows are exchanged in one launch; of others the sum is a collective."""
-
-    def exchange_norm(
-        self, residual: Tensor, h: Tensor, post_weight: Tensor, layer_scalar: Tensor | None, next_weight: Tensor,
-        eps: float,
-    ) -> Call[Tensor]:  # fmt: skip
-        """add_norm's call (templates/add_norm/op.py) with the sum of h over the ranks in place of h."""
 
 
 class Executor(Protocol):
@@ -46,7 +34,7 @@ class Executor(Protocol):
     target: Target | None  # whose kernels are called; None for those that every arch has
     supports_graphs: bool  # calls may be captured in a CUDA graph
     collectives: Collectives  # what this rank computes with the others of a divided model
-    peers: Peers | None  # None where kernels see this rank's memory alone
+    peers: Mapping[int, Peers]  # by the width of rows that it is for, memory that kernels share with the other ranks
 
     def run(self, call: Call[R], where: str) -> R:
         """Execute `call` and return its result. A call with nothing to compute does nothing.
@@ -63,6 +51,9 @@ class Executor(Protocol):
         something fails meanwhile. Of `work` and of what is run until then one alone may launch kernels whose blocks
         wait for each other: two half-resident grids would wait for ever.
         """
+
+    def share_memory(self, hidden: int) -> None:
+        """Have `peers` for rows of `hidden` elements, on all ranks or on none, where their memory is within reach."""
 
     def outside(self, name: str) -> None:
         """Told that the model computes `name` (of `runtime.fallbacks.FALLBACKS`) without a kernel of ours."""
@@ -84,7 +75,7 @@ class InOrder:
     """What executors share that take calls one after the other and compile nothing."""
 
     target: Target | None
-    peers: Peers | None = None
+    peers: Mapping[int, Peers] = MappingProxyType({})
 
     def fuses(self, call: Call[Any], where: str) -> bool:
         """As the default configuration on `target` says."""
@@ -94,6 +85,9 @@ class InOrder:
 
     def overlap(self, work: Callable[[], R]) -> Callable[[], R]:
         return run_inline(work)
+
+    def share_memory(self, hidden: int) -> None:
+        """Nothing to do: no kernel reaches another rank's memory."""
 
     def outside(self, name: str) -> None:
         """Nothing to do: torch computes it here too."""

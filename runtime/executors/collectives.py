@@ -66,12 +66,14 @@ class Distributed:
     in one order of ranks, and then copied; but the order is NCCL's, and of more than two ranks partial sums are rounded
     to x's dtype.
 
+    when_given_up: is called, from any thread, once a rank has ended: what waits for it on the device is to go on.
     begun: collectives that were asked for. waiting_since: time.monotonic() when the host began to wait in one; None
     where it does not wait. On a GPU it never does.
     """
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.when_given_up: list[Callable[[], None]] = []
         self.begun = 0
         self.waiting_since: float | None = None
 
@@ -89,6 +91,12 @@ class Distributed:
         pairs = torch.stack((values.view(torch.int32).long(), indices))  # one gather of both
         bits, ids = self._gathered(pairs).unbind(1)
         return best(bits.to(torch.int32).view(torch.float32), ids)
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """All ranks' data, in their order, once all have given theirs."""
+        found: list[bytes] = [b""] * self.world.size
+        dist.all_gather_object(found, data)
+        return found
 
     def _gathered(self, x: Tensor) -> Tensor:
         """[ranks, *x.shape]. As bytes, since backends do not know all dtypes."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from threading import Lock
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -11,12 +12,15 @@ from weakref import WeakValueDictionary
 import torch
 
 from kerngen.arch import Target
-from kerngen.runtime.executors import Peers, Say, run_inline
-from kerngen.runtime.executors.collectives import Collectives, OneRank
+from kerngen.errors import DeviceError
+from kerngen.runtime.executors import Say, run_inline
+from kerngen.runtime.executors.collectives import Collectives, Distributed, OneRank
+from kerngen.runtime.executors.peer_memory import MOST_ROWS, PeerMemory
 from kerngen.runtime.launcher import Launcher, shares_sms
 from kerngen.system.cores import usable_cores
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
+from kerngen.templates.values import Peers
 
 R = TypeVar("R")
 
@@ -31,7 +35,7 @@ class Launch:
     in_forwards: the calls are those of forwards that begin with `embed`, so that kernels may read ahead. An executor's
     forwards run one after the other, on one stream and what may `overlap` with it: those of the first such executor on
     a GPU are alone there, in the sense of Function.run, unless other processes share its SMs. collectives: of this
-    rank; None for a world of one. peers: see Executor; set once all ranks' memory is known.
+    rank; None for a world of one.
     """
 
     name = "cuda"
@@ -41,7 +45,7 @@ class Launch:
         self, launcher: Launcher, *, in_forwards: bool = False, collectives: Collectives | None = None
     ) -> None:
         self.collectives: Collectives = collectives or OneRank()
-        self.peers: Peers | None = None
+        self.peers: Mapping[int, Peers] = {}
         self.launcher = launcher
         self._in_forwards = in_forwards
         with _alone_lock:
@@ -49,6 +53,21 @@ class Launch:
         self.device = torch.device("cuda", launcher.index)
         self.target: Target | None = launcher.target
         self._aside: torch.cuda.Stream | None = None
+
+    def share_memory(self, hidden: int) -> None:
+        """Have rows of `hidden` elements exchanged through memory that the ranks' GPUs share, on all ranks or on none:
+        where one does not reach another's, NCCL serves, and a warning says why. Nothing in a world of one.
+        """
+        ranks = self.collectives
+        if not isinstance(ranks, Distributed) or hidden in self.peers:
+            return
+        try:
+            memory = PeerMemory(ranks.world, ranks.gather_bytes, hidden=hidden, max_rows=MOST_ROWS, device=self.device)
+        except DeviceError as e:
+            warnings.warn(f"{e.message}; {e.hint}", stacklevel=2)
+            return
+        ranks.when_given_up.append(memory.abort)
+        self.peers = {**self.peers, hidden: memory.peers}
 
     def run(self, call: Call[R], where: str) -> R:
         if call.problem is not None:

@@ -23,6 +23,7 @@ from kerngen.templates.values import Peers
 
 # bytes of this rank -> those of all ranks, in their order, once all have given theirs
 Gather = Callable[[bytes], list[bytes]]
+MOST_ROWS = 128  # that a divided model exchanges in one launch: from there on a sum by NCCL takes no longer
 GRANULE = 2 << 20  # an IPC handle is of whole pages of the driver: a smaller allocation may share one
 WORD = 16
 NCCL_SERVES = "NCCL serves: exchanges go through torch.distributed, at some 15 us more each"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -12,14 +12,33 @@ from kerngen.arch import Target
 from kerngen.errors import ProblemError
 from kerngen.runtime.executors import InOrder
 from kerngen.runtime.executors.collectives import Collectives, Noted
+from kerngen.runtime.executors.peer_memory import MOST_ROWS, cheaper_in_two_shots
 from kerngen.runtime.selection import default_selector
 from kerngen.runtime.world import ONE_RANK, World
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
 from kerngen.templates.kernel import Kernel
+from kerngen.templates.values import Peers
 
 R = TypeVar("R")
 _Told = tuple[Callable[..., None], tuple[Any, ...]]
+
+
+class _Everywhere(Mapping[int, Peers]):
+    """Memory that ranks share for rows of any width, as shapes alone."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __getitem__(self, hidden: int) -> Peers:
+        addresses = torch.empty(self._world.size + 1, dtype=torch.int64, device="meta")
+        return Peers(addresses, self._world.rank, MOST_ROWS, cheaper_in_two_shots(self._world.size, hidden))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
 
 
 class Record(InOrder):
@@ -50,6 +69,7 @@ class Record(InOrder):
         self._known: dict[Hashable, tuple[list[_Told], Any]] = {}
         self._telling: list[_Told] | None = None  # what is told meanwhile, where it is to be told again
         self.target: Target | None = target
+        self.peers = _Everywhere(world) if world.size > 1 else {}
 
     def run(self, call: Call[R], where: str) -> R:
         if call.problem is not None:

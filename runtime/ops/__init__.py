@@ -206,6 +206,9 @@ class Ops(Protocol):
         residual [T, H] residual_dtype, h [T, H] dtype. Returns [T, H] in dtype.
         """
 
+    def share_memory(self, hidden: int) -> None:
+        """Told, as a model is made on all ranks, how wide the rows are that exchange_norm will be asked for."""
+
     def exchange_norm(self, residual: Tensor, h: Tensor, norms: ResidualNorms) -> Tensor:
         """add_norm of the sum of h over the ranks of a divided model, where h is this rank's summand, which may be
         overwritten. The sum is rounded once, to dtype, and is the same on all ranks. With one rank it is add_norm.

@@ -114,6 +114,9 @@ class TorchOps:
             residual *= norms.layer_scalar
         return self.rmsnorm(residual, norms.next_weight, norms.eps)
 
+    def share_memory(self, hidden: int) -> None:
+        """Nothing to do: sums are collectives."""
+
     def exchange_norm(self, residual: Tensor, h: Tensor, norms: ResidualNorms) -> Tensor:
         return self.add_norm(residual, self.collectives.all_reduce(h), norms)
 

@@ -47,6 +47,7 @@ from kerngen.templates.decode_layers import spec as layers_spec
 from kerngen.templates.decode_layers.op import LayerTensors, Stack, Token, decode_layers
 from kerngen.templates.draft_inputs.op import draft_inputs
 from kerngen.templates.embed.op import embed
+from kerngen.templates.exchange_norm.op import exchange_norm, exchange_pair_norm
 from kerngen.templates.gelu_gate.op import gelu_mul
 from kerngen.templates.greedy_head import spec as head_spec
 from kerngen.templates.greedy_head.op import greedy_head
@@ -58,7 +59,7 @@ from kerngen.templates.ple_inputs.op import ple_inputs
 from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qkv_norm_rope
 from kerngen.templates.rmsnorm.op import rmsnorm
 from kerngen.templates.softcap_argmax.op import argmax, softcap
-from kerngen.templates.values import PLAIN, AttnBatch, HeadNorms, KVView
+from kerngen.templates.values import PLAIN, AttnBatch, HeadNorms, KVView, Peers
 
 R = TypeVar("R")
 
@@ -173,14 +174,23 @@ class KernelOps:
         call = add_norm(residual, h, norms.post_weight, norms.layer_scalar, norms.next_weight, norms.eps)
         return self.run(call, where)
 
+    def share_memory(self, hidden: int) -> None:
+        self.executor.share_memory(hidden)
+
     def exchange_norm(self, residual: Tensor, h: Tensor, norms: ResidualNorms) -> Tensor:
         if self.collectives.world.size == 1:
             return self.add_norm(residual, h, norms)
-        peers = self.executor.peers
-        if peers is not None and peers.takes(len(h), h.shape[1], h.dtype):
-            call = peers.exchange_norm(residual, h, norms.post_weight, norms.layer_scalar, norms.next_weight, norms.eps)
+        if (peers := self._peers(h, 1)) is not None:
+            call = exchange_norm(
+                residual, h, norms.post_weight, norms.layer_scalar, norms.next_weight, norms.eps, peers
+            )
             return self.run(call, "sum over ranks, residual and norms")
         return self.add_norm(residual, self.collectives.all_reduce(h), norms)
+
+    def _peers(self, h: Tensor, rows: int) -> Peers | None:
+        """The memory through which so many rows for each token of h [T, H] are exchanged in one launch, if there is."""
+        peers = self.executor.peers.get(h.shape[1])
+        return peers if peers is not None and len(h) * rows <= peers.max_rows and h.element_size() == 2 else None
 
     def linear_norm(self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms) -> Tensor | None:
         if self.executor.target is None or weights.is_summand:
@@ -335,7 +345,14 @@ class KernelOps:
     ) -> Tensor:
         if moe.down.is_summand:
             self.went_outside("sums of routed experts")
-            both = self.collectives.all_reduce(torch.stack((dense, fallbacks.routed_sum(routed, topk_weights))))
+            summed = fallbacks.routed_sum(routed, topk_weights)
+            if (peers := self._peers(dense, 2)) is not None:
+                pair = exchange_pair_norm(
+                    residual, dense, summed, moe.dense_norm, moe.post_norm, norms.post_weight, norms.layer_scalar,
+                    norms.next_weight, norms.eps, peers,
+                )  # fmt: skip
+                return self.run(pair, "end of layer, summed over ranks")
+            both = self.collectives.all_reduce(torch.stack((dense, summed)))
             dense, routed = both[0], both[1][:, None]
             topk_weights = torch.ones_like(topk_weights[:, :1])
         scalar = norms.layer_scalar if norms.layer_scalar is not None else torch.ones_like(moe.router_scale[:1])

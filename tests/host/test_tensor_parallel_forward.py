@@ -113,28 +113,37 @@ def test_suppressed_tokens_are_chosen_on_no_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "size"), [("gemma-4-31b", 2), ("gemma-4-26b-a4b", 4)])
 def test_a_steps_exchanges_are_two_a_layer_and_one_of_the_choice(name: str, size: int) -> None:
+    """Launches of few tokens, collectives of more; of a layer with experts the second has two rows."""
     model, arch = find_model(name), find_arch("sm90")
     rank = model.divided(World(size - 1, size))
     layers, row = len(model.target.layers), 2 * model.target.hidden_size
+    experts = bool(model.target.num_experts)
     assert rank.drafter is not None
 
-    def exchanged(step: Step) -> Counter[tuple[str, int]]:
+    def exchanged(step: Step) -> tuple[Counter[tuple[str, int]], Counter[tuple[int, int, bool, int]]]:
         found: Counter[tuple[str, int]] = Counter()
+        launched: Counter[tuple[int, int, bool, int]] = Counter()
         called: set[str] = set()
-        recorder(rank.target, rank.drafter, arch).record(
-            step, lambda kernel, *_: called.add(kernel), collective=lambda *told: found.update([told])
-        )
-        assert not called & {"w4a16_norm", "decode_layers"}, "a norm needs the whole sum"
-        return found
 
-    ends = 2 * row if model.target.num_experts else row  # the dense MLP's row and the experts', together
+        def note(kernel: str, problem: Any, where: str) -> None:
+            called.add(kernel)
+            if kernel == "exchange_norm":
+                launched[problem.ranks, problem.hidden, problem.pairs, problem.num_tokens] += 1
+
+        recorder(rank.target, rank.drafter, arch).record(step, note, collective=lambda *told: found.update([told]))
+        assert not called & {"w4a16_norm", "decode_layers"}, "a norm needs the whole sum"
+        return found, launched
+
+    hidden = model.target.hidden_size
     for step, tokens in ((Step.decode(1, 512), 1), (Step.verify(2, 4, 512), 8)):
-        want = Counter({("best_of_ranks", 12 * tokens): 1})
-        want += Counter({("all_reduce", tokens * row): layers}) + Counter({("all_reduce", tokens * ends): layers})
-        assert exchanged(step) == want
+        launches = Counter({(size, hidden, False, tokens): layers}) + Counter({(size, hidden, experts, tokens): layers})
+        assert exchanged(step) == (Counter({("best_of_ranks", 12 * tokens): 1}), launches)
+    ends = 2 * row if experts else row
+    sums = Counter({("all_reduce", 512 * row): layers}) + Counter({("all_reduce", 512 * ends): layers})
+    assert exchanged(Step.prefill(512, 512)) == (sums, Counter())
     text = rank.drafter.text
-    of_draft = {("best_of_ranks", 12): 1, ("all_reduce", 2 * text.hidden_size): len(text.layers)}
-    assert exchanged(Step.draft(1, 512)) == of_draft, "one a layer: its MLP is whole on every rank"
+    of_draft = Counter({(size, text.hidden_size, False, 1): len(text.layers)})  # its MLP is whole on every rank
+    assert exchanged(Step.draft(1, 512)) == (Counter({("best_of_ranks", 12): 1}), of_draft)
 
 
 def test_a_divided_models_workload_is_of_its_own_sizes() -> None:

@@ -1,0 +1,69 @@
+"""A model divided among two GPUs of this host: one GPU's tokens, by exchange_norm where they reach each other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kerngen.runtime.ops.kernels import KernelOps
+from kerngen.runtime.session import Session, load
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny" / "gemma-4-tiny-w4a16"
+PROMPTS = ["Once upon a time", "The cat", "Why is the sky blue?"]
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.fixture(scope="module")
+def divided() -> Iterator[Session]:
+    session = load(TINY, num_draft_tokens=3, max_len=256, tensor_parallel=2)
+    yield session
+    assert session.ranks is not None
+    session.ranks.close()
+
+
+@needs_two
+def test_two_gpus_make_one_gpus_tokens(divided: Session) -> None:
+    """Greedy and sampled, with drafts. Sums over ranks are rounded otherwise than one GPU's: the first tokens count."""
+    alone = load(TINY, num_draft_tokens=3, max_len=256)
+    for temperature in (0.0, 0.8):
+        want, made = (
+            s.generate_many(PROMPTS, chat=False, max_new_tokens=24, temperature=temperature) for s in (alone, divided)
+        )
+        for one, two in zip(want, made, strict=True):
+            assert two.tokens[:8] == one.tokens[:8], (one.text, two.text)
+
+
+@needs_two
+def test_few_tokens_are_summed_in_one_launch(divided: Session) -> None:
+    ops = divided.ops
+    assert isinstance(ops, KernelOps)
+    assert ops.executor.peers, "these GPUs do not reach each other's memory: nothing was exchanged by exchange_norm"
+    divided.generate(PROMPTS[0], chat=False, max_new_tokens=4)
+    launched = {name for name, _, _ in ops.executor.launcher.functions}  # type: ignore[attr-defined]
+    assert "exchange_norm" in launched
+
+
+@needs_two
+def test_a_killed_rank_ends_what_waits_on_the_device() -> None:
+    """In a process of its own, which has one group of ranks."""
+    script = (
+        "import os, signal, sys, threading\n"
+        "from kerngen.runtime.session import load\n"
+        "from kerngen.errors import RankFailed\n"
+        "if __name__ == '__main__':\n"
+        "    s = load(sys.argv[1], draft=False, max_len=1024, tensor_parallel=2)\n"
+        "    s.generate('Once', chat=False, max_new_tokens=4)\n"
+        "    threading.Timer(0.3, os.kill, (s.ranks._ranks[0].pid, signal.SIGKILL)).start()\n"
+        "    try:\n"
+        "        while True:\n"
+        "            s.generate('Once', chat=False, max_new_tokens=900)\n"
+        "    except RankFailed as e:\n"
+        "        print(e.message)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(TINY)], capture_output=True, text=True, timeout=120)
+    assert "was killed by SIGKILL" in done.stdout, done.stderr[-2000:]

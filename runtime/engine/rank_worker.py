@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -20,7 +21,7 @@ import torch.distributed as dist
 import kerngen
 from kerngen.errors import KerngenError, UsageError, printable
 from kerngen.runtime.engine.core import Engine
-from kerngen.runtime.engine.ranks import ALIVE_S, Alive, Hello, Last, board_of, local_device, meet
+from kerngen.runtime.engine.ranks import ALIVE_S, FOLDER, Alive, Hello, Last, board_of, local_device, meet
 from kerngen.runtime.executors.collectives import Distributed
 from kerngen.runtime.world import World
 from kerngen.system.logs import settle_logging
@@ -30,7 +31,7 @@ class Follower:
     """A rank that decides nothing."""
 
     def __init__(self, place: Path, store: dist.Store, world: World, device: str | None) -> None:
-        self.world, self.device, self._store = world, device, store
+        self.world, self.device, self._store, self._place = world, device, store, place
         if place.stat().st_uid != os.getuid():
             raise UsageError(f"{place} is another user's: what comes from there is not trusted")
         hello = Hello(world.rank, os.getpid(), kerngen.__version__, board_of(device))
@@ -62,7 +63,13 @@ class Follower:
                 self._say(Alive(self._plans, begun))
         except OSError:
             pass
-        os._exit(1)
+        self.leave(1)
+
+    def leave(self, code: int) -> NoReturn:
+        """End the process, without the clean-up of libraries, which may wait for ranks that have gone."""
+        if self._place.parent.name.startswith(FOLDER):  # where rank 0 was killed nobody else removes it
+            shutil.rmtree(self._place.parent, ignore_errors=True)
+        os._exit(code)
 
     def _say(self, what: Alive | Last) -> None:
         with self._sending:
@@ -143,7 +150,7 @@ def follow(place: Path, store: dist.Store, world: World, device: str | None) -> 
             print(printable(traceback.format_exc()), end="", file=sys.stderr, flush=True)
         follower.fail(e)
         os._exit(1)
-    os._exit(0)  # without the clean-up of libraries, which may wait for ranks that have gone
+    follower.leave(0)
 
 
 def follow_torchrun(world: World, device: str | None) -> NoReturn:

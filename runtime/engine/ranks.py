@@ -50,6 +50,7 @@ LOAD_PATIENCE_S = 120.0  # ... while weights load and kernels are built: loading
 START_S = 120.0  # within which a process has started, and the group has met
 REASON_S = 5.0  # that a failure waits for the rank's own words about it
 END_S = 5.0  # within which a rank that was told to end has ended; then it is killed
+FOLDER = "kerngen-ranks-"  # what the folder that ranks meet in begins with
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # What is importable here is there. Not by PYTHONPATH, whose folders would come before Python's own.
 _START = (
@@ -193,7 +194,7 @@ class Ranks:
         self._failed, self._closing, self._lock = threading.Event(), threading.Event(), threading.Lock()
         self._threads_before = torch.get_num_threads()
         self._watcher: threading.Thread | None = None
-        self._folder = Path(tempfile.mkdtemp(prefix="kerngen-ranks-"))
+        self._folder = _private_folder()
         try:
             self.collectives = self._start(self._folder)
         except BaseException:
@@ -433,15 +434,16 @@ class Ranks:
         if not self._failed.is_set():
             with suppress(OSError):
                 self._send("end")
+        if self._watcher is not None and self._watcher is not threading.current_thread():
+            self._watcher.join()
         until = time.monotonic() + END_S
-        for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(until - time.monotonic(), 0.0))
+        for other in self._ranks:  # its connection ends with it
+            with suppress(EOFError, OSError):
+                while other.life.poll(max(until - time.monotonic(), 0.0)):
+                    other.life.recv()
         self._kill()
         for process in self._processes:
             process.wait()
-        if self._watcher is not None and self._watcher is not threading.current_thread():
-            self._watcher.join()
         for other in self._ranks:
             other.control.close()
             other.life.close()
@@ -450,6 +452,15 @@ class Ranks:
                 dist.destroy_process_group()
         shutil.rmtree(self._folder, ignore_errors=True)
         torch.set_num_threads(self._threads_before)
+
+
+def _private_folder() -> Path:
+    """That only this user's processes may look into, for a socket, whose path has at most 107 bytes."""
+    folder = tempfile.mkdtemp(prefix=FOLDER)
+    if len(os.fsencode(folder)) > 90:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix=FOLDER, dir="/tmp")
+    return Path(folder)
 
 
 def _ended(code: int) -> str:

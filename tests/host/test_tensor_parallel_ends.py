@@ -133,18 +133,21 @@ if __name__ == "__main__":
 """
 
 
-def test_no_rank_is_left_when_rank_0_is_killed(tmp_path: Path) -> None:
+def test_no_rank_is_left_when_rank_0_is_killed(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     script = tmp_path / "owner.py"
     script.write_text(OWNER)
+    temporary = tmp_path_factory.mktemp("t")
     with subprocess.Popen(
         [sys.executable, str(script), str(TINY / "gemma-4-tiny")], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        text=True, env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},
     ) as owner:  # fmt: skip
         assert owner.stdout is not None
         pids = [int(pid) for pid in owner.stdout.readline().split()]
         assert len(pids) == 1
+        assert any(temporary.glob(f"{ranks_module.FOLDER}*/ranks"))
         owner.kill()
     assert_gone(pids)
+    assert not any(temporary.iterdir()), "nor what they met by"
 
 
 def test_torchrun_may_start_the_ranks(tmp_path: Path) -> None:

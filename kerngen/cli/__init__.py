@@ -16,6 +16,7 @@ import click
 import kerngen
 from kerngen.cli.process import settle_home, settle_notes, settle_streams, settle_threads, stopped_by
 from kerngen.errors import KerngenError, printable
+from kerngen.system.leaving import leave
 from kerngen.system.logs import settle_logging
 
 TEMPLATES_VARIABLE = "KERNGEN_TEMPLATES"  # of kerngen.templates, which --help does not wait for
@@ -89,7 +90,7 @@ def _use_templates(context: click.Context, folders: tuple[str, ...]) -> None:
 
 def main() -> None:
     """The console entry point: exits with the code that `run_command` gives."""
-    sys.exit(run_command())
+    leave(run_command())
 
 
 def run_command(command: click.Command | None = None, name: str = "kerngen") -> int:

@@ -137,6 +137,8 @@ def time_model(
         engine = Engine(model, drafter, max_len=context + most, max_batch=batch, num_draft_tokens=num_draft_tokens,
                         prefill_chunk=prefill_chunk, max_stall=None, prefix_caching=False,
                         ranks=opened.ranks)  # fmt: skip
+        if opened.ranks is not None:
+            engine.make_ready()  # by all cores, on all ranks at once
         time_once = _time_one if batch == 1 else _time_batch
         time_once(engine, prompts, most, tokens)  # compiles, captures
         runs = [time_once(engine, prompts, most, tokens) for _ in range(RUNS)]

@@ -37,6 +37,7 @@ from kerngen.runtime.engine.plan import StepPlan
 from kerngen.runtime.executors.collectives import Distributed
 from kerngen.runtime.world import World
 from kerngen.system.cores import usable_cores
+from kerngen.system.leaving import leave_at_once
 
 if TYPE_CHECKING:
     from kerngen.runtime.drafting import Drafter
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 ALIVE_S = 0.5  # between two signs of life
 PATIENCE_S = 4.0  # without one, or behind rank 0 in a forward
-LOAD_PATIENCE_S = 120.0  # ... while weights load and kernels are built: loading a library may stop all threads
+LOAD_PATIENCE_S = 120.0  # ... while weights load, and while a step may compile: loading a library may stop all threads
 START_S = 120.0  # within which a process has started, and the group has met
 REASON_S = 5.0  # that a failure waits for the rank's own words about it
 END_S = 5.0  # within which a rank that was told to end has ended; then it is killed
@@ -166,6 +167,8 @@ def meet(store: dist.Store, world: World, device: str | None) -> Distributed:
     where: dict[str, Any] = {"device_id": torch.device(device)} if on_gpu and device else {}
     if on_gpu:
         torch.cuda.set_device(device)
+        # Whether a rank hangs is seen here, in seconds. NCCL's own monitor asks a store that goes with the group.
+        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=world.rank, world_size=world.size,
                             timeout=timedelta(minutes=30), **where)  # fmt: skip
     return Distributed(world)
@@ -189,8 +192,7 @@ class Ranks:
         self._device = device
         self._ranks: list[_Rank] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._patience = LOAD_PATIENCE_S
-        self._ahead_since: float | None = None
+        self._is_loading, self._is_ready = False, False
         self._failed, self._closing, self._lock = threading.Event(), threading.Event(), threading.Lock()
         self._threads_before = torch.get_num_threads()
         self._watcher: threading.Thread | None = None
@@ -293,6 +295,7 @@ class Ranks:
     @contextmanager
     def making_engine(self, options: Mapping[str, Any]) -> Iterator[None]:
         """While rank 0 makes an engine the others make theirs with the same options."""
+        self._is_ready = False
         with self._all("engine", dict(options)):
             yield
 
@@ -300,7 +303,7 @@ class Ranks:
     def making_ready(self, usual: Sampling | None) -> Iterator[None]:
         with self._all("ready", usual):
             yield
-        self._patience = PATIENCE_S
+        self._is_ready = True
 
     def run(self, runner: Runner, plan: StepPlan) -> StepOutput:
         """`runner.run(plan)`, on all ranks. What raises in there ends the group: ranks that have not all begun the same
@@ -309,7 +312,6 @@ class Ranks:
         with self._breaking():
             self._send("plan", plan)
             self.plans += 1
-            self._patience = min(self._patience, PATIENCE_S)
             return runner.run(plan)
 
     @contextmanager
@@ -317,12 +319,12 @@ class Ranks:
         """While this rank does `what`, the others do; what they say of it is there at the end."""
         answers: dict[int, Any] = {}
         with self._breaking():
-            self._patience = LOAD_PATIENCE_S
+            self._is_loading = True
             self._send(what, *values)
             yield answers
             for other in self._ranks:
                 answers[other.rank] = other.control.recv()
-            self._patience = PATIENCE_S
+            self._is_loading = False
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
@@ -377,14 +379,20 @@ class Ranks:
                     self._end(f"rank {other.rank} (process {other.pid}) {why}", other)
                     return
 
+    @property
+    def _patience(self) -> float:
+        """An engine on GPUs that was not made ready compiles in its steps, and not as long on each rank."""
+        compiles = bool(board_of(self.device)) and not self._is_ready
+        return LOAD_PATIENCE_S if self._is_loading or compiles else PATIENCE_S
+
     def _why_late(self, other: _Rank) -> str:
-        now = time.monotonic()
-        if (silent := now - other.seen) > self._patience:
+        now, patience = time.monotonic(), self._patience
+        if (silent := now - other.seen) > patience:
             return f"gave no sign of life for {silent:.0f} s: it is stopped or hangs"
         mine = Alive(self.plans, self.collectives.begun)
         if (mine.plans, mine.collectives) <= (other.at.plans, other.at.collectives):
             other.moved = now
-        elif now - other.moved > self._patience:
+        elif now - other.moved > patience:
             return (
                 f"hangs: for {now - other.moved:.0f} s it has been at collective {other.at.collectives:,} of plan "
                 f"{other.at.plans:,}, and rank 0 waits at collective {mine.collectives:,} of plan {mine.plans:,}"
@@ -413,8 +421,7 @@ class Ranks:
         for go_on in self.collectives.when_given_up:
             go_on()
         if dist.is_initialized() and dist.get_backend() == "nccl":  # or kernels would wait for the others for ever
-            with suppress(RuntimeError):
-                dist.distributed_c10d._abort_process_group()
+            _within(END_S, dist.distributed_c10d._abort_process_group)
 
     def _kill(self) -> None:
         for process in self._processes:
@@ -447,11 +454,25 @@ class Ranks:
         for other in self._ranks:
             other.control.close()
             other.life.close()
-        if dist.is_initialized():
-            with suppress(RuntimeError):
-                dist.destroy_process_group()
+        if dist.is_initialized() and not _within(END_S, dist.destroy_process_group):
+            leave_at_once()
         shutil.rmtree(self._folder, ignore_errors=True)
         torch.set_num_threads(self._threads_before)
+
+
+def _within(seconds: float, work: Callable[[], Any]) -> bool:
+    """Whether `work` has ended by then; else it goes on in a thread that nobody waits for. A library may wait for a
+    GPU, and that for a rank that is gone.
+    """
+
+    def quietly() -> None:
+        with suppress(RuntimeError):
+            work()
+
+    thread = threading.Thread(target=quietly, name="kerngen-ranks-end", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def _private_folder() -> Path:

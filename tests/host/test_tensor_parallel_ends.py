@@ -113,6 +113,47 @@ def test_a_rank_that_hangs_ends_the_group(target: Path, monkeypatch: pytest.Monk
         group.close()
 
 
+def test_steps_that_may_compile_have_the_patience_of_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, until the engine has been made ready: what one rank compiles in 20 s takes another 30."""
+    group = object.__new__(Ranks)
+    group.device, group._is_loading, group._is_ready = "cuda:0", False, False
+    monkeypatch.setattr(ranks_module, "board_of", lambda device: "H200" if device else "")
+    assert group._patience == ranks_module.LOAD_PATIENCE_S
+    group._is_ready = True
+    assert group._patience == ranks_module.PATIENCE_S
+    group.device, group._is_ready = None, False
+    assert group._patience == ranks_module.PATIENCE_S
+
+
+def test_a_library_that_waits_for_ever_keeps_nobody(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL may for a GPU that waits for a rank that is gone."""
+    left: list[bool] = []
+    monkeypatch.setattr(ranks_module, "END_S", 1.0)
+    monkeypatch.setattr(ranks_module, "leave_at_once", lambda: left.append(True))
+    group = Ranks(2, "cpu")
+    destroy, forever = torch.distributed.destroy_process_group, threading.Event()
+    monkeypatch.setattr(ranks_module.dist, "destroy_process_group", forever.wait)
+    began = time.monotonic()
+    group.close()
+    forever.set()
+    destroy()
+    assert left
+    assert time.monotonic() - began < ENDS_S
+
+
+def test_who_leaves_at_once_waits_for_no_thread() -> None:
+    code = (
+        "import threading, time\n"
+        "from kerngen.system.leaving import leave, leave_at_once\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "print('said')\n"
+        "leave_at_once()\n"
+        "leave(3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (3, "said\n")
+
+
 def test_a_rank_that_cannot_open_its_part_says_why(target: Path, capfd: pytest.CaptureFixture[str]) -> None:
     group = Ranks(2, "cpu")
     try:

@@ -85,7 +85,7 @@ def serve(
     from kerngen.runtime.serve.engine_start import begun
     from kerngen.system.progress import Reporter
 
-    are_several = replicas > 1 or "," in (where["device"] or "")
+    are_several = replicas > 1 or where["tensor_parallel"] > 1 or "," in (where["device"] or "")
     engine = None if are_several else click.get_current_context().with_resource(begun())
     try:
         from kerngen.runtime.serve.server import Settings, run
@@ -103,10 +103,8 @@ def serve(
     if reproducible and arguments["num_draft_tokens"] is None and arguments["draft"]:
         raise UsageError("--reproducible takes a fixed number of drafts: one that adapts depends on time",
                          hint="--num-draft-tokens 3, or --no-draft")  # fmt: skip
-    if arguments["tensor_parallel"] > 1 and are_several:
-        raise UsageError("--replicas and --tensor-parallel are not served together",
-                         hint="a server of its own for each divided model: --device says its first GPU")  # fmt: skip
-    groups = device_groups(replicas, arguments["device"], arguments["backend"]) if are_several else ()
+    each = arguments["tensor_parallel"]
+    groups = device_groups(replicas, arguments["device"], arguments["backend"], each) if are_several else ()
     limits = Limits(queue=max_queue * replicas, body_bytes=max_body_mb * 2**20)
     settings = Settings(arguments, host, port, names, tuple(given), context, max_batch, limits, drain_s, traces,
                         reproducible=reproducible, control_tokens=control_tokens, origins=origins,

@@ -189,7 +189,7 @@ def _open(connection: Connection, options: Options) -> tuple[Session, Engine]:
         torch.set_num_threads(max(torch.get_num_threads() // options.num_sharing, 1))
     arguments = dict(options.load)
     if options.devices:
-        (arguments["device"],) = options.devices
+        arguments["device"] = options.devices[0]  # from which on the ranks of a divided model have theirs
     told = 0
 
     def advance(done: int, total: int) -> None:

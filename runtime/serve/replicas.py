@@ -1,9 +1,9 @@
 """Several engines that look like one: each request goes to one of them, and one that dies is started again.
 
-Each has a process, a GPU and a cache of its own, and knows nothing of the others. A request stays where it was sent;
-where (routing.py) follows from what each was sent before and has not yet answered. If its engine dies before its first
-token, it is sent once more, to another: nobody has seen anything of it, and its seed, which every request has, draws
-the same tokens there. Once only, for it may be the request that killed the engine.
+Each has a process, a GPU or several, and a cache of its own, and knows nothing of the others. A request stays where it
+was sent; where (routing.py) follows from what each was sent before and has not yet answered. If its engine dies before
+its first token, it is sent once more, to another: nobody has seen anything of it, and its seed, which every request
+has, draws the same tokens there. Once only, for it may be the request that killed the engine.
 """
 
 from __future__ import annotations
@@ -31,36 +31,49 @@ ANSWER_TOKENS = 256  # of an answer, before any has ended
 _MEMORY = 32  # answers that the mean length of answers remembers
 
 
-def device_groups(num_replicas: int, device: str | None, backend: str) -> tuple[tuple[str, ...], ...]:
-    """Devices of each of `num_replicas` engines, one of each today: those that `device` lists ("cuda:0,cuda:1"), else
-    the first GPUs; the CPU for all of them where it says so, or the backend is torch, or there is no GPU.
+def device_groups(num_replicas: int, device: str | None, backend: str, each: int = 1) -> tuple[tuple[str, ...], ...]:
+    """Devices of each of `num_replicas` engines, `each` GPUs that follow each other for one: those that `device` lists
+    ("cuda:0,cuda:1"; one alone is the first of all), else the first GPUs; the CPU for all of them where it says so, or
+    the backend is torch, or there is no GPU.
 
-    Raises UsageError where there are fewer GPUs, or they are not one for each. Loads nothing and touches no GPU.
+    Raises UsageError where there are fewer GPUs, or where they are not so many for each. Loads nothing and touches no
+    GPU.
     """
     import torch
 
     named = [] if device is None else [name.strip() for name in device.split(",")]
-    count = torch.cuda.device_count()
+    count, wanted = torch.cuda.device_count(), num_replicas * each
     if named == ["cpu"] or (not named and (backend == "torch" or (backend == "auto" and not count))):
         return (("cpu",),) * num_replicas
-    if not named:
-        named = [f"cuda:{i}" for i in range(num_replicas)]
-    elif len(named) != num_replicas:
-        raise UsageError(f"--device names {len(named)} for --replicas {num_replicas}: each has a GPU of its own",
-                         hint=f"--replicas {len(named)}, or --device {_first(num_replicas)}")  # fmt: skip
-    groups = []
-    for name in named:
-        kind, _, index = name.partition(":")
-        if kind != "cuda" or not (index or "0").isdecimal():
-            raise UsageError(f"--device {device}: {name!r} is no GPU", hint=f"--device {_first(num_replicas)}, or cpu")
-        groups.append((f"cuda:{int(index or 0)}",))
-    if len(set(groups)) < num_replicas:
-        raise UsageError(f"--device {device}: each replica has a GPU of its own", hint="name each once")
-    if lacking := [name for (name,) in groups if int(name.removeprefix("cuda:")) >= count]:
-        raise UsageError(f"--replicas {num_replicas}: there is no {lacking[0]}, this machine has {count} "
-                         f"GPU{'' if count == 1 else 's'}, and each replica has one of its own",
-                         hint=f"--replicas {count}" if count else "--device cpu shares the cores")  # fmt: skip
-    return tuple(groups)
+    indices = [_index(name, device or "", wanted) for name in named] or [0]
+    if len(indices) == 1:
+        indices = list(range(indices[0], indices[0] + wanted))
+    if len(indices) != wanted:
+        raise UsageError(f"--device names {len(indices)} GPUs, and {_asked(num_replicas, each)} take {wanted}",
+                         hint=f"--device {_first(wanted)}")  # fmt: skip
+    if len(set(indices)) < wanted:
+        raise UsageError(f"--device {device}: each replica has GPUs of its own", hint="name each once")
+    groups = [indices[at : at + each] for at in range(0, wanted, each)]
+    if apart := [g for g in groups if g != list(range(g[0], g[0] + each))]:
+        raise UsageError(f"--device {device}: the ranks of one model take GPUs that follow each other, not {apart[0]}",
+                         hint="CUDA_VISIBLE_DEVICES puts GPUs into another order")  # fmt: skip
+    if lacking := [index for index in indices if index >= count]:
+        raise UsageError(f"{_asked(num_replicas, each)} take {wanted} GPUs: there is no cuda:{lacking[0]}, this "
+                         f"machine has {count} GPU{'' if count == 1 else 's'}",
+                         hint="take fewer" if count else "--device cpu shares the cores")  # fmt: skip
+    return tuple(tuple(f"cuda:{index}" for index in group) for group in groups)
+
+
+def _index(name: str, device: str, wanted: int) -> int:
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or not (index or "0").isdecimal():
+        raise UsageError(f"--device {device}: {name!r} is no GPU", hint=f"--device {_first(wanted)}, or cpu")
+    return int(index or 0)
+
+
+def _asked(num_replicas: int, each: int) -> str:
+    divided = f"--tensor-parallel {each}" if each > 1 else ""
+    return " and ".join(filter(None, (f"--replicas {num_replicas}", divided)))
 
 
 def _first(count: int) -> str:
@@ -98,7 +111,11 @@ class _Replica:
 
     @property
     def name(self) -> str:
-        return f"replica {self.number} ({', '.join(self.options.devices)})"
+        return f"replica {self.number} ({self.device})"
+
+    @property
+    def device(self) -> str:
+        return ", ".join(self.options.devices)
 
     @property
     def is_up(self) -> bool:
@@ -160,7 +177,8 @@ class _Replica:
 
 
 class ReplicaPool:
-    """The engines of one server (`Engines`), an entry of `options` each. `start`, then from one event loop alone.
+    """The engines of one server (`Engines`), an entry of `options` each; one where its model is divided. `start`, then
+    from one event loop alone.
 
     say: is told in words what becomes of them.
     """
@@ -189,6 +207,8 @@ class ReplicaPool:
         if len(boards) > 1:
             self._say(f"replicas are on unequal boards ({', '.join(sorted(boards))}): each gets as much as it can do")
         where = "; ".join(dict.fromkeys(ready.where for ready in came))
+        if not others:
+            return came[0]
         return replace(
             came[0],
             max_len=min(ready.max_len for ready in came),
@@ -266,7 +286,7 @@ class ReplicaPool:
         load = replica.load
         return ReplicaState(
             replica=replica.number,
-            device=", ".join(replica.options.devices),
+            device=replica.device,
             up=replica.is_up,
             running=load.num_running + load.num_prefilling,
             waiting=load.num_waiting,

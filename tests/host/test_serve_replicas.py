@@ -80,7 +80,7 @@ def test_more_replicas_than_gpus_are_refused(kerngen: Kerngen) -> None:
     devices = ",".join(f"cuda:{i}" for i in range(100))
     code, out, err = kerngen("serve", str(TINY), "--port", "0", "--replicas", "100", "--device", devices)
     assert (code, out) == (2, ""), err
-    assert "UsageError: --replicas 100: there is no cuda:" in err
+    assert "UsageError: --replicas 100 take 100 GPUs: there is no cuda:" in err
     assert "starting" not in err, "nothing was loaded"
 
 

@@ -335,10 +335,12 @@ def test_each_replica_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert device_groups(2, None, "auto") == device_groups(2, "cuda, cuda:1", "cuda") == (("cuda:0",), ("cuda:1",))
     assert device_groups(2, "cuda:2,cuda:0", "auto") == (("cuda:2",), ("cuda:0",))
     assert device_groups(2, None, "torch") == device_groups(2, "cpu", "auto") == (("cpu",), ("cpu",))
+    assert device_groups(2, "cuda:1", "auto") == (("cuda:1",), ("cuda:2",))
     for count, device, says in (
-        (4, None, "--replicas 4: there is no cuda:3, this machine has 3 GPUs"), (2, "cuda:1,cuda:3", "no cuda:3"),
-        (2, "cuda:1", "--device names 1 for --replicas 2"), (1, "cuda:0,cuda:1", "--device names 2 for --replicas 1"),
-        (2, "cuda:1,cuda:1", "a GPU of its own"), (2, "cuda,cuda:0", "a GPU of its own"),
+        (4, None, "--replicas 4 take 4 GPUs: there is no cuda:3, this machine has 3 GPUs"),
+        (2, "cuda:1,cuda:3", "no cuda:3"), (2, "cuda:2", "no cuda:3"),
+        (1, "cuda:0,cuda:1", "--device names 2 GPUs, and --replicas 1 take 1"),
+        (2, "cuda:1,cuda:1", "GPUs of its own"), (2, "cuda,cuda:0", "GPUs of its own"),
         (2, "cpu,cuda:0", "'cpu' is no GPU"), (2, "cuda:x,cuda:0", "'cuda:x' is no GPU"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=says):
@@ -347,3 +349,19 @@ def test_each_replica_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert device_groups(3, None, "auto") == (("cpu",),) * 3
     with pytest.raises(UsageError, match="this machine has 0 GPUs"):
         device_groups(2, None, "cuda")
+
+
+def test_each_divided_model_has_gpus_that_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    both = ("cuda:0", "cuda:1"), ("cuda:2", "cuda:3")
+    assert device_groups(2, None, "auto", 2) == device_groups(2, "cuda:0,cuda:1,cuda:2,cuda:3", "auto", 2) == both
+    assert device_groups(2, "cuda:2,cuda:3,cuda:0,cuda:1", "auto", 2) == both[::-1]
+    assert device_groups(1, "cuda:1", "auto", 2) == (("cuda:1", "cuda:2"),)
+    assert device_groups(2, None, "torch", 2) == (("cpu",), ("cpu",))
+    for count, device, says in (
+        (2, "cuda:1", "--replicas 2 and --tensor-parallel 2 take 4 GPUs: there is no cuda:4"),
+        (1, "cuda:0,cuda:2", r"follow each other, not \[0, 2\]"), (1, "cuda:1,cuda:0", "follow each other"),
+        (2, "cuda:0,cuda:1", "names 2 GPUs"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=says):
+            device_groups(count, device, "auto", 2)

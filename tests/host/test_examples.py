@@ -302,7 +302,7 @@ def test_compile_a_kernel() -> None:
 
 def test_lookup_a_winner() -> None:
     printed = run(EXAMPLES / "lookup_a_winner.py")
-    assert "5 tokens: Config(" in printed
+    assert "5 tokens: Tiling(" in printed
     assert "64 tokens: no winner" in printed
 
 

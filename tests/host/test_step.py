@@ -297,9 +297,7 @@ def test_twenty_seconds_leave_an_answer_for_all(scale: Kernel, tmp_path: Path, l
 
 
 @pytest.mark.parametrize("objective", ["measured", "step"])
-def test_what_is_not_measured_in_twenty_seconds_the_model_answers(
-    scale: Kernel, tmp_path: Path, objective: str
-) -> None:
+def test_what_is_not_measured_in_twenty_seconds_has_no_row(scale: Kernel, tmp_path: Path, objective: str) -> None:
     now = [0.0]
 
     class Slow(FakeGpu):
@@ -314,11 +312,10 @@ def test_what_is_not_measured_in_twenty_seconds_the_model_answers(
     by = Measured(gpu) if objective == "measured" else Stepped(gpu, [TimedStep(_key(), timer)], load.serving)
     with Store.open(tmp_path / "a.db") as store, CachedCompiler(1, CompileCache(CACHE)) as compiler:
         report = Tuner(by, store, compiler, time_budget_s=20, clock=lambda: now[0]).run(items)
-    assert set(_won(report)) == set(tokens)
     assert report.out_of_time
     assert now[0] <= 20 + 8
-    how = [r.winner.provenance for r in report.results if r.winner is not None]
-    assert 0 < how.count("measured") < how.count("predicted")
+    assert 0 < len(_won(report)) < len(tokens) / 2
+    assert {r.winner.provenance for r in report.results if r.winner is not None} == {"measured"}
     assert timer.num_looks == 0
 
 

@@ -112,6 +112,9 @@ def why_invalid(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) -> st
         return f"about {need} registers a thread; {warps} warps x {blocks} blocks an SM leave {given}"
     free = ("block_k", "prefetch_stages") if c.few_tokens else ("prefetch_stages",)
     for name, taken in SPACES[c.body].items():  # last, since it reads all fields (kerngen/tuning/field_tracing.py)
-        if name not in free and (value := getattr(c, name)) not in taken:
+        value = getattr(c, name)
+        if name == "num_stages" and value > taken[0] > 1:  # any more than the fewest, as far as there is room
+            continue
+        if name not in free and value not in taken:
             return f"{name}={value}: body={c.body} takes {' or '.join(map(str, taken))}"
     return arch.why_too_large(c.smem_bytes(group_size), blocks)

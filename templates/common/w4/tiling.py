@@ -141,8 +141,8 @@ def _prefetch_stages(problem: Any, target: Target) -> tuple[int, ...]:
     return (0, 1) if target.arch.has_pdl and 1 < problem.num_tokens <= MAX_PREFETCH_TOKENS else (0,)
 
 
-# What each body takes of the fields, and searches. Where block_k follows from K it may be another, and of
-# prefetch_stages any that num_stages leaves.
+# What each body takes of the fields, and searches. Where block_k follows from K it may be another; of num_stages there
+# may be more than the fewest where they fit, and of prefetch_stages any that num_stages leaves.
 _FIXED: dict[str, Any] = {f.name: (f.default,) for f in fields(Tiling) if f.name != "body"}
 SPACES: dict[str, dict[str, Any]] = {
     "mma": _FIXED | {

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -20,13 +21,20 @@ from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import read_drafter_config, read_model_config
 from kerngen.runtime.drafting import MtpDrafter
+from kerngen.runtime.executors.collectives import Collectives
+from kerngen.runtime.executors.peer_memory import MOST_ROWS
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.model import Gemma4
-from kerngen.runtime.ops import Ops
+from kerngen.runtime.ops import Ops, ResidualNorms, residual_dtype
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.weights.loader import load_drafter, load_model
 from kerngen.runtime.world import World
+from kerngen.templates import find_kernel
+from kerngen.templates.call import Call
+from kerngen.templates.common.rows.torch_rows import DTYPE_NAME
+from kerngen.templates.exchange_norm.spec import Problem
+from kerngen.templates.values import Peers
 from kerngen.workload.steps import Step, recorder
 from kerngen.workload.workload import find_model, workload
 
@@ -93,6 +101,125 @@ def test_ranks_compute_what_one_rank_does(folders: tuple[Path, Path], size: int,
             assert torch.equal(mine, first), "residuals, and so choices, are the same bits on all ranks"
 
 
+class Exchanging(Reference):
+    """Also answers exchange_norm as GPUs that share memory do: of the rows that every rank has, not of one rank's."""
+
+    def __init__(self, ranks: Collectives, shares: bool = True) -> None:
+        super().__init__(collectives=ranks)
+        self.shares = shares
+        self.exchanged: Counter[Problem] = Counter()
+        self.built: list[tuple[str, Any]] = []
+
+    def share_memory(self, hidden: int) -> None:
+        world = self.collectives.world
+        if self.shares:
+            addresses = torch.zeros(world.size + 1, dtype=torch.int64)
+            self.peers = {**self.peers, hidden: Peers(addresses, world.rank, MOST_ROWS)}
+
+    def run(self, call: Call[Any], where: str) -> Any:
+        if call.kernel != "exchange_norm" or call.problem is None:
+            return super().run(call, where)
+        kernel, given, size = find_kernel(call.kernel), call.arguments, self.collectives.world.size
+        kernel.require_arguments(given)
+        h, second = (
+            self.collectives.all_gather(given[name], 0).chunk(size) if given[name] is not None else ()
+            for name in ("h", "second")
+        )
+        for name, value in kernel.reference.expected_of(call.problem, dict(given), h, second).items():
+            given[name].copy_(value)
+        self.exchanged[call.problem] += 1
+        return call.result
+
+    def build(self, asked: Any, say: Any) -> None:
+        self.built += asked
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("has_scalar", [True, False])
+@pytest.mark.parametrize("tokens", [1, 3, 64, 65])
+def test_the_end_of_a_layer_with_experts_is_one_exchange(tokens: int, has_scalar: bool, dtype: torch.dtype) -> None:
+    """To the bit what a sum by collectives and moe_combine give, where two rows a token fit; else those two."""
+    hidden, top_k, size = 72, 3, 3
+    draw = torch.Generator().manual_seed(tokens)
+
+    def normal(*shape: int, mean: float = 0.0) -> Tensor:
+        return (mean + torch.randn(*shape, generator=draw)).to(dtype)
+
+    weights = [normal(hidden, mean=1.0) for _ in range(4)]
+    scalar = normal(1, mean=1.0) if has_scalar else None
+    norms = ResidualNorms(weights[0], weights[1], 1e-6, scalar)
+    moe: Any = SimpleNamespace(down=SimpleNamespace(is_summand=True), router_scale=weights[0], dense_norm=weights[2],
+                               post_norm=weights[3])  # fmt: skip
+    residual = normal(tokens, hidden).to(residual_dtype(dtype))
+    parts = [(normal(tokens, hidden), normal(tokens, top_k, hidden)) for _ in range(size)]
+    routes = torch.rand(tokens, top_k, generator=draw)
+    problem = Problem(size, hidden, DTYPE_NAME[dtype], DTYPE_NAME[residual.dtype], True, has_scalar, num_tokens=tokens)
+    is_one = 2 * tokens <= MOST_ROWS
+    threads = Threads(size)
+
+    def work(rank: int, shares: bool) -> tuple[Tensor, Tensor]:
+        executor = Exchanging(threads.of(rank), shares)
+        executor.share_memory(hidden)
+        ops = KernelOps(executor, dtype)
+        stream = residual.clone()
+
+        def combine() -> Tensor:
+            return ops.moe_combine(stream, *parts[rank], routes, moe, norms)
+
+        try:
+            ops.build_ahead(combine, lambda *_: None)
+            assert (("exchange_norm", problem) in executor.built) == (shares and is_one)
+            stream.copy_(residual)
+            out = combine()
+        except BaseException:
+            threads.stop()
+            raise
+        assert executor.exchanged == (Counter([problem]) if shares and is_one else Counter())
+        return stream, out
+
+    with ThreadPoolExecutor(size) as pool:
+        shared, summed = (list(pool.map(work, range(size), [shares] * size)) for shares in (True, False))
+    for made in (*shared, *summed):
+        for mine, want in zip(made, summed[0], strict=True):
+            assert torch.equal(mine, want)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_forward_is_the_same_bits_by_exchanges_and_by_sums(folders: tuple[Path, Path], size: int) -> None:
+    """In 16 bits, of widths that ranks share unevenly."""
+    threads = Threads(size)
+
+    def work(rank: int, shares: bool) -> tuple[list[Tensor], Counter[Problem]]:
+        executor = Exchanging(threads.of(rank), shares)
+        try:
+            with torch.inference_mode():
+                ops = KernelOps(executor, torch.bfloat16)
+                config = read_model_config(folders[0]).divided(World(rank, size))
+                model = Gemma4(config, load_model(folders[0], config, ops), ops)
+                cache = KVCache.whole(config, ops, batch=1, max_len=32)
+                states = model.forward(Batch.prefill(torch.tensor(PROMPT), 0, cache), cache)
+                token, length = model.greedy(states[-1:]), torch.tensor([len(PROMPT)])
+                after = model.forward(Batch.decode(token[None], length, cache, 32, ops), cache)
+        except BaseException:
+            threads.stop()
+            raise
+        return [states, after, model.greedy(after)], executor.exchanged
+
+    with ThreadPoolExecutor(size) as pool:
+        shared, summed = (list(pool.map(work, range(size), [shares] * size)) for shares in (True, False))
+    config = read_model_config(folders[0])
+    ends = Counter(dict.fromkeys((True, False), 0))
+    for problem, count in shared[0][1].items():
+        ends[problem.pairs] += count
+    layers = 2 * len(config.layers)  # of a prefill and a step
+    assert ends == ({True: layers, False: layers} if config.num_experts else {True: 0, False: 2 * layers})
+    for (made, exchanged), (want, none) in zip(shared, summed, strict=True):
+        assert exchanged == shared[0][1]
+        assert not none
+        for mine, other in zip(made, want, strict=True):
+            assert torch.equal(mine, other)
+
+
 def test_suppressed_tokens_are_chosen_on_no_rank(tmp_path: Path) -> None:
     """Also where all of a rank's tokens are suppressed."""
     folder, _ = make_pair(tmp_path, "dense")
@@ -154,4 +281,12 @@ def test_a_divided_models_workload_is_of_its_own_sizes() -> None:
         widths[rank] = {item.problem.inner for item in load.items if item.kernel == "moe_w4a16"}
         heads = {item.problem.num_q_heads for item in load.items if item.kernel == "attn_decode"}
         assert heads == {4}
+        sums = {(p.pairs, p.num_tokens): p for p in (i.problem for i in load.items if i.kernel == "exchange_norm")
+                if p.hidden == model.target.hidden_size}  # fmt: skip
+        # a token of a pair takes two of MOST_ROWS
+        assert {key for key in sums if key[1] & (key[1] - 1) == 0} == {
+            (pairs, 1 << e) for pairs in (False, True) for e in range(7 if pairs else 8)
+        }
+        for (pairs, tokens), problem in sums.items():
+            assert problem == Problem(4, 2816, "bf16", "bf16", pairs, pairs, num_tokens=tokens)
     assert widths == {0: {192}, 3: {160}}

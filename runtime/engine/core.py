@@ -70,7 +70,8 @@ class Engine:
     or are preempted. mixed_batches: sequences decode in the forward that prefills others, if none of them is drafted
     for and the model supports it (mixed_batches.py). prefix_caching: prompts share the pages of equal beginnings.
     buckets: sizes that a decode step is padded to; async_depth: steps that the host reads behind; None for the
-    backend's own. ranks: the other ranks of a divided model, which make such an engine too and run its plans.
+    backend's own. ranks: the other ranks of a divided model, which make such an engine too, with their parts' drafter
+    where there is one here, and run its plans.
 
     reproducible: no request's arithmetic depends on who runs beside it. Every decode step is one of max_batch rows for
     max_len keys, each chunk of a prompt is a forward of its own, begins at a multiple of prefill_chunk and shares no
@@ -128,7 +129,7 @@ class Engine:
             "reproducible": reproducible, "buckets": buckets, "async_depth": async_depth,
         }  # fmt: skip
         self._ranks = ranks
-        with nullcontext() if ranks is None else ranks.making_engine(options):
+        with nullcontext() if ranks is None else ranks.making_engine(options, drafter is not None):
             self.cache = KVCache(config, ops, num_pages=pages, batch=max_batch, max_len=room, page_size=page_size,
                                  drafter_layers=layers)  # fmt: skip
             self.runner = Runner(model, drafter, self.cache, max_batch=max_batch, max_kv_len=room,

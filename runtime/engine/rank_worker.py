@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -107,9 +108,10 @@ class Follower:
         self._engine = None
         return self._part.room(batch, max_len)
 
-    def _make_engine(self, options: dict[str, Any]) -> None:
+    def _make_engine(self, options: dict[str, Any], drafts: bool) -> None:
         self._engine = None
-        self._engine = Engine(self._part.model, self._part.drafter, **options)
+        gc.collect()  # a runner and its graphs know each other: the old cache goes before the new one comes
+        self._engine = Engine(self._part.model, self._part.drafter if drafts else None, **options)
 
     def _make_ready(self, usual: Any) -> None:
         self._made.make_ready(usual=usual)

@@ -292,11 +292,18 @@ class Ranks:
             pass
         return list(others.values())
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the other ranks' processes."""
+        return [other.pid for other in self._ranks]
+
     @contextmanager
-    def making_engine(self, options: Mapping[str, Any]) -> Iterator[None]:
-        """While rank 0 makes an engine the others make theirs with the same options."""
+    def making_engine(self, options: Mapping[str, Any], drafts: bool) -> Iterator[None]:
+        """While rank 0 makes an engine the others make theirs with the same options, and where it drafts with their
+        part's drafter.
+        """
         self._is_ready = False
-        with self._all("engine", dict(options)):
+        with self._all("engine", dict(options), drafts):
             yield
 
     @contextmanager

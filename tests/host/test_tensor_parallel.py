@@ -102,6 +102,16 @@ def test_so_do_the_kernels(
     assert "sums of routed experts" in session.ops.outside() or variant != "moe"
 
 
+def test_an_engine_without_drafts_of_a_model_that_has_a_drafter(
+    ranks: Ranks, pairs: dict[str, tuple[Path, Path]], expected: dict[str, list[list[int]]]
+) -> None:
+    """No rank drafts then, and all have room for the same."""
+    session = ranks.load(partial(opens, *pairs["dense"], "torch"))
+    engine = Engine(session.model, max_len=64, max_batch=4, page_size=8, prefill_chunk=24, ranks=session.ranks)
+    engine.make_ready()
+    assert [g.tokens for g in engine.generate_many(requests())] == expected["dense"]
+
+
 def test_mixed_batches_and_all_of_a_prompts_logprobs(
     ranks: Ranks, pairs: dict[str, tuple[Path, Path]], expected: dict[str, list[list[int]]]
 ) -> None:

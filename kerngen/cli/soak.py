@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from kerngen.cli import soak_server
 from kerngen.cli.bench_serve import URL
 from kerngen.cli.draft_options import draft_weights_option
-from kerngen.cli.model_options import BACKEND_OPTIONS
+from kerngen.cli.model_options import BACKEND_OPTIONS, tensor_parallel_option
 
 MAX_PROMPT = 32_768
 MAX_GROWTH = 256.0  # MB
@@ -54,6 +54,7 @@ _OF_A_MODEL: Sequence[_Decorator] = (
                  help="Run steps of one shape, so that 16-bit answers must be equal, too."),
     click.option("--generated", is_flag=True, help="Random weights, though MODEL have its own."),
     *BACKEND_OPTIONS,
+    tensor_parallel_option,
 )  # fmt: skip
 
 
@@ -125,7 +126,7 @@ def _soak_model(
     drafting: str, draft: str | None, draft_weights: str, num_draft_tokens: int | None, cancel: float,
     kv_memory: float | None, page_size: int, prefill_chunk: int, reproducible: bool, generated: bool,
     max_growth: float | None, backend: str, dtype: str | None, device: str | None, db_url: str | None,
-    bundle: str | None, seed: int, as_json: bool,
+    bundle: str | None, tensor_parallel: int, seed: int, as_json: bool,
 ) -> None:  # fmt: skip
     """Load a model in this process, and print what came of it. Raises click's Exit on any failure."""
     from kerngen.errors import UsageError
@@ -141,7 +142,7 @@ def _soak_model(
         opened = open_model(
             target, draft=draft, draft_weights=draft_weights, drafting=drafting != "off", generated=generated,
             backend=backend, device=device, dtype=dtype, db_url=db_url, bundle=bundle, seed=seed,
-            advance=bar.update_bytes,
+            advance=bar.update_bytes, tensor_parallel=tensor_parallel,
         )  # fmt: skip
     for warning in caught:
         click.echo(f"warning: {warning.message}", err=True)
@@ -170,9 +171,11 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     """The report, for people: what was found wrong last."""
     from kerngen.cli.run import chosen_lines
 
-    settings = report["settings"]
-    yield (f"{report['model']} on {report['device']} ({report['backend']}, {report['dtype']}), {report['weights']}; "
-           f"up to {settings['max_batch']} sequences, prompts of up to {settings['max_prompt']:,} tokens, "
+    settings, size = report["settings"], report["tensor_parallel"]
+    among = f", divided among {size} ranks" if size > 1 else ""
+    yield (f"{report['model']} on {report['device']} ({report['backend']}, {report['dtype']}{among}), "
+           f"{report['weights']}; up to {settings['max_batch']} sequences, "
+           f"prompts of up to {settings['max_prompt']:,} tokens, "
            f"seed {settings['seed']}{', reproducible' if settings['reproducible'] else ''}")  # fmt: skip
     for phase in report["phases"]:
         yield from _phase_lines(phase)

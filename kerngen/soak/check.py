@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from kerngen.errors import KerngenError
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine import CacheShape
-from kerngen.runtime.model import Gemma4
 from kerngen.soak.drive import Answer, Phase, Say, Settings, engine_for
 from kerngen.soak.faults import parts_at
+from kerngen.soak.models import Opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def _work(answer: Answer) -> float:
 
 
 def check_phase(
-    phase: Phase, settings: Settings, model: Gemma4, drafter: Drafter | None, seconds: float, say: Say
+    phase: Phase, settings: Settings, opened: Opened, drafter: Drafter | None, seconds: float, say: Say
 ) -> Check:
     """Compare as many of the phase's answers as `seconds` allow. An answer that was cut short is a beginning."""
     check = Check(phase.name)
@@ -91,7 +91,7 @@ def check_phase(
         return check
     check.distinct = sum(len(set(a.tokens)) for a in answers) / len(answers)
     try:
-        _compare(check, answers, settings, model, drafter, seconds, say)
+        _compare(check, answers, settings, opened, drafter, seconds, say)
     except KeyboardInterrupt:
         check.stopped = True
     except (KerngenError, RuntimeError) as e:
@@ -100,11 +100,12 @@ def check_phase(
 
 
 def _compare(
-    check: Check, answers: list[Answer], settings: Settings, model: Gemma4, drafter: Drafter | None, seconds: float,
+    check: Check, answers: list[Answer], settings: Settings, opened: Opened, drafter: Drafter | None, seconds: float,
     say: Say,
 ) -> None:  # fmt: skip
+    model = opened.model
     shape = CacheShape(model.config, model.ops.dtype, settings.page_size, chunk=settings.prefill_chunk)
-    engine = engine_for(settings, model, drafter, shape.pages(1, settings.max_len), alone=True)
+    engine = engine_for(settings, opened, drafter, shape.pages(1, settings.max_len), alone=True)
     requests = settings.requests(model.config.vocab_size)
     began = time.monotonic()
     for i, answer in enumerate(answers):

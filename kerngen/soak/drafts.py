@@ -10,6 +10,7 @@ from torch import Tensor
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.ops import Ops
 
 NUM_ENTRIES = 1 << 22
 ERR_EVERY = 5  # at one position of so many nothing is remembered: every number of drafts gets accepted
@@ -21,12 +22,15 @@ class RememberingDrafter:
 
     What it knows is a table on the device, read within the captured step and written between two engines' lives: a
     request that is asked again meanwhile has the same drafts. Entries that collide make a draft wrong, and no more.
+    Of a divided model it is rank 0 that knows, and the other ranks get its drafts.
     """
 
-    def __init__(self, drafter: Drafter, device: torch.device) -> None:
+    def __init__(self, drafter: Drafter, ops: Ops) -> None:
         self._drafter, self.taps, self.cache_layers = drafter, drafter.taps, drafter.cache_layers
-        self._next = torch.full((NUM_ENTRIES,), -1, dtype=torch.int64, device=device)
+        self._ops = ops
+        self._next = torch.full((NUM_ENTRIES,), -1, dtype=torch.int64, device=ops.device)
 
+    @torch.inference_mode()
     def remember(self, num_prompt_tokens: int, tokens: list[int]) -> None:
         """`tokens` followed a prompt of num_prompt_tokens."""
         known = torch.tensor(tokens, dtype=torch.int64, device=self._next.device)
@@ -42,7 +46,10 @@ class RememberingDrafter:
             known = self._next[_places(lengths + i, ids)]
             ids = torch.where(known >= 0, known, drafts[:, i])
             drafts[:, i] = ids
-        return drafts
+        ranks = self._ops.collectives
+        if ranks.world.size == 1:
+            return drafts
+        return ranks.all_reduce(drafts if ranks.world.rank == 0 else torch.zeros_like(drafts))
 
     def ingest(self, batch: Batch, states: Sequence[Tensor], cache: KVCache) -> None:
         self._drafter.ingest(batch, states, cache)

@@ -6,7 +6,7 @@ import os
 import time
 import traceback
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ from kerngen.runtime.engine.scheduler import pages_for, window_pages
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.session import CACHE_SHARE
 from kerngen.soak.faults import Faults
+from kerngen.soak.models import Opened
 from kerngen.soak.requests import Arrivals, RandomRequests
 from kerngen.soak.samples import Memory, Sample
 
@@ -123,7 +124,7 @@ def pages_of(settings: Settings, model: Gemma4, drafter: Drafter | None) -> dict
     least = shape.pages(1, settings.max_len)
     wanted = _wanted(settings, shape)
     budget = settings.cache_bytes if settings.cache_bytes is not None else int(PRESSURE * shape.num_bytes(wanted))
-    if settings.cache_bytes is None and model.ops.device.type == "cuda":
+    if settings.cache_bytes is None and model.ops.device.type == "cuda":  # of rank 0, whose part is the widest
         budget = min(budget, int(CACHE_SHARE * torch.cuda.mem_get_info(model.ops.device)[0]))
     share = budget / shape.num_bytes(wanted)
     pages = {kind: max(int(share * wanted[kind]), least[kind]) for kind in wanted}
@@ -145,29 +146,37 @@ def _wanted(settings: Settings, shape: CacheShape) -> dict[str, int]:
 
 
 def engine_for(
-    settings: Settings, model: Gemma4, drafter: Drafter | None, num_pages: dict[str, int], *, alone: bool = False
+    settings: Settings, opened: Opened, drafter: Drafter | None, num_pages: dict[str, int], *, alone: bool = False
 ) -> Engine:
     """The engine that is soaked or, `alone`, the one whose answers are compared with.
 
     That one is the simplest there is, without batches, drafts and prefixes; where runs are reproducible it is the same
-    engine again, since there the shapes of its steps are part of what makes them so.
+    engine again, since there the shapes of its steps are part of what makes them so. Of a divided model it is made
+    ready: ranks that compile in a step keep the others waiting.
     """
+    model, ranks = opened.model, opened.ranks
     if alone and not settings.reproducible:
-        return Engine(model, max_len=settings.max_len, page_size=settings.page_size, num_pages=num_pages,
-                      prefill_chunk=settings.prefill_chunk, prefix_caching=False)  # fmt: skip
-    return Engine(
-        model, drafter, max_len=settings.max_len, max_batch=settings.max_batch, num_pages=num_pages,
-        num_draft_tokens=settings.num_draft_tokens, prefill_chunk=settings.prefill_chunk, page_size=settings.page_size,
-        reproducible=settings.reproducible,
-    )  # fmt: skip
+        engine = Engine(model, max_len=settings.max_len, page_size=settings.page_size, num_pages=num_pages,
+                        prefill_chunk=settings.prefill_chunk, prefix_caching=False, ranks=ranks)  # fmt: skip
+    else:
+        engine = Engine(
+            model, drafter, max_len=settings.max_len, max_batch=settings.max_batch, num_pages=num_pages,
+            num_draft_tokens=settings.num_draft_tokens, prefill_chunk=settings.prefill_chunk,
+            page_size=settings.page_size, reproducible=settings.reproducible, ranks=ranks,
+        )  # fmt: skip
+    if ranks is not None:
+        engine.make_ready()
+    return engine
 
 
-def run_phase(name: str, settings: Settings, model: Gemma4, drafter: Drafter | None, seconds: float, say: Say) -> Phase:
+def run_phase(
+    name: str, settings: Settings, opened: Opened, drafter: Drafter | None, seconds: float, say: Say
+) -> Phase:
     """`seconds` of random requests; those that are under way then are let end. Raises UsageError for what cannot be."""
-    num_pages = pages_of(settings, model, drafter)
-    engine = engine_for(settings, model, drafter, num_pages)
+    num_pages = pages_of(settings, opened.model, drafter)
+    engine = engine_for(settings, opened, drafter, num_pages)
     phase = Phase(name, engine.load.num_pages, engine.cache.num_bytes)
-    driver = _Driver(settings, engine, phase, seconds, say)
+    driver = _Driver(settings, engine, phase, seconds, say, () if opened.ranks is None else opened.ranks.pids)
     try:
         driver.run()
     except KeyboardInterrupt:
@@ -185,7 +194,11 @@ def run_phase(name: str, settings: Settings, model: Gemma4, drafter: Drafter | N
 class _Driver:
     """Requests under way in `engine`, and the sample that is being taken."""
 
-    def __init__(self, settings: Settings, engine: Engine, phase: Phase, seconds: float, say: Say) -> None:
+    def __init__(
+        self, settings: Settings, engine: Engine, phase: Phase, seconds: float, say: Say, others: Sequence[int]
+    ) -> None:
+        """others: processes of the other ranks."""
+        self.others = others
         self.engine, self.phase, self.seconds, self.say = engine, phase, seconds, say
         self.requests = settings.requests(engine.model.config.vocab_size)
         self.arrivals = Arrivals(settings.max_batch, SPELL * settings.max_new_tokens, settings.seed)
@@ -256,7 +269,7 @@ class _Driver:
         sample.seconds, sample.at_s = elapsed - sample.at_s, elapsed
         sample.num_preemptions = load.num_preemptions - self.num_preemptions
         sample.num_graphs, self.num_preemptions = load.num_graphs, load.num_preemptions
-        sample.memory = Memory.now(self.engine.model.ops.device)
+        sample.memory = Memory.now(self.engine.model.ops.device, self.others)
         self.phase.samples.append(sample)
         self.sample = Sample(elapsed)
 

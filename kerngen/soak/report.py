@@ -81,6 +81,7 @@ class Report:
         ops = self.opened.ops
         return {
             "model": self.opened.name, "weights": self.opened.weights, "backend": ops.name, "device": board(ops.device),
+            "tensor_parallel": ops.collectives.world.size,
             "dtype": str(ops.dtype).removeprefix("torch."), "opened_s": self.opened.seconds,
             "settings": asdict(self.settings), "max_growth_mb": self.max_growth_mb, "is_exact": self.is_exact,
             "phases": [_phase(p) for p in self.phases], "checks": [asdict(c) for c in self.checks],
@@ -105,7 +106,7 @@ def soak(opened: Opened, settings: Settings, drafting: str, max_growth_mb: float
     if WITH in names and settings.reproducible and settings.num_draft_tokens is None:
         raise UsageError("a number of drafts that adapts depends on time: no run is reproducible with it",
                          hint="--num-draft-tokens 3")  # fmt: skip
-    drafter = None if opened.drafter is None else RememberingDrafter(opened.drafter, opened.ops.device)
+    drafter = opened.drafter
     report = Report(opened, settings, max_growth_mb)
     total = settings.seconds + settings.check_seconds
     over = 0.0
@@ -117,7 +118,7 @@ def soak(opened: Opened, settings: Settings, drafting: str, max_growth_mb: float
         return drafter if name == WITH else None
 
     for name in names:
-        phase = run_phase(name, settings, opened.model, drafter_of(name), settings.seconds / len(names), say)
+        phase = run_phase(name, settings, opened, drafter_of(name), settings.seconds / len(names), say)
         report.phases.append(phase)
         over += settings.seconds / len(names)
         if phase.stopped or phase.broken:
@@ -128,7 +129,7 @@ def soak(opened: Opened, settings: Settings, drafting: str, max_growth_mb: float
                 drafter.remember(answer.num_prompt_tokens, answer.tokens.tolist())
     for phase in report.phases if settings.check_seconds else ():
         seconds = settings.check_seconds / len(names)
-        report.checks.append(check_phase(phase, settings, opened.model, drafter_of(phase.name), seconds, say))
+        report.checks.append(check_phase(phase, settings, opened, drafter_of(phase.name), seconds, say))
         over += seconds
         if report.checks[-1].stopped or report.checks[-1].errors:
             break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +18,8 @@ MB = 1e6
 class Memory:
     """In MB of 10^6 bytes; a GPU's are 0 without one.
 
-    host: resident memory of this process. allocated, reserved: by torch, in tensors, and with what it keeps for later
-    ones. device: in use on the GPU by whomever, as the driver says.
+    host: resident memory of this process and of the other ranks'. allocated, reserved: by torch, in tensors, and with
+    what it keeps for later ones. device: in use on the GPU by whomever, as the driver says.
     """
 
     host: float
@@ -27,14 +28,23 @@ class Memory:
     device: float = 0.0
 
     @staticmethod
-    def now(where: torch.device) -> Memory:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        host = pages * os.sysconf("SC_PAGE_SIZE") / MB
+    def now(where: torch.device, others: Sequence[int] = ()) -> Memory:
+        """others: processes of the other ranks, whose GPUs are not looked at."""
+        host = sum(_resident(pid) for pid in (os.getpid(), *others)) / MB
         if where.type != "cuda":
             return Memory(host)
         free, total = torch.cuda.mem_get_info(where)
         allocated, reserved = torch.cuda.memory_allocated(where), torch.cuda.memory_reserved(where)
         return Memory(host, allocated / MB, reserved / MB, (total - free) / MB)
+
+
+def _resident(pid: int) -> int:
+    """Bytes; none of a process that has ended."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -67,3 +68,17 @@ def test_a_killed_rank_ends_what_waits_on_the_device() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script, str(TINY)], capture_output=True, text=True, timeout=120)
     assert "was killed by SIGKILL" in done.stdout, done.stderr[-2000:]
+
+
+@needs_two
+def test_a_soak_of_a_divided_model_finds_nothing() -> None:
+    """In a process of its own, which has one group of ranks: graphs of both phases, with drafts that rank 0 knows."""
+    command = [sys.executable, "-m", "kerngen", "soak", str(TINY), "--tensor-parallel", "2", "--minutes", "0.5",
+               "--check-minutes", "0.2", "--max-batch", "8", "--max-prompt", "300", "--max-new-tokens", "40",
+               "--num-draft-tokens", "3", "--json"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    report = json.loads(done.stdout)
+    assert report["tensor_parallel"] == 2
+    assert sum(report["phases"][1]["accepted"]) > 0
+    assert all(check["equal"] > 0 for check in report["checks"])

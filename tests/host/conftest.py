@@ -99,7 +99,7 @@ FIRST = (
     "test_engine_batches.py",  # 35 s
     "test_prebuilt.py",  # 32 s
     "test_tune_cli.py",  # 29 s: 12 for every problem of the 31B on a V100
-    "test_soak.py",  # 27 s
+    "test_soak.py",  # 45 s
     "test_choosing.py",  # 23 s
     "test_examples.py",  # 22 s
     "test_cluster.py",  # 21 s, and waits: processes for each other

@@ -24,6 +24,7 @@ from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.session import Session
 from kerngen.soak.drive import Settings, pages_of
 from kerngen.soak.drive import engine_for as engine_of_soak
+from kerngen.soak.models import Opened
 
 Made = dict[str, tuple[Gemma4ForCausalLM, Gemma4]]
 
@@ -168,7 +169,8 @@ def test_what_it_keeps_is_counted_before_it_is_allocated(made: Made) -> None:
     budget = 10**7
     settings = Settings(1.0, 1.0, max_batch=8, max_prompt=64, max_new_tokens=8, cache_bytes=budget, page_size=8)
     pages = pages_of(settings, model, drafter)
-    assert engine_of_soak(settings, model, drafter, pages).cache.num_bytes <= budget
+    opened = Opened("dense", model, None, "random weights", 0.0)
+    assert engine_of_soak(settings, opened, drafter, pages).cache.num_bytes <= budget
 
 
 def test_a_layer_of_its_own_is_none_of_the_targets(made: Made) -> None:

@@ -18,9 +18,11 @@ from tiny_gemma import load, load_assistant, make_assistant, make_target
 
 from kerngen.cli.soak import lines
 from kerngen.errors import UsageError
+from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine
 from kerngen.runtime.engine.pages import PagePool
 from kerngen.runtime.engine.runner import Runner
+from kerngen.runtime.model import Gemma4
 from kerngen.soak import check, drive
 from kerngen.soak.drafts import ERR_EVERY, RememberingDrafter
 from kerngen.soak.drive import Settings
@@ -37,12 +39,18 @@ STEP_S = 0.01  # of the clock that tests run by
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Gemma4, MtpDrafter]:
     root: Path = tmp_path_factory.mktemp("soak")
     make_target(root / "dense", "dense")
     make_assistant(root / "assistant", "dense")
     model = load(root / "dense")
-    return Opened("dense", model, load_assistant(root / "assistant", model), "random weights", 0.0)
+    return model, load_assistant(root / "assistant", model)
+
+
+@pytest.fixture
+def opened(pair: tuple[Gemma4, MtpDrafter]) -> Opened:
+    model, drafter = pair
+    return Opened("dense", model, RememberingDrafter(drafter, model.ops), "random weights", 0.0)
 
 
 @pytest.fixture
@@ -104,16 +112,16 @@ def test_arrivals_wander_between_nobody_and_more_than_run_at_once() -> None:
     assert max(came) >= 3
 
 
-def test_a_remembering_drafter_says_what_came_before(opened: Opened) -> None:
-    assert opened.drafter is not None
-    drafter = RememberingDrafter(opened.drafter, opened.ops.device)
+def test_a_remembering_drafter_says_what_came_before(pair: tuple[Gemma4, MtpDrafter]) -> None:
+    model, untaught = pair
+    drafter = RememberingDrafter(untaught, model.ops)
     tokens = [(7 * i) % 96 for i in range(20)]
     drafter.remember(30, tokens)
-    engine = Engine(opened.model, opened.drafter, max_len=64, max_batch=2, num_draft_tokens=3)
-    hidden = torch.zeros(2, opened.model.config.hidden_size)
+    engine = Engine(model, untaught, max_len=64, max_batch=2, num_draft_tokens=3)
+    hidden = torch.zeros(2, model.config.hidden_size)
     ids, lengths = torch.tensor([tokens[1], 95]), torch.tensor([31, 31])
     with torch.inference_mode():
-        own = opened.drafter.propose(ids, hidden, lengths, engine.cache, 3, 64)
+        own = untaught.propose(ids, hidden, lengths, engine.cache, 3, 64)
         drafts = drafter.propose(ids, hidden, lengths, engine.cache, 3, 64)
     assert drafts[0].tolist() == tokens[2:5]
     assert drafts[1].tolist() == own[1].tolist(), "of what it has not seen it knows nothing"
@@ -121,9 +129,7 @@ def test_a_remembering_drafter_says_what_came_before(opened: Opened) -> None:
     at = 40 - 30
     with torch.inference_mode():
         there = drafter.propose(torch.tensor([tokens[at], 0]), hidden, torch.tensor([40, 40]), engine.cache, 1, 64)
-        known = opened.drafter.propose(
-            torch.tensor([tokens[at], 0]), hidden, torch.tensor([40, 40]), engine.cache, 1, 64
-        )
+        known = untaught.propose(torch.tensor([tokens[at], 0]), hidden, torch.tensor([40, 40]), engine.cache, 1, 64)
     assert there.tolist() == known.tolist()
 
 
@@ -241,7 +247,7 @@ def nan_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 def growing_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """100 MB a sample, and captured steps that may be why."""
     seen, captured = iter(range(10_000)), iter(range(100_000))
-    monkeypatch.setattr(Memory, "now", staticmethod(lambda where: Memory(500.0, 0.0, 0.0, 100.0 * next(seen))))
+    monkeypatch.setattr(Memory, "now", staticmethod(lambda *_: Memory(500.0, 0.0, 0.0, 100.0 * next(seen))))
     monkeypatch.setattr(Runner, "num_graphs", property(lambda self: next(captured)))
 
 
@@ -352,6 +358,21 @@ def test_the_command_on_the_tiny_model(kerngen: Kerngen, by_steps: None, how: tu
     assert report["is_exact"]
     assert report["settings"]["num_draft_tokens"] == (3 if how else None)
     assert all(c["equal"] > 0 and not c["different"] for c in report["checks"])
+
+
+@pytest.mark.parametrize("how", [(), ("--generated", "--reproducible")], ids=["checkpoint", "generated"])
+def test_the_command_on_a_divided_model(kerngen: Kerngen, by_steps: None, how: tuple[str, ...]) -> None:
+    """Drafts of rank 0, which knows answers, are accepted: the other rank verifies the same."""
+    code, out, err = kerngen(*ARGS, *how, "--device", "cpu", "--tensor-parallel", "2", "--json")
+    report = json.loads(out)
+    assert (code, report["failures"]) == (0, []), err
+    assert report["tensor_parallel"] == 2
+    assert [p["name"] for p in report["phases"]] == ["without drafts", "with drafts"]
+    assert all(c["equal"] > 0 and not c["different"] for c in report["checks"])
+    assert report["between_phases"][0] > 0
+    assert not report["between_phases"][1]
+    assert sum(report["phases"][1]["accepted"]) > 0
+    assert "float32, divided among 2 ranks)" in next(lines(report))
 
 
 def test_a_failure_fails_the_command(kerngen: Kerngen, by_steps: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -317,35 +317,40 @@ def step(
 @click.option("--db", "db_url", default=None, help="Tuning database whose winners to run. Default: the user's.")
 @click.option("--untuned", is_flag=True, help="Run the default configurations.")
 @click.option("--device", default=None, help="cuda or cuda:N. Default: the first GPU.")
+@tensor_parallel_option
 @click.option("--seed", default=0, show_default=True)
 @page_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def profile(
     name: str, draft: str | None, draft_weights: str, phase: str, batch: int, context: int, tokens: int | None,
-    db_url: str | None, untuned: bool, device: str | None, seed: int, page: Path | None, against: Path | None,
-    as_json: bool,
+    db_url: str | None, untuned: bool, device: str | None, tensor_parallel: int, seed: int, page: Path | None,
+    against: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Show where a step's time is, kernel by kernel, beside what its bytes take at the measured read rate.
 
     NAME is a released model (gemma-4-31b) or a folder with a config.json. Launches overlap: a kernel's time is by how
-    much it moves the step's end.
+    much it moves the step's end. Of a divided model (--tensor-parallel) they are rank 0's; the others run along.
 
     Example: kerngen bench profile gemma-4-31b --batch 32 --context 2048
     """
     from kerngen.errors import UsageError
     from kerngen.runtime.backend import use_gpu
     from kerngen.timing.measure import ceilings
-    from kerngen.timing.step_profile import profile_step
+    from kerngen.timing.step_profile import profile_divided, profile_step
     from kerngen.tuning_db import sources_for
     from kerngen.workload.workload import find_model
 
     if untuned and db_url:
         raise UsageError("--untuned runs the defaults: no database is asked", hint="leave out --db")
     step = step_of(phase, batch, context, tokens)
-    model = find_model(name, draft, draft_weights)
+    whole = find_model(name, draft, draft_weights)
+    model = whole.ranks(tensor_parallel)[0]
     made = RunPage("profile", page, against, {"model": model.name, "step": asdict(step)})
-    use_gpu(device)
-    found = profile_step(model, step, [] if untuned else sources_for(db_url), seed=seed)
+    if tensor_parallel == 1:
+        use_gpu(device)
+        found = profile_step(model, step, [] if untuned else sources_for(db_url), seed=seed)
+    else:
+        found = profile_divided(whole, step, tensor_parallel, device, db_url=db_url, untuned=untuned, seed=seed)
     limit = ceilings()
     run = made.of(asdict(found) | {"model": model.name, "environment": limit.environment,
                                    "matmul_tflops": limit.matmul_tflops})  # fmt: skip

@@ -16,6 +16,7 @@ from weakref import WeakSet
 import torch
 
 from kerngen.runtime.cache import KVCache
+from kerngen.runtime.executors.collectives import Collectives
 from kerngen.runtime.executors.launch import Launch
 from kerngen.runtime.launcher import Function, Launcher, shares_sms
 from kerngen.runtime.ops.kernels import KernelOps
@@ -65,13 +66,15 @@ class Graph:
 
 
 class Stage:
-    """A model with generated weights on the current GPU, for any number of steps of it. Made from `seed`."""
+    """A model with generated weights on the current GPU, for any number of steps of it. Made from `seed`. collectives:
+    of the rank whose part `model` is; None for a whole one.
+    """
 
-    def __init__(self, model: Model, *, seed: int = 0) -> None:
+    def __init__(self, model: Model, *, seed: int = 0, collectives: Collectives | None = None) -> None:
         self.model = model
         self.launcher = Exchanging(index=torch.cuda.current_device())
         self.target = self.launcher.target
-        executor = Launch(self.launcher, in_forwards=True)
+        executor = self.executor = Launch(self.launcher, in_forwards=True, collectives=collectives)
         executor.alone = not shares_sms()  # graphs are replayed on one stream, whichever stage they are of
         ops = KernelOps(executor, TORCH_DTYPE[self.target.arch.dtype])
         with torch.inference_mode():

@@ -7,12 +7,17 @@ than all that began before it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kerngen.errors import DeviceError
 from kerngen.templates import find_kernel
 
 if TYPE_CHECKING:
+    from kerngen.runtime.engine.ranks import Ranks
+    from kerngen.runtime.executors.collectives import Collectives
     from kerngen.timing.step_graph import Called
     from kerngen.tuning_db import PerBoard, Source
     from kerngen.workload.steps import Step
@@ -92,10 +97,19 @@ def rows_of(spans: Iterable[Span], replays: int, calls: Mapping[Called, int], re
     return tuple(sorted(rows, key=lambda r: -r.moved_us))
 
 
-def profile_step(model: Model, step: Step, sources: Sequence[Source | PerBoard], *, seed: int = 0) -> Profile:
+def profile_step(
+    model: Model,
+    step: Step,
+    sources: Sequence[Source | PerBoard],
+    *,
+    seed: int = 0,
+    collectives: Collectives | None = None,
+) -> Profile:
     """`step` of `model` on this GPU, on generated weights. sources: databases in lookup order; none: defaults.
+    collectives: of the rank whose part `model` is. Ranks replay the step as often as rank 0, which alone has rows.
 
-    Raises UsageError for a step that the model cannot take, LaunchError, torch.OutOfMemoryError.
+    Raises UsageError for a step that the model cannot take, LaunchError, torch.OutOfMemoryError, and DeviceError where
+    ranks do not reach each other's memory.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -105,20 +119,68 @@ def profile_step(model: Model, step: Step, sources: Sequence[Source | PerBoard],
     from kerngen.timing.step_graph import Stage, StepGraph
 
     read_gbps = ceilings().read_gbps
-    stage = Stage(model, seed=seed)
+    stage = Stage(model, seed=seed, collectives=collectives)
+    is_first = True
+    if collectives is not None:
+        is_first = collectives.world.rank == 0
+        if not stage.executor.peers:  # what the step is said to call is not what it would call
+            raise DeviceError("these GPUs do not reach each other's memory: a profile is of steps that sum over it",
+                              hint="kerngen bench model --tensor-parallel times what NCCL sums")  # fmt: skip
+        torch.manual_seed(seed)  # the same tokens on all ranks
     launcher = Launcher(sources, index=stage.launcher.index)
     held = StepGraph(stage, step)
     graph = held.capture(held.chosen_by(launcher), launcher.fuses)
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    # The other ranks are there before rank 0 is: its profiler takes longer to begin.
+    with profile(activities=[ProfilerActivity.CUDA]) if is_first else nullcontext() as seen:
         for _ in range(REPLAYS):
             graph.replay()
         torch.cuda.synchronize()
-    spans = [_span(e) for e in seen.events() if e.device_type.name == "CUDA"]
+    spans = [] if seen is None else [_span(e) for e in seen.events() if e.device_type.name == "CUDA"]
     rows = rows_of(spans, REPLAYS, held.calls_by(launcher.fuses), read_gbps)
     return Profile(step, sum(r.moved_us for r in rows), read_gbps, rows)
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Profiled:
+    """What a rank has seen, and on rank 0 the others."""
+
+    profile: Profile
+    ranks: Ranks | None = None
+
+
+def profile_divided(
+    model: Model, step: Step, size: int, device: str | None, *, db_url: str | None, untuned: bool, seed: int = 0
+) -> Profile:
+    """As `profile_step`, of rank 0 of the whole `model` divided among `size` ranks, on as many GPUs from `device` on;
+    the others run the step along. db_url: as of `sources_for`; untuned: ask no database. Raises as `profile_step` and
+    `open_divided` do.
+    """
+    from kerngen.runtime.backend import use_gpu
+    from kerngen.runtime.engine.ranks import local_device
+    from kerngen.runtime.session import open_divided
+
+    use_gpu(local_device(device, 0))
+    opens = partial(_profiled_part, model, step, db_url, untuned, seed)
+    found = open_divided(size, model.target, opens, device)
+    if found.ranks is not None:
+        found.ranks.close()
+    return found.profile
+
+
+def _profiled_part(
+    model: Model, step: Step, db_url: str | None, untuned: bool, seed: int, collectives: Collectives,
+    device: str | None, advance: Any,
+) -> _Profiled:  # fmt: skip
+    """On every rank."""
+    from kerngen.runtime.backend import use_gpu
+    from kerngen.tuning_db import sources_for
+
+    use_gpu(device)
+    mine, sources = model.divided(collectives.world), [] if untuned else sources_for(db_url)
+    return _Profiled(profile_step(mine, step, sources, seed=seed, collectives=collectives))
 
 
 def _span(event: Any) -> Span:

@@ -40,9 +40,7 @@ from kerngen.system.cores import usable_cores
 from kerngen.system.leaving import leave_at_once
 
 if TYPE_CHECKING:
-    from kerngen.runtime.drafting import Drafter
     from kerngen.runtime.engine.runner import Runner, StepOutput
-    from kerngen.runtime.model import Gemma4
     from kerngen.runtime.sampling import Sampling
 
 ALIVE_S = 0.5  # between two signs of life
@@ -61,15 +59,11 @@ _START = (
 
 
 class Opened(Protocol):
-    """A rank's part of a model, opened: a Session, or less. ranks: is set on rank 0."""
+    """What a rank has of a divided model: a Session, or less. ranks: is set on rank 0. For engines of it `model` and
+    `drafter` are there, too.
+    """
 
     ranks: Ranks | None
-
-    @property
-    def model(self) -> Gemma4: ...
-
-    @property
-    def drafter(self) -> Drafter | None: ...
 
 
 Part = TypeVar("Part", bound=Opened)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kerngen.runtime.config import read_model_config
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.session import Session, load
 
@@ -82,3 +83,16 @@ def test_a_soak_of_a_divided_model_finds_nothing() -> None:
     assert report["tensor_parallel"] == 2
     assert sum(report["phases"][1]["accepted"]) > 0
     assert all(check["equal"] > 0 for check in report["checks"])
+
+
+@needs_two
+def test_a_profile_has_rank_0s_launches() -> None:
+    """In a process of its own: of each layer two sums over the ranks, and of the choice what NCCL does."""
+    command = [sys.executable, "-m", "kerngen", "bench", "profile", str(TINY), "--tensor-parallel", "2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(done.stdout)
+    rows = {row["kernel"]: row for row in report["rows"]}
+    assert rows["exchange_norm"]["launches"] == 2 * len(read_model_config(TINY).layers)
+    assert rows["exchange_norm"]["bytes"] > 0
+    assert any("nccl" in name.lower() for name in rows), "best_of_ranks"

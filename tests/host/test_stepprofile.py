@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import pickle
+from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from command import Kerngen
 
+from kerngen.arch import find_arch
 from kerngen.report.bench.runs import read_run
+from kerngen.runtime.executors.collectives import Noted
+from kerngen.runtime.world import World
 from kerngen.templates import find_kernel
 from kerngen.timing.measure import Ceilings
 from kerngen.timing.step_profile import IDLE, Profile, Span, _span, moved, rows_of
+from kerngen.workload.steps import Step, launch_counts
+from kerngen.workload.workload import find_model
 
 ATTENTION = find_kernel("attn_decode").problem_type(head_dim=256, num_q_heads=32, num_kv_heads=16, kv_len=2048)
 NORM = find_kernel("add_norm").problem_type()
@@ -82,11 +91,51 @@ def test_a_profile_is_printed_in_80_columns_and_drawn(kerngen: Kerngen, monkeypa
     assert [r["kernel"] for r in run["rows"]] == ["attn_decode", long, "(idle)", "add_norm"]
 
 
+def test_a_ranks_sums_are_launches_with_bytes() -> None:
+    model = find_model("gemma-4-31b").divided(World(0, 2))
+    calls = launch_counts(model, Step.decode(1, 512), find_arch("sm90"))
+    names = {name for name, _ in calls}
+    assert "exchange_norm" in names
+    assert not names & {"w4a16_norm", "decode_layers"}
+    times = 2 * len(model.target.layers)
+    spans = [Span("exchange_norm", 4 * i, 4 * i + 4) for i in range(times)]
+    (row,) = rows_of(spans, 1, calls, read_gbps=4000.0)
+    assert (row.launches, row.moved_us) == (times, 4 * times)
+    assert row.bytes == sum(count * find_kernel(n).cost(p).bytes for (n, p), count in calls.items() if n == row.kernel)
+    assert row.floor_us > 0
+
+
+def test_every_rank_profiles_its_own_part(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent to the ranks is a value that another process can read, and says the part by the rank it gets to."""
+    parts: list[Any] = []
+
+    def profiled(model: Any, step: Step, sources: Any, *, seed: int, collectives: Any) -> Profile:
+        parts.append((model, sources, seed, collectives.world))
+        return Profile(step, 14.0, 4e3, rows_of([Span("exchange_norm", 0, 14)], 1, {}, 4e3))
+
+    def open_divided(size: int, config: Any, opens: Any, device: str | None) -> Any:
+        assert config.share is None
+        sent = pickle.loads(ForkingPickler.dumps(opens))
+        first, _ = (sent(Noted(World(rank, size), lambda *_: None), f"cuda:{rank}", None) for rank in range(size))
+        return first
+
+    limit = Ceilings(4000.0, 4100.0, 780.0, {"gpu": "H200", "driver": "580", "torch": "2"})
+    monkeypatch.setattr("kerngen.timing.measure.ceilings", lambda: limit)
+    monkeypatch.setattr("kerngen.runtime.backend.use_gpu", lambda _: 0)
+    monkeypatch.setattr("kerngen.runtime.session.open_divided", open_divided)
+    monkeypatch.setattr("kerngen.timing.step_profile.profile_step", profiled)
+    out = kerngen.ok("bench", "profile", "gemma-4-31b", "--tensor-parallel", "2", "--untuned", "--seed", "3", "--json")
+    assert json.loads(out)["model"] == "gemma-4-31b-tp2"
+    whole = find_model("gemma-4-31b")
+    assert parts == [(whole.divided(World(rank, 2)), [], 3, World(rank, 2)) for rank in range(2)]
+
+
 @pytest.mark.parametrize(("options", "told"), [
     (["--phase", "prefill", "--batch", "2"], "a prefill is of one sequence"),
     (["--tokens", "4"], "decode has one a sequence"),
     (["--untuned", "--db", "x.sqlite"], "leave out --db"),
     (["--batch", "0"], "0 is not in the range"),
+    (["--tensor-parallel", "5"], "it can among 2 or 3 or 4 or 8"),
 ])  # fmt: skip
 def test_options_that_do_not_go_together_are_refused(kerngen: Kerngen, options: list[str], told: str) -> None:
     code, _, err = kerngen("bench", "profile", "gemma-4-31b", *options)

@@ -7,11 +7,13 @@ the compile cache has its cubins.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kerngen import __version__
-from kerngen.compiler.compile import Cubin, nvrtc_version
+from kerngen.compiler.compile import DEFAULT_OPTIONS, Cubin, nvrtc_version
 from kerngen.compiler.source_digest import source_digest_of
 from kerngen.cost.crossover import judge_of
 from kerngen.cost.predict import MODEL
@@ -21,6 +23,7 @@ from kerngen.templates.kernel import Kernel, fields_of, static_fields
 from kerngen.tuning_db.read.freshness import notes_of
 from kerngen.tuning_db.read.ids import ProblemKey, canonical, digest, problem_key
 from kerngen.tuning_db.read.values import Build, Measurement, StepKey, Winner
+from kerngen.tuning_db.store.rows import build_id_of, describe_build, source_sha
 
 if TYPE_CHECKING:
     from kerngen.tuning.objective import Objective, Outcome
@@ -51,6 +54,8 @@ class Ledger:
         self._rows: list[Measurement] = []
         self._flushed = time.monotonic()
         self._builds: dict[tuple[str, str], Build] = {}
+        self._stored: dict[str, dict[str, Build]] = {}  # by static key, then id: those that were there
+        self._unwritten: list[Callable[[], str]] = []  # each writes a build
         self._observed: dict[str, dict[str, list[Measurement]]] = {}
         self._closed: dict[str, dict[str, dict[str, Any]]] = {}  # fingerprint -> problem id -> summary
         self._digests: dict[str, str] = {}  # of each kernel, before anything of it was rendered
@@ -97,12 +102,16 @@ class Ledger:
 
     def build_of(self, kernel: Kernel, problem: Any, config: Any, source: str) -> Build | None:
         """The build of `source` with `config`, if it was compiled before (or failed to)."""
-        key = (source, canonical(fields_of(config)))
+        fields, static = fields_of(config), static_fields(problem)
+        key = (source, canonical(fields))
         if key not in self._builds:
-            found = self.store.find_build(
-                kernel.name, source, fields_of(config), static_fields(problem), self.target.arch
-            )
-            if found is None:
+            line = problem_key(kernel, problem).static_key
+            if line not in self._stored:  # read once: a question for each configuration would take as long as a trial
+                self._stored[line] = self.store.builds(line)
+            target = self.target.arch.nvrtc_target
+            id = build_id_of(kernel.name, target, nvrtc_version(), DEFAULT_OPTIONS, fields, static, source_sha(source))
+            found = self._stored[line].get(id)
+            if found is None or found.status == "uncompiled":
                 return None
             self._builds[key] = found
             for note in self._notes(kernel, found.config):
@@ -115,16 +124,25 @@ class Ledger:
         return notes_of(now, kernel, config, self.target.arch.name) if self._digests.get(kernel.name) == now else ()
 
     def add_build(self, kernel: Kernel, problem: Any, config: Any, source: str, made: Cubin | CompileError) -> Build:
-        """Record what compiling `source` gave. Blobs are kept of winners only; the compile cache has the others."""
+        """Record what compiling `source` gave, at the next `flush`: a transaction for each would take longer than a
+        trial does. Blobs are kept of winners only; the compile cache has the others.
+        """
         fields, static = fields_of(config), static_fields(problem)
-        if isinstance(made, Cubin):
-            build_id = self.store.add_build(made, kernel.name, source, fields, static, keep_image=False,
-                                            notes=self._notes(kernel, fields))  # fmt: skip
-        else:
-            log = f"{made.message}\n{made.log}".strip()
-            build_id = self.store.add_build(None, kernel.name, source, fields, static, arch=self.target.arch,
-                                            status="compile_failed", log=log)  # fmt: skip
-        build = self._builds[source, canonical(fields)] = self.store.build(build_id)
+        image, status, log = (
+            (made, "ok", "")
+            if isinstance(made, Cubin)
+            else (None, "compile_failed", f"{made.message}\n{made.log}".strip())
+        )
+        build = describe_build(image, kernel.name, source, fields, static, self.target.arch, DEFAULT_OPTIONS, None,
+                               status, log)  # fmt: skip
+        notes = self._notes(kernel, fields) if image is not None else ()
+        self._unwritten.append(partial(
+            self.store.add_build, image, kernel.name, source, fields, static, arch=self.target.arch, status=status,
+            log=log, keep_image=False, notes=notes,
+        ))  # fmt: skip
+        self._builds[source, canonical(fields)] = build
+        if time.monotonic() - self._flushed > FLUSH_S:
+            self.flush()
         return build
 
     # -- observations
@@ -168,14 +186,16 @@ class Ledger:
 
     def flush(self) -> None:
         """Write what is pending, in one transaction."""
-        if self._rows or self._rendered:
+        if self._rows or self._rendered or self._unwritten:
             with self.store.transaction():
+                for write in self._unwritten:
+                    write()
                 for source_digest, build_ids in self._rendered.items():
                     self.store.note_rendered(build_ids, source_digest)
                 self.store.add_measurements(self._rows)
                 for (search, _), (key, summary) in self._closing.items():
                     self.store.close_search(search, key, summary)
-            self._rows, self._closing, self._rendered = [], {}, {}
+            self._rows, self._closing, self._rendered, self._unwritten = [], {}, {}, []
         self._flushed = time.monotonic()
 
     def winners(self, entries: list[Entry]) -> dict[str, Winner]:

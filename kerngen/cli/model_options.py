@@ -23,7 +23,7 @@ BACKEND_OPTIONS = (
     click.option("--bundle", default=None, help="File that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE."),
 )  # fmt: skip
 tensor_parallel_option = click.option(
-    "--tensor-parallel", type=click.IntRange(1), default=1, show_default=True, metavar="N",
+    "--tensor-parallel", "--tensor-parallel-size", type=click.IntRange(1), default=1, show_default=True, metavar="N",
     help="Divide the model among N GPUs of this host, from --device on.",
 )  # fmt: skip
 _OPTIONS = (

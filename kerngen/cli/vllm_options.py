@@ -21,7 +21,7 @@ _NOT_LOGGED = "requests are not logged; leave it out; /metrics counts them"
 _TEXT = "text alone is read"
 _LORA = "adapters are not served: merge it into its checkpoint"
 INSTEAD = {
-    "tensor-parallel-size": _DIVIDED, "tp": _DIVIDED, "pipeline-parallel-size": _ONE_GPU, "pp": _ONE_GPU,
+    "tp": _DIVIDED, "pipeline-parallel-size": _ONE_GPU, "pp": _ONE_GPU,
     "dp": "--replicas says how many engines", "enable-expert-parallel": _ONE_GPU,
     "distributed-executor-backend": _ONE_GPU,
     "gpu-memory-utilization": _CACHE, "kv-cache-memory-bytes": _CACHE, "num-gpu-blocks-override": _CACHE,

@@ -18,13 +18,17 @@ OURS = {name for option in serve.params for name in option.opts}
 def test_those_that_mean_the_same_are_names_of_ours(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Settings] = []
     monkeypatch.setattr(server, "run", lambda settings, **_: found.append(settings) or 0)
-    kerngen.ok("serve", "m", "--max-model-len", "128", "--max-num-seqs=3", "--served-model-name", "gpt")
-    kerngen.ok("serve", "m", "--max_model_len", "128", "--max_num_seqs", "3", "--served_model_name", "gpt")
-    kerngen.ok("serve", "m", "--context", "128", "--max-batch", "3", "--name", "gpt")
-    assert [(s.context, s.max_batch, s.names) for s in found] == [(128, 3, ("gpt",))] * 3
+    cpu = "serve", "m", "--device", "cpu"
+    kerngen.ok(*cpu, "--max-model-len", "128", "--max-num-seqs=3", "--served-model-name", "gpt",
+               "--tensor-parallel-size", "2")  # fmt: skip
+    kerngen.ok(*cpu, "--max_model_len", "128", "--max_num_seqs", "3", "--served_model_name", "gpt",
+               "--tensor_parallel_size=2")  # fmt: skip
+    kerngen.ok(*cpu, "--context", "128", "--max-batch", "3", "--name", "gpt", "--tensor-parallel", "2")
+    said = [(s.context, s.max_batch, s.names, s.load["tensor_parallel"]) for s in found]
+    assert said == [(128, 3, ("gpt",), 2)] * 3
 
 
-@pytest.mark.parametrize("typed", ["--tensor-parallel-size 2", "-tp 2", "--kv-cache-dtype=fp8", "--kv_cache_dtype fp8",
+@pytest.mark.parametrize("typed", ["-tp 2", "--kv-cache-dtype=fp8", "--kv_cache_dtype fp8",
                                    "--gpu-memory-utilization 0.9", "--enforce-eager", "--model x"])  # fmt: skip
 def test_others_are_refused_with_the_way_on(kerngen: Kerngen, typed: str) -> None:
     for args in (["m", *typed.split()], [*typed.split(), "m"]):

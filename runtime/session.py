@@ -336,9 +336,8 @@ def load(
     if tensor_parallel == 1:
         session = opens(None, where, advance)
     else:
-        config = read_model_config(place)
-        where = "cpu" if where is None and backend == "torch" else where
-        session = open_divided(tensor_parallel, config, opens, where, partial(_digest, place, assistant), advance)
+        session = open_divided(tensor_parallel, read_model_config(place), opens, where,
+                               partial(_digest, place, assistant), advance, backend=backend)  # fmt: skip
     with explaining_memory(session.ops.device):
         session.max_len = max_len
         if max_len is not None:
@@ -353,9 +352,12 @@ def open_divided(
     device: str | None,
     digest: Callable[[], str] | None = None,
     advance: Callable[[int, int], None] | None = None,
+    *,
+    backend: str = "auto",
 ) -> Part:
     """The part of the model `config` that rank 0 of `size` has, which `opens` gives as on the others (Ranks.load).
-    digest: of what is opened, equal on all ranks. The other ranks end with what is returned.
+    device: of rank 0; None for what `backend` runs on. digest: of what is opened, equal on all ranks. The other ranks
+    end with what is returned.
 
     Raises UsageError where the model does not divide, before a process is started; RankFailed where a rank ends.
     """
@@ -363,6 +365,7 @@ def open_divided(
 
     if size < 1:
         raise UsageError(f"a model is divided among 1 rank or more, not {size}")
+    device = "cpu" if device is None and backend == "torch" else device
     world = torchrun_world()
     if world is not None and world.rank:
         from kerngen.runtime.engine.rank_worker import follow_torchrun

@@ -73,8 +73,7 @@ def open_model(
     )  # fmt: skip
     if tensor_parallel == 1:
         return opens(None, device, advance)
-    where = "cpu" if device is None and backend == "torch" else device
-    return open_divided(tensor_parallel, find_model(name).target, opens, where, advance=advance)
+    return open_divided(tensor_parallel, find_model(name).target, opens, device, advance=advance, backend=backend)
 
 
 @torch.inference_mode()

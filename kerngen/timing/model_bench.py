@@ -117,8 +117,7 @@ def time_model(
     if tensor_parallel == 1:
         opened = opens(None, device, None)
     else:
-        where = "cpu" if device is None and backend == "torch" else device
-        opened = open_divided(tensor_parallel, config, opens, where)
+        opened = open_divided(tensor_parallel, config, opens, device, backend=backend)
     model, drafter, ops = opened.model, opened.drafter, opened.model.ops
     built = time.perf_counter() - began
     read_gbps, board = 0.0, "cpu"

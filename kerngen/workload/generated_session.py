@@ -118,8 +118,7 @@ def load_generated(
     if tensor_parallel == 1:
         return opens(None, device, advance)
     found = find_model(name, None if isinstance(draft, bool) else draft, draft_weights)
-    where = "cpu" if device is None and backend == "torch" else device
-    return open_divided(tensor_parallel, found.target, opens, where)
+    return open_divided(tensor_parallel, found.target, opens, device, backend=backend)
 
 
 def _generated_part(

@@ -7,9 +7,7 @@ the compile cache has its cubins.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kerngen import __version__
@@ -23,7 +21,7 @@ from kerngen.templates.kernel import Kernel, fields_of, static_fields
 from kerngen.tuning_db.read.freshness import notes_of
 from kerngen.tuning_db.read.ids import ProblemKey, canonical, digest, problem_key
 from kerngen.tuning_db.read.values import Build, Measurement, StepKey, Winner
-from kerngen.tuning_db.store.rows import build_id_of, describe_build, source_sha
+from kerngen.tuning_db.store.rows import compile_id, describe_build
 
 if TYPE_CHECKING:
     from kerngen.tuning.objective import Objective, Outcome
@@ -55,7 +53,7 @@ class Ledger:
         self._flushed = time.monotonic()
         self._builds: dict[tuple[str, str], Build] = {}
         self._stored: dict[str, dict[str, Build]] = {}  # by static key, then id: those that were there
-        self._unwritten: list[Callable[[], str]] = []  # each writes a build
+        self._unwritten: list[tuple[Build, tuple[str, ...]]] = []  # with what gives its source
         self._observed: dict[str, dict[str, list[Measurement]]] = {}
         self._closed: dict[str, dict[str, dict[str, Any]]] = {}  # fingerprint -> problem id -> summary
         self._digests: dict[str, str] = {}  # of each kernel, before anything of it was rendered
@@ -108,9 +106,7 @@ class Ledger:
             line = problem_key(kernel, problem).static_key
             if line not in self._stored:  # read once: a question for each configuration would take as long as a trial
                 self._stored[line] = self.store.builds(line)
-            target = self.target.arch.nvrtc_target
-            id = build_id_of(kernel.name, target, nvrtc_version(), DEFAULT_OPTIONS, fields, static, source_sha(source))
-            found = self._stored[line].get(id)
+            found = self._stored[line].get(compile_id(kernel.name, source, fields, static, self.target.arch))
             if found is None or found.status == "uncompiled":
                 return None
             self._builds[key] = found
@@ -135,11 +131,7 @@ class Ledger:
         )
         build = describe_build(image, kernel.name, source, fields, static, self.target.arch, DEFAULT_OPTIONS, None,
                                status, log)  # fmt: skip
-        notes = self._notes(kernel, fields) if image is not None else ()
-        self._unwritten.append(partial(
-            self.store.add_build, image, kernel.name, source, fields, static, arch=self.target.arch, status=status,
-            log=log, keep_image=False, notes=notes,
-        ))  # fmt: skip
+        self._unwritten.append((build, self._notes(kernel, fields) if image is not None else ()))
         self._builds[source, canonical(fields)] = build
         if time.monotonic() - self._flushed > FLUSH_S:
             self.flush()
@@ -188,8 +180,8 @@ class Ledger:
         """Write what is pending, in one transaction."""
         if self._rows or self._rendered or self._unwritten:
             with self.store.transaction():
-                for write in self._unwritten:
-                    write()
+                for build, notes in self._unwritten:
+                    self.store.file_build(build, notes=notes)
                 for source_digest, build_ids in self._rendered.items():
                     self.store.note_rendered(build_ids, source_digest)
                 self.store.add_measurements(self._rows)

@@ -18,7 +18,7 @@ from typing import Any
 from sqlalchemy import Row, Select, Table, select
 
 from kerngen.arch import Arch, Device, find_arch
-from kerngen.compiler.compile import Cubin, Ptx, Resources, cache_key, nvrtc_version, source_key
+from kerngen.compiler.compile import DEFAULT_OPTIONS, Cubin, Ptx, Resources, cache_key, nvrtc_version, source_key
 from kerngen.errors import CorruptRecord, DatabaseError, UsageError, printable
 from kerngen.templates.kernel import filled, trimmed
 from kerngen.tuning_db.read.canonical_fields import (
@@ -92,6 +92,20 @@ def describe_build(
         options, config, static, sha, status, key,
         None if image is None else hashlib.sha256(image.image).hexdigest(), entries, log,
     )  # fmt: skip
+
+
+def compile_id(
+    kernel: str,
+    source: str,
+    config: dict[str, Any],
+    static: dict[str, Any],
+    arch: Arch,
+    options: tuple[str, ...] = DEFAULT_OPTIONS,
+    nvrtc: tuple[int, int] | None = None,
+) -> str:
+    """The id of the cubin build of exactly this, by this machine's NVRTC unless `nvrtc` is given."""
+    version = nvrtc or nvrtc_version()
+    return build_id_of(kernel, arch.nvrtc_target, version, options, config, static, source_sha(source))
 
 
 def build_id_of(

@@ -15,14 +15,13 @@ from sqlalchemy import Connection, Engine, Select, Table, and_, select
 
 from kerngen.arch import Arch, Device, Target
 from kerngen.compiler import source_digest as closures
-from kerngen.compiler.compile import DEFAULT_OPTIONS, Cubin, Ptx, nvrtc_version
+from kerngen.compiler.compile import DEFAULT_OPTIONS, Cubin, Ptx
 from kerngen.errors import CorruptRecord, DatabaseError, UnknownName, UsageError
 from kerngen.system.interrupts import held
 from kerngen.system.urls import without_password
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning_db.read.canonical_fields import filed_device, filed_kernel, named_kernel
-from kerngen.tuning_db.read.freshness import source_sha
 from kerngen.tuning_db.read.ids import ProblemKey, digest, ids_as_filed
 from kerngen.tuning_db.read.images import image_of
 from kerngen.tuning_db.read.kernel_index import KernelIndex, named
@@ -38,8 +37,8 @@ from kerngen.tuning_db.store.rows import (
     WINNERS,
     ZSTD_LEVEL,
     as_filed,
-    build_id_of,
     build_row,
+    compile_id,
     describe_build,
     is_sealed,
     measurement_row,
@@ -224,6 +223,11 @@ class Store(ClosedAtEnd):
         another source.
         """
         made = describe_build(image, kernel, source, config, static, arch, options, nvrtc, status, log)
+        self.file_build(made, image if keep_image else None, notes)
+        return made.id
+
+    def file_build(self, made: Build, image: Cubin | Ptx | None = None, notes: Collection[str] = ()) -> None:
+        """As `add_build`, of what `describe_build` made of a compile; `image` is stored where it is given."""
         row = build_row(made)
         with self.writing() as connection:
             if not self._add(connection, t.build, row):
@@ -231,13 +235,12 @@ class Store(ClosedAtEnd):
                 if there.status != made.status and made.status in BUILD_STATUSES[: BUILD_STATUSES.index(there.status)]:
                     connection.execute(t.build.update().where(t.build.c.id == made.id).values(row))
                 elif made.status == "ok" and there.seal != row["seal"]:
-                    raise CorruptRecord(f"{self.where}: build {made.id[:16]} of {kernel} is there with other machine "
-                                        "code from the same source and compiler")  # fmt: skip
-            if image is not None and keep_image:
+                    raise CorruptRecord(f"{self.where}: build {made.id[:16]} of {made.kernel} is there with other "
+                                        "machine code from the same source and compiler")  # fmt: skip
+            if image is not None:
                 self._keep(connection, image)
             for note in notes:
                 self.note_rendered([made.id], note)
-        return made.id
 
     def note_rendered(self, build_ids: Iterable[str], note: str) -> None:
         """Note what gives the very sources of these builds: the closure of kernel code that renders them; the revision
@@ -292,8 +295,7 @@ class Store(ClosedAtEnd):
         nvrtc: tuple[int, int] | None = None,
     ) -> Build | None:
         """The cubin build of exactly this, by this machine's NVRTC unless `nvrtc` is given; None if never tried."""
-        version = nvrtc or nvrtc_version()
-        wanted = build_id_of(kernel, arch.nvrtc_target, version, options, config, static, source_sha(source))
+        wanted = compile_id(kernel, source, config, static, arch, options, nvrtc)
         with self.reading() as connection:
             row = connection.execute(select(t.build).where(t.build.c.id == wanted)).first()
         return None if row is None or row.status == "uncompiled" else read_build(row, self.where)

@@ -108,7 +108,7 @@ def serve(
     limits = Limits(queue=max_queue * replicas, body_bytes=max_body_mb * 2**20)
     settings = Settings(arguments, host, port, names, tuple(given), context, max_batch, limits, drain_s, traces,
                         reproducible=reproducible, control_tokens=control_tokens, origins=origins,
-                        hosts=hosts, replicas=groups)  # fmt: skip
+                        hosts=hosts, replicas=groups, begun=engine)  # fmt: skip
     with _weights(settings, model, generated) as settings, Reporter("starting") as bar:
         bar.note(f"starting {names[0] if names else model.name}: weights, then kernels; the port answers after that")
 
@@ -122,7 +122,7 @@ def serve(
             bar.end()  # what is told first is that it serves, or why not
             say(line, err=True)
 
-        code = run(settings, on_load=told, say=tell, begun=engine)
+        code = run(settings, on_load=told, say=tell)
     click.get_current_context().exit(code)
 
 

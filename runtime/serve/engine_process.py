@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import sys
 import time
 import traceback
@@ -163,10 +162,8 @@ class Told:
 
 
 def serve(connection: Connection, options: Options) -> None:
-    """The process: until `connection` ends, or says None."""
+    """In the engine's process (engine_start.py): until `connection` ends, or says None."""
     settle_logging()
-    for number in (signal.SIGINT, signal.SIGTERM):  # a group gets them together, and it is the other that stops
-        signal.signal(number, signal.SIG_IGN)
     with suppress(BrokenPipeError, EOFError, ConnectionResetError):
         try:
             _Loop(connection, *_open(connection, options)).run()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import atexit
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -56,5 +56,8 @@ def _engine(connection: Connection) -> None:
     import kerngen.runtime.session  # noqa: F401
     from kerngen.runtime.serve.engine_process import serve
 
-    with suppress(EOFError, OSError):  # nothing is to be loaded: the other process is gone, or refused what it was told
-        serve(connection, connection.recv())
+    try:
+        options = connection.recv()
+    except (EOFError, OSError):  # nothing is to be loaded: the other process is gone, or refused what it was told
+        return
+    serve(connection, options)

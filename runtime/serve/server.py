@@ -44,7 +44,7 @@ class Settings:
     """load, opens, reproducible: see `Options`. control_tokens: see `Service`. drain_s: how long answers may take once
     the server is told to stop. traces: where spans go (tracing.py). origins, hosts: whose pages may ask where there are
     no keys, and by which names, besides the server's own. replicas: the devices of each of several engines; () for one,
-    where `load` says.
+    where `load` says. begun: that one's process; None for one that is begun when it is needed.
     """
 
     load: Mapping[str, Any]
@@ -63,6 +63,7 @@ class Settings:
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     replicas: tuple[tuple[str, ...], ...] = ()
+    begun: BegunEngine | None = None
 
 
 def run(
@@ -70,22 +71,17 @@ def run(
     *,
     on_load: OnLoad | None = None,
     say: Callable[[str], None] = lambda line: None,
-    begun: BegunEngine | None = None,
 ) -> int:
-    """Serve until a signal says so. begun: the process of the only engine. Returns the exit code: 1 where the engine
-    died. Raises UsageError, EngineFailed.
-    """
-    return asyncio.run(_run(settings, on_load, say, begun))
+    """Serve until a signal says so. Returns the exit code: 1 where the engine died. Raises UsageError, EngineFailed."""
+    return asyncio.run(_run(settings, on_load, say))
 
 
-async def _run(
-    settings: Settings, on_load: OnLoad | None, say: Callable[[str], None], begun: BegunEngine | None
-) -> int:
+async def _run(settings: Settings, on_load: OnLoad | None, say: Callable[[str], None]) -> int:
     tracing = open_tracing(settings.traces)
     allowed(settings.origins, settings.hosts, settings.host)  # what is no origin is known before the weights are there
     listening = _listen(settings.host, settings.port)  # a port that is taken is known before the weights are there
     try:
-        service = await _open(settings, on_load, say, begun)
+        service = await _open(settings, on_load, say)
         service.tracing = tracing
         try:
             return await _serve(service, settings, listening, say)
@@ -129,9 +125,7 @@ def _not_there(host: str, port: int, error: OSError) -> UsageError:
     return UsageError(f"{host} port {port}: {error.strerror or error}", hint="--port takes another one, 0 any")
 
 
-async def _open(
-    settings: Settings, on_load: OnLoad | None, say: Callable[[str], None], begun: BegunEngine | None
-) -> Service:
+async def _open(settings: Settings, on_load: OnLoad | None, say: Callable[[str], None]) -> Service:
     folder = find_checkpoint(settings.load["folder"])
     config = read_model_config(folder)
     codec = TextCodec(folder, config.bos_id)
@@ -142,7 +136,7 @@ async def _open(
     suggested = read_sampling(folder)
     options = Options(load, context, settings.max_batch, settings.opens, settings.reproducible,
                       Sampling(**usual_values(suggested)))  # fmt: skip
-    client: Engines = EngineClient(options, on_load, begun)
+    client: Engines = EngineClient(options, on_load, settings.begun)
     if settings.replicas:
         num_sharing = sum(devices == ("cpu",) for devices in settings.replicas)
         each = [replace(options, devices=devices, num_sharing=num_sharing) for devices in settings.replicas]

@@ -32,7 +32,7 @@ def divided_model(config: ModelConfig, world: World) -> ModelConfig:
     if world.size == 1:
         return config
     try:
-        return [_divided(config, World(rank, world.size)) for rank in range(world.size)][world.rank]  # refused on all
+        return _parts(config, world.size)[world.rank]  # what one rank cannot have is refused on all
     except UsageError as e:
         raise UsageError(
             f"the model cannot be divided among {world.size} ranks: {e.message}", hint=_way_on(config, world.size)
@@ -48,11 +48,15 @@ def _way_on(config: ModelConfig, size: int) -> str:
 
 def _is_divisible(config: ModelConfig, size: int) -> bool:
     try:
-        for rank in range(size):
-            _divided(config, World(rank, size))
+        _parts(config, size)
     except UsageError:
         return False
     return True
+
+
+def _parts(config: ModelConfig, size: int) -> list[ModelConfig]:
+    """What each of `size` ranks has."""
+    return [_divided(config, World(rank, size)) for rank in range(size)]
 
 
 def _divided(config: ModelConfig, world: World) -> ModelConfig:

@@ -26,7 +26,8 @@ from kerngen.tuning.field_tracing import leaves, traced
 MOST_CALLS = 1 << 19  # of why_invalid for one body: seconds. Today's largest space takes 114,432 for 1,935,360 points
 SAMPLE = 1 << 16  # points that stand for a body's space that takes more
 # Of a space of more points a sampler weighs a part: those near the kernel's candidates, and some that are drawn. To
-# know the 60,000 valid points of attn_decode takes 8 s and the cost model 15 s more, and a model has 270 such problems.
+# know attn_decode's whole, up to 60,000 valid points, and time it by the cost model took 8 to 15 s of a core for each
+# of a model's 270 problems.
 WHOLE, MOST_NEAR, MOST_DRAWN = 1 << 13, 768, 256
 DRAWS = 32  # for each point that is to be drawn: most are refused
 

@@ -372,6 +372,10 @@ class Launcher:
             known = self._by_choice[choice] = self._loaded(choice)
         return known
 
+    def choice(self, kernel: Kernel, problem: Any) -> Choice:
+        """What serves `problem`. Raises ConfigRefused where nothing does."""
+        return self._selector.choice(kernel, problem)
+
     def fuses(self, kernel: Kernel, problem: Any) -> bool:
         """Whether a step asks `kernel` for `problem`; if not, it asks the kernels that this one replaces."""
         return self._selector.fuses(kernel, problem)

@@ -62,6 +62,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     decode_advance = _run(_decode_advance.decode_advance)
     decode_inputs = _run(_decode_inputs.decode_inputs)
     decode_layers = _flat(_decode_layers.decode_layers)
+    decode_layers_over_ranks = _flat(_decode_layers.decode_layers_over_ranks)
     dense_gemv = _run(_dense_gemv.dense_gemv)
     draft_inputs = _run(_draft_inputs.draft_inputs)
     embed = _run(_embed.embed)
@@ -99,6 +100,7 @@ __all__ = [
     "decode_advance",
     "decode_inputs",
     "decode_layers",
+    "decode_layers_over_ranks",
     "dense_gemv",
     "draft_inputs",
     "embed",

@@ -35,6 +35,7 @@ class Executor(Protocol):
     supports_graphs: bool  # calls may be captured in a CUDA graph
     collectives: Collectives  # what this rank computes with the others of a divided model
     peers: Mapping[int, Peers]  # by the width of rows that it is for, memory that kernels share with the other ranks
+    layer_peers: Mapping[int, Peers]  # the same, of PEER_ROWS rows, for decode_layers alone
 
     def run(self, call: Call[R], where: str) -> R:
         """Execute `call` and return its result. A call with nothing to compute does nothing.
@@ -43,7 +44,9 @@ class Executor(Protocol):
         """
 
     def fuses(self, call: Call[Any], where: str) -> bool:
-        """Whether to run `call`, of a kernel that replaces several; else the caller asks those. where: as in `run`."""
+        """Whether to run `call`, of a kernel that replaces several; else the caller asks those: all ranks the same.
+        where: as in `run`.
+        """
 
     def overlap(self, work: Callable[[], R]) -> Callable[[], R]:
         """Begins `work`, which waits for what was run before, while what is run next need not wait for it. The function
@@ -53,7 +56,9 @@ class Executor(Protocol):
         """
 
     def share_memory(self, hidden: int) -> None:
-        """Have `peers` for rows of `hidden` elements, on all ranks or on none, where their memory is within reach."""
+        """Have `peers` and `layer_peers` for rows of `hidden` elements, on all ranks or on none, where their memory is
+        within reach.
+        """
 
     def outside(self, name: str) -> None:
         """Told that the model computes `name` (of `runtime.fallbacks.FALLBACKS`) without a kernel of ours."""
@@ -76,6 +81,7 @@ class InOrder:
 
     target: Target | None
     peers: Mapping[int, Peers] = MappingProxyType({})
+    layer_peers: Mapping[int, Peers] = MappingProxyType({})
 
     def fuses(self, call: Call[Any], where: str) -> bool:
         """As the default configuration on `target` says."""

@@ -20,6 +20,8 @@ from kerngen.runtime.launcher import Launcher, shares_sms
 from kerngen.system.cores import usable_cores
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
+from kerngen.templates.decode_layers.spec import PEER_ROWS
+from kerngen.templates.kernel import Kernel
 from kerngen.templates.values import Peers
 
 R = TypeVar("R")
@@ -46,6 +48,8 @@ class Launch:
     ) -> None:
         self.collectives: Collectives = collectives or OneRank()
         self.peers: Mapping[int, Peers] = {}
+        self.layer_peers: Mapping[int, Peers] = {}
+        self._agreed: dict[tuple[str, Any], bool] = {}  # of ranks' fused kernels
         self.launcher = launcher
         self._in_forwards = in_forwards
         with _alone_lock:
@@ -61,13 +65,18 @@ class Launch:
         ranks = self.collectives
         if not isinstance(ranks, Distributed) or hidden in self.peers:
             return
+        made = []
         try:
-            memory = PeerMemory(ranks.world, ranks.gather_bytes, hidden=hidden, max_rows=MOST_ROWS, device=self.device)
+            for max_rows in (MOST_ROWS, PEER_ROWS):
+                memory = PeerMemory(
+                    ranks.world, ranks.gather_bytes, hidden=hidden, max_rows=max_rows, device=self.device
+                )
+                ranks.when_given_up.append(memory.abort)
+                made.append(memory.peers)
         except DeviceError as e:
             warnings.warn(f"{e.message}; {e.hint}", stacklevel=2)
             return
-        ranks.when_given_up.append(memory.abort)
-        self.peers = {**self.peers, hidden: memory.peers}
+        self.peers, self.layer_peers = {**self.peers, hidden: made[0]}, {**self.layer_peers, hidden: made[1]}
 
     def run(self, call: Call[R], where: str) -> R:
         if call.problem is not None:
@@ -75,8 +84,25 @@ class Launch:
         return call.result
 
     def fuses(self, call: Call[Any], where: str) -> bool:
-        """As what is chosen on this GPU says: a row of the tuning databases, or the default configuration."""
-        return call.problem is not None and self.launcher.fuses(find_kernel(call.kernel), call.problem)
+        """As what is chosen on this GPU says: a row of the tuning databases, or the default configuration. Of
+        a kernel that posts partial sums to other ranks they must have chosen the same on all: asked once a problem.
+        """
+        if call.problem is None:
+            return False
+        kernel = find_kernel(call.kernel)
+        fused = self.launcher.fuses(kernel, call.problem)
+        if getattr(call.problem, "ranks", 1) == 1 or not isinstance(self.collectives, Distributed):
+            return fused
+        asked = call.kernel, call.problem
+        if asked not in self._agreed:
+            mine = self._cut_of(kernel, call.problem).encode() if fused else b""
+            self._agreed[asked] = fused and set(self.collectives.gather_bytes(mine)) == {mine}
+        return self._agreed[asked]
+
+    def _cut_of(self, kernel: Kernel, problem: Any) -> str:
+        """What says which blocks make which sums: parts of ranks may differ in size."""
+        config, target = self.launcher.choice(kernel, problem).config, self.launcher.target
+        return f"{config} by {[launch.grid for launch in kernel.launches(problem, config, target)]}"
 
     def overlap(self, work: Callable[[], R]) -> Callable[[], R]:
         """In a graph that is being captured a branch of its own: elsewhere the host is what takes the time."""

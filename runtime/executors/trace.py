@@ -23,7 +23,7 @@ class Trace(InOrder):
     def __init__(self, of: Executor) -> None:
         self._of = of
         self.name, self.device, self.target, self.supports_graphs = of.name, of.device, of.target, of.supports_graphs
-        self.peers = of.peers
+        self.peers, self.layer_peers = of.peers, of.layer_peers
         self.collectives: Collectives = Noted(of.collectives.world, lambda *_: None)
         self.asked: dict[tuple[str, Any], None] = {}
 

@@ -44,7 +44,13 @@ from kerngen.templates.common.screen.screen_spec import screen_bytes
 from kerngen.templates.decode_advance.op import decode_advance
 from kerngen.templates.decode_inputs.op import decode_inputs
 from kerngen.templates.decode_layers import spec as layers_spec
-from kerngen.templates.decode_layers.op import LayerTensors, Stack, Token, decode_layers
+from kerngen.templates.decode_layers.op import (
+    LayerTensors,
+    Stack,
+    Token,
+    decode_layers,
+    decode_layers_over_ranks,
+)
 from kerngen.templates.draft_inputs.op import draft_inputs
 from kerngen.templates.embed.op import embed
 from kerngen.templates.exchange_norm.op import exchange_norm, exchange_pair_norm
@@ -249,8 +255,13 @@ class KernelOps:
         self, residual: Tensor, ple: Tensor | None, layers: Sequence[LayerInStep], top_k: int, final_norm: Tensor
     ) -> Tensor | None:
         target = self.executor.target
-        if target is None or not target.arch.has_tma or len(residual) != 1 or self.collectives.world.size > 1:
+        if target is None or not target.arch.has_tma or len(residual) != 1:
             return None
+        peers = None
+        if (summed := _are_summands(layers)) is not False:
+            peers = self.executor.layer_peers.get(residual.shape[1])
+            if not summed or peers is None:  # of some alone, or by NCCL
+                return None
         if any(x.kv.format != PLAIN for x in layers):
             return None
         if (letters := _letters(layers)) is None or (tensors := _int4_layers(layers, letters, ple)) is None:
@@ -267,7 +278,11 @@ class KernelOps:
                 full.heads.num_q_heads, sliding.batch.mask.window or 1, sliding.heads.num_rotated_pairs,
                 full.heads.num_rotated_pairs, full.heads.eps, full.batch.max_kv_len, top_k,
             )  # fmt: skip
-            call = decode_layers(residual, ple, token, tensors, final_norm, letters, stack)
+            given = residual, ple, token, tensors, final_norm, letters
+            if peers is None:
+                call = decode_layers(*given, stack)
+            else:
+                call = decode_layers_over_ranks(*given, peers.addresses, peers.rank, peers.max_rows, stack)
         except ProblemError:  # of sizes that the kernels of single layers may take
             return None
         return self.run_fused(call, "all layers")
@@ -417,6 +432,14 @@ def _int4_layers(layers: Sequence[LayerInStep], letters: str, ple: Tensor | None
         dense_norms=[w.dense_norm for w in of_moe],
         expert_norms=[w.post_norm for w in of_moe],
     )
+
+
+def _are_summands(layers: Sequence[LayerInStep]) -> bool | None:
+    """Whether the layers' outputs are to be summed over ranks; None where some are."""
+    found = set()
+    for w in (layer.weights for layer in layers):
+        found |= {w.out.is_summand, w.down.is_summand} | ({w.moe.down.is_summand} if w.moe is not None else set())
+    return found.pop() if len(found) == 1 else None
 
 
 def _letters(layers: Sequence[LayerInStep]) -> str | None:

@@ -1,10 +1,13 @@
 """Shapes that tests, bench and tuner share: every kind of layer, and where keys begin and end.
 
 What a kernel must not read holds NaN, or faults if it is followed.
+
+Of several ranks one GPU is all, as in exchange_norm's cases: each seems to have the same part.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,15 +17,17 @@ from kerngen.templates.call import Op
 from kerngen.templates.common.attention.heads_torch import inverse_frequencies
 from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE, Draw, poisoned
 from kerngen.templates.common.w4.pack import drawn, pack
-from kerngen.templates.decode_layers.op import decode_layers
+from kerngen.templates.decode_layers.op import decode_layers, decode_layers_over_ranks
 from kerngen.templates.decode_layers.spec import (
     EXPERT_MATRICES,
     MATRICES,
     MAX_EXPERTS,
+    PEER_ROWS,
     Problem,
     layer_tensors,
     sources,
 )
+from kerngen.templates.exchange_norm.spec import exchange_bytes
 from kerngen.templates.kernel import Case, asking
 
 NO_PAGE = 0x3FFFFFFF  # a table entry that faults if it is followed
@@ -41,6 +46,7 @@ def case_for(problem: Problem, **options: Any) -> Case:
     names = [p.layers, f"h{p.hidden}", heads + ("_k=v" if p.k_eq_v else ""), inner]
     names += [f"ple{p.ple_width}"] * bool(p.ple_width)
     names += [f"e{p.num_experts}-{p.top_k}x{p.expert_inner}"] * bool(p.num_experts)
+    names += [f"n{p.ranks}"] * (p.ranks > 1)
     names += [f"w{p.window}", f"p{p.page_size}", f"g{p.group_size}", f"{p.residual_dtype}-{p.dtype}", *options]
     return Case("_".join([*names, f"kv{p.kv_len}"]), p, p.hidden + p.inner + p.kv_len, options)
 
@@ -168,8 +174,60 @@ def _experts() -> tuple[Case, ...]:
     )
 
 
+def _over_ranks() -> tuple[Case, ...]:
+    """Two ranks and more; layers enough for each mailbox to be used again; blocks that share an n-tile, and experts."""
+    half: dict[str, Any] = {"dtype": "fp16", "residual_dtype": "fp32"}
+    real: dict[str, Any] = {
+        "hidden": 5376, "num_q_heads": 16, "num_kv_heads": 8, "num_full_kv_heads": 2, "k_eq_v": True, "inner": 10752,
+        "window": 1024, "page_size": 64, "layers": "ssf",
+    }  # fmt: skip
+    shapes: tuple[dict[str, Any], ...] = (
+        {"layers": "SSSF", "ranks": 2},
+        {"layers": "ssfs", "ranks": 2},
+        {"layers": "sfsfsf", "ranks": 2, "hidden": 320, "num_q_heads": 8, "num_kv_heads": 4, "kv_len": 300, **half},
+        {"layers": "sssssf", "ranks": 3, "hidden": 256, "inner": 512, "kv_len": 100},
+        {"layers": "ssfssf", "ranks": 4, "hidden": 1024, "inner": 2112, "k_eq_v": True, "kv_len": 100, **half},
+        {"layers": "ff", "ranks": 8, "head_dim": 512, "hidden": 640, "group_size": 128, "inner": 384},
+        {"layers": "ssf", "ranks": 2, "num_experts": 16, "top_k": 3, "expert_inner": 160, "hidden": 320},
+        {"layers": "sfsfsf", "ranks": 4, "num_experts": 8, "top_k": 2, "expert_inner": 96, "hidden": 128, **half},
+        {**real, "ranks": 2, "kv_len": 600},
+        {
+            **real,
+            "ranks": 4,
+            "num_q_heads": 8,
+            "num_kv_heads": 4,
+            "num_full_kv_heads": 1,
+            "inner": 5376,
+            "kv_len": 1500,
+        },
+    )
+    return (
+        *(case_for(Problem(**_shape(**shape))) for shape in shapes),
+        case_for(Problem(**_shape(**shapes[1] | {"kv_len": 50})), zeros=True),
+    )
+
+
+@cache
+def _workspace(device: torch.device, ranks: int, hidden: int) -> Tensor:
+    """Of one rank, and behind it the abort word. Kept: see exchange_norm's cases."""
+    return torch.zeros(exchange_bytes(ranks, PEER_ROWS, hidden) + 16, dtype=torch.uint8, device=device)
+
+
+def loopback(p: Problem, rank: int, device: torch.device | str) -> Tensor | None:
+    """`Peers.addresses` of a rank that is its own peers: what it posts to p lies there as if p had posted it here."""
+    if p.ranks == 1:
+        return None
+    if torch.device(device).type != "cuda":
+        return torch.zeros(p.ranks + 1, dtype=torch.int64, device=device)
+    device = torch.device("cuda", torch.cuda.current_device())
+    own, part = _workspace(device, p.ranks, p.hidden).data_ptr(), 2 * 2 * p.hidden
+    abort = own + exchange_bytes(p.ranks, PEER_ROWS, p.hidden)
+    return torch.tensor([*(own + (r - rank) * part for r in range(p.ranks)), abort], dtype=torch.int64, device=device)
+
+
 CASES = (
     *_kinds(),
+    *_over_ranks(),
     *_experts(),
     *_around(),
     *_drafters(),
@@ -216,7 +274,7 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         ple = draw.normal(1, len(p.layers), p.ple_width, dtype=p.dtype)
         if zeros:
             ple[:, ::2] = 0.0
-    at = p.kv_len - 1 if p.makes_kv else p.kv_len
+    at, rank = p.kv_len - 1 if p.makes_kv else p.kv_len, case.seed % p.ranks
     slots: dict[str, Tensor | None] = {"s": None, "f": None}
     if p.makes_kv:
         slots = {kind: table[:, at // p.page_size].long() * p.page_size + at % p.page_size
@@ -238,6 +296,8 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         "inv_freq": inverse_frequencies(p.head_dim, p.num_rotated_pairs, device),
         "full_inv_freq": inverse_frequencies(p.full_head_dim, p.num_full_rotated_pairs, device),
         "eps": 1e-6,
+        "addresses": loopback(p, rank, device),
+        "rank": rank,
     }
 
 
@@ -329,4 +389,6 @@ def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str,
         given[plural] = [t for t in inputs["layers"][i :: len(own)] if t is not None] if name in own else []
     for name in ("k_caches", "v_caches"):
         given[name] = [inputs[name][index] for index in sources(p.layers)]
-    return asking(decode_layers, case, inputs, **given)
+    if p.ranks == 1:
+        return asking(decode_layers, case, inputs, **given)
+    return asking(decode_layers_over_ranks, case, inputs, **given, max_rows=PEER_ROWS)

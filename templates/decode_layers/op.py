@@ -14,10 +14,12 @@ from kerngen.templates.common.w4.tiling import STRIP
 from kerngen.templates.decode_layers.spec import (
     EXPERT_MATRICES,
     MATRICES,
+    PEER_ROWS,
     Problem,
     layer_tensors,
     sources,
 )
+from kerngen.templates.values import Peers
 
 EVERY_TENSOR = layer_tensors(num_experts=1)
 EXPERT_TENSORS = EVERY_TENSOR[len(layer_tensors(num_experts=0)) :]
@@ -94,44 +96,44 @@ class Stack:
     top_k: int = 0
 
 
-@op(
-    mutates=("k_caches", "v_caches"),
-    takes={
-        "residual": "R[1, H]",
-        "ple": "D[1, L, P]",
-        "positions": "int64[1]",
-        "kv_lens": "int32[1]",
-        "slots": "int64[1]",
-        "full_slots": "int64[1]",
-        "block_table": "int32[1, M]",
-        "full_block_table": "int32[1, FM]",
-        "inv_freq": "fp32[HALF]",
-        "full_inv_freq": "fp32[FHALF]",
-        "input_norms": "each D[H]",
-        **{f"{name}_packed": "each int32[_, _, 32, 4]" for name in MATRICES},
-        **{f"{name}_scales": "each D[_, _, 32]" for name in MATRICES},
-        "q_norms": "each D[_]",
-        "k_norms": "each D[_]",
-        "k_caches": "each D[_, _, _, _]",
-        "v_caches": "each D[_, _, _, _]",
-        "post_attention_norms": "each D[H]",
-        "pre_ffn_norms": "each D[H]",
-        "post_ffn_norms": "each D[H]",
-        "ple_gates": "each D[P, H]",
-        "ple_projections": "each D[H, P]",
-        "post_ple_norms": "each D[H]",
-        "layer_scalars": "each D[1]",
-        "router_scales": "each D[H]",
-        "routers": "each D[E, H]",
-        "per_expert_scales": "each D[E]",
-        "pre_expert_norms": "each D[H]",
-        "dense_norms": "each D[H]",
-        "expert_norms": "each D[H]",
-        **{f"{name}_packed": "each int32[E, _, _, 32, 4]" for name in EXPERT_MATRICES},
-        **{f"{name}_scales": "each D[E, _, _, 32]" for name in EXPERT_MATRICES},
-        "final_norm": "D[H]",
-    },
-)
+_TAKES: dict[str, str] = {
+    "residual": "R[1, H]",
+    "ple": "D[1, L, P]",
+    "positions": "int64[1]",
+    "kv_lens": "int32[1]",
+    "slots": "int64[1]",
+    "full_slots": "int64[1]",
+    "block_table": "int32[1, M]",
+    "full_block_table": "int32[1, FM]",
+    "inv_freq": "fp32[HALF]",
+    "full_inv_freq": "fp32[FHALF]",
+    "input_norms": "each D[H]",
+    **{f"{name}_packed": "each int32[_, _, 32, 4]" for name in MATRICES},
+    **{f"{name}_scales": "each D[_, _, 32]" for name in MATRICES},
+    "q_norms": "each D[_]",
+    "k_norms": "each D[_]",
+    "k_caches": "each D[_, _, _, _]",
+    "v_caches": "each D[_, _, _, _]",
+    "post_attention_norms": "each D[H]",
+    "pre_ffn_norms": "each D[H]",
+    "post_ffn_norms": "each D[H]",
+    "ple_gates": "each D[P, H]",
+    "ple_projections": "each D[H, P]",
+    "post_ple_norms": "each D[H]",
+    "layer_scalars": "each D[1]",
+    "router_scales": "each D[H]",
+    "routers": "each D[E, H]",
+    "per_expert_scales": "each D[E]",
+    "pre_expert_norms": "each D[H]",
+    "dense_norms": "each D[H]",
+    "expert_norms": "each D[H]",
+    **{f"{name}_packed": "each int32[E, _, _, 32, 4]" for name in EXPERT_MATRICES},
+    **{f"{name}_scales": "each D[E, _, _, 32]" for name in EXPERT_MATRICES},
+    "final_norm": "D[H]",
+}
+
+
+@op(mutates=("k_caches", "v_caches"), takes=_TAKES)
 def decode_layers(
     residual: Tensor,
     ple: Tensor | None,
@@ -163,6 +165,44 @@ def decode_layers(
     table holds. All but what is said above is of the weights' dtype, and on a GPU each tensor begins at a multiple of
     16 bytes. Returns norm(h; final_norm) [1, H]. Raises ProblemError where lists, shapes and `layers` do not fit.
     """
+    return _call(residual, ple, token, tensors, final_norm, layers, stack, None)
+
+
+@op(mutates=("k_caches", "v_caches"), takes={**_TAKES, "addresses": "int64[N]"})
+def decode_layers_over_ranks(
+    residual: Tensor,
+    ple: Tensor | None,
+    token: Token,
+    tensors: LayerTensors,
+    final_norm: Tensor,
+    layers: str,
+    addresses: Tensor,
+    rank: int,
+    max_rows: int,
+    stack: Stack,
+) -> Call[Tensor]:
+    """As decode_layers, of this rank's part of each layer: what out, down and the experts' down give is summed over the
+    ranks. residual is the same on all, and so is what is returned, bit for bit.
+
+    addresses [ranks + 1] int64, rank and max_rows: as of `Peers`, memory for rows of H through which nothing else is
+    exchanged, of PEER_ROWS rows a slot. Every rank makes the same calls in the same order on one stream, with parts of
+    the same shapes and the same configuration. On the CPU, where no memory is shared, this rank's part stands for every
+    rank's.
+    """
+    peers = Peers(addresses, rank, max_rows)
+    return _call(residual, ple, token, tensors, final_norm, layers, stack, peers)
+
+
+def _call(
+    residual: Tensor,
+    ple: Tensor | None,
+    token: Token,
+    tensors: LayerTensors,
+    final_norm: Tensor,
+    layers: str,
+    stack: Stack,
+    peers: Peers | None,
+) -> Call[Tensor]:
     require(len(residual) == 1, f"decode_layers takes one token, not {len(residual)}")
     count, own = len(layers), [letter.islower() for letter in layers]
     kinds = [layers[index].lower() for index in sources(layers)]  # of the caches
@@ -195,7 +235,11 @@ def decode_layers(
         tensors.out_packed[0].shape[1] * STRIP // tensors.out_scales[0].shape[1], DTYPE_NAME[final_norm.dtype],
         DTYPE_NAME[residual.dtype], keys_that_matter(max_keys, 1, window), num_experts, stack.top_k,
         tensors.expert_down_packed[0].shape[2] * STRIP if num_experts else 0,
+        1 if peers is None else peers.addresses.shape[0] - 1,
     )  # fmt: skip
+    if peers is not None:
+        require(peers.max_rows == PEER_ROWS, f"the peers' memory has slots of {peers.max_rows} rows, not {PEER_ROWS}")
+        require(0 <= peers.rank < problem.ranks, f"rank={peers.rank} is not in 0..{problem.ranks - 1}")
     for name, frequencies, dim in (
         ("inv_freq", token.inv_freq, problem.head_dim), ("full_inv_freq", token.full_inv_freq, problem.full_head_dim),
     ):  # fmt: skip
@@ -216,6 +260,7 @@ def decode_layers(
         "positions": token.positions, "kv_lens": token.kv_lens, "slots": token.slots, "full_slots": token.full_slots,
         "block_table": token.block_table, "full_block_table": token.full_block_table, "inv_freq": token.inv_freq,
         "full_inv_freq": token.full_inv_freq, "eps": stack.eps,
+        "addresses": None if peers is None else peers.addresses, "rank": 0 if peers is None else peers.rank,
     }  # fmt: skip
     return Call("decode_layers", problem, arguments, out)
 

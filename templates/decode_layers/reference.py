@@ -9,6 +9,7 @@ rounded once.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -34,9 +35,23 @@ from kerngen.templates.moe_w4a16.reference import expected as multiply
 
 def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Any]:
     """out [1, hidden], and if any layer owns K and V k_caches and v_caches, a tuple of a layer each, in fp32, holding
-    values of their dtypes. Layers without K and V of their own give the caches that they attend to.
+    values of their dtypes. Layers without K and V of their own give the caches that they attend to. With ranks as
+    `expected_of` where every rank has these layers: what a launch gives that is its own peers (cases.py).
     """
-    p, eps = problem, inputs["eps"]
+    return expected_of(problem, [inputs] * problem.ranks)[0]
+
+
+def expected_of(problem: Problem, inputs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same of each rank, of the inputs of all: residual, norms, routers and scalars are those of the first."""
+    p, first, eps = problem, inputs[0], inputs[0]["eps"]
+    parts = {id(given): _Part(p, given) for given in inputs}  # ranks that have the same make the same
+
+    def summed(made: Callable[..., Tensor], *of: Any) -> Tensor:
+        each = {key: made(part, *of) for key, part in parts.items()}
+        total = each[id(first)]
+        for given in inputs[1:]:
+            total = total + each[id(given)]
+        return rounded(total, p.dtype)
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         return rounded(rms_norm(x, weight, eps), p.dtype)
@@ -44,50 +59,69 @@ def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Any]:
     def add(stream: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return add_normed(stream, x, weight, eps, p.dtype, p.residual_dtype)
 
-    stream = inputs["residual"].float()
-    caches: list[tuple[Tensor, Tensor]] = []
-    last: dict[str, tuple[Tensor, Tensor]] = {}  # caches, with the new token, by the kind of layer
-    for index, letter in enumerate(p.layers):
+    stream = first["residual"].float()
+    for index in range(len(p.layers)):
+        w = _tensors(p, first, index)
+        stream = add(stream, summed(_Part.attended, index, norm(stream, w["input_norm"])), w["post_attention_norm"])
+        of_mlp = summed(_Part.mlp, index, norm(stream, w["pre_ffn_norm"]))
+        if p.num_experts:
+            routed = summed(_Part.routed, index, stream, w)
+            of_mlp = rounded(norm(of_mlp, w["dense_norm"]) + norm(routed, w["expert_norm"]), p.dtype)
+        stream = add(stream, of_mlp, w["post_ffn_norm"])
+        if p.ple_width:
+            of_ple = w["ple_gate"], w["ple_projection"], w["post_ple_norm"]
+            stream = add_per_layer(stream, first["ple"][:, index], *of_ple, eps, p.dtype, p.residual_dtype)
+        stream = rounded(stream * w["layer_scalar"].float(), p.residual_dtype)
+    out = norm(stream, first["final_norm"])
+    return [{"out": out} | parts[id(given)].written() for given in inputs]
+
+
+class _Part:
+    """What a rank makes of its inputs, layer after layer."""
+
+    def __init__(self, p: Problem, inputs: dict[str, Any]) -> None:
+        self.p, self.inputs = p, inputs
+        self.caches: list[tuple[Tensor, Tensor]] = []
+        self.last: dict[str, tuple[Tensor, Tensor]] = {}  # caches, with the new token, by the kind of layer
+
+    def attended(self, index: int, x: Tensor) -> Tensor:
+        p, inputs, letter, last = self.p, self.inputs, self.p.layers[index], self.last
         w = _tensors(p, inputs, index)
-        q, k, v = _heads(p, letter, _product(norm(stream, w["input_norm"]), w, "qkv", p.dtype), w, inputs)
+        q, k, v = _heads(p, letter, rounded(_product(x, w, "qkv"), p.dtype), w, inputs)
         if letter.islower():
             slots = _given(inputs, letter, "slots").where(inputs["kv_lens"] > 0, -1)
             old = inputs["k_caches"][index], inputs["v_caches"][index]
             last[letter] = written(old[0], slots, k), written(old[1], slots, v)
         elif not p.makes_kv:
             last[letter.lower()] = inputs["k_caches"][index], inputs["v_caches"][index]
-        caches.append(last[letter.lower()])
-        attended = _attended(p, letter, q, caches[-1], inputs)
-        stream = add(stream, _product(attended, w, "out", p.dtype), w["post_attention_norm"])
-        gate, up = _product(norm(stream, w["pre_ffn_norm"]), w, "gate_up", p.dtype, gated=True).chunk(2, dim=-1)
-        of_mlp = _product(gelu_gated(gate, up, p.dtype), w, "down", p.dtype)
-        if p.num_experts:
-            routed = _routed(p, stream, w, eps)
-            of_mlp = rounded(norm(of_mlp, w["dense_norm"]) + norm(routed, w["expert_norm"]), p.dtype)
-        stream = add(stream, of_mlp, w["post_ffn_norm"])
-        if p.ple_width:
-            of_ple = w["ple_gate"], w["ple_projection"], w["post_ple_norm"]
-            stream = add_per_layer(stream, inputs["ple"][:, index], *of_ple, eps, p.dtype, p.residual_dtype)
-        stream = rounded(stream * w["layer_scalar"].float(), p.residual_dtype)
-    out = norm(stream, inputs["final_norm"])
-    if not p.makes_kv:
-        return {"out": out}
-    k_caches, v_caches = zip(*caches, strict=True)
-    return {"out": out, "k_caches": k_caches, "v_caches": v_caches}
+        self.caches.append(last[letter.lower()])
+        return _product(_attended(p, letter, q, self.caches[-1], inputs), w, "out")
 
+    def mlp(self, index: int, x: Tensor) -> Tensor:
+        p, w = self.p, _tensors(self.p, self.inputs, index)
+        gate, up = rounded(_product(x, w, "gate_up", gated=True), p.dtype).chunk(2, dim=-1)
+        return _product(gelu_gated(gate, up, p.dtype), w, "down")
 
-def _routed(p: Problem, stream: Tensor, w: dict[str, Any], eps: float) -> Tensor:
-    """[1, hidden]: what the chosen experts give, by their weights, rounded."""
-    given = {name: w[name] for name in ("router_scale", "router", "per_expert_scale")}
-    router = moe_router.Problem(p.hidden, p.num_experts, p.top_k, p.dtype, p.residual_dtype, 1)
-    chosen = route(router, given | {"residual": stream, "pre_norm": w["pre_expert_norm"], "eps": eps})
-    experts = moe_w4a16.Problem(p.num_experts, p.top_k, p.hidden, p.expert_inner, p.group_size, p.dtype, 1)
-    matrices = {
-        "gate_up": w["expert_gate_up_packed"], "gate_up_scales": w["expert_gate_up_scales"],
-        "down": w["expert_down_packed"], "down_scales": w["expert_down_scales"],
-    }  # fmt: skip
-    by_expert = multiply(experts, matrices | {"x": chosen["x"], "topk_ids": chosen["topk_ids"].int()})["y"]
-    return rounded((rounded(by_expert, p.dtype) * chosen["topk_weights"][..., None]).sum(1), p.dtype)
+    def routed(self, index: int, stream: Tensor, router: dict[str, Any]) -> Tensor:
+        """[1, hidden]: what the experts give that `router` chooses, by their weights."""
+        p, w = self.p, _tensors(self.p, self.inputs, index)
+        given = {name: router[name] for name in ("router_scale", "router", "per_expert_scale")}
+        asked = moe_router.Problem(p.hidden, p.num_experts, p.top_k, p.dtype, p.residual_dtype, 1)
+        eps = self.inputs["eps"]
+        chosen = route(asked, given | {"residual": stream, "pre_norm": router["pre_expert_norm"], "eps": eps})
+        experts = moe_w4a16.Problem(p.num_experts, p.top_k, p.hidden, p.expert_inner, p.group_size, p.dtype, 1)
+        matrices = {
+            "gate_up": w["expert_gate_up_packed"], "gate_up_scales": w["expert_gate_up_scales"],
+            "down": w["expert_down_packed"], "down_scales": w["expert_down_scales"],
+        }  # fmt: skip
+        by_expert = multiply(experts, matrices | {"x": chosen["x"], "topk_ids": chosen["topk_ids"].int()})["y"]
+        return (rounded(by_expert, p.dtype) * chosen["topk_weights"][..., None]).sum(1)
+
+    def written(self) -> dict[str, Any]:
+        if not self.p.makes_kv:
+            return {}
+        k_caches, v_caches = zip(*self.caches, strict=True)
+        return {"k_caches": k_caches, "v_caches": v_caches}
 
 
 def _tensors(p: Problem, inputs: dict[str, Any], index: int) -> dict[str, Any]:
@@ -103,10 +137,10 @@ def _given(inputs: dict[str, Any], letter: str, name: str) -> Tensor:
     return tensor
 
 
-def _product(x: Tensor, w: dict[str, Any], name: str, dtype: str, gated: bool = False) -> Tensor:
+def _product(x: Tensor, w: dict[str, Any], name: str, gated: bool = False) -> Tensor:
     packed, scales = unpack(w[f"{name}_packed"], w[f"{name}_scales"])
     dense = dequantize(separate(packed), separate(scales)) if gated else dequantize(packed, scales)
-    return rounded(x @ dense.T, dtype)
+    return x @ dense.T
 
 
 def _heads(

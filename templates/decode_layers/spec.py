@@ -12,6 +12,10 @@ GPU use an ordinary launch instead (runtime/executors/launch.py).
 In layers with experts every block selects the experts for itself, from router logits that arrive by LL. The experts'
 weights cannot be loaded before that, so the dense MLP runs between the row that the router reads and the experts.
 
+Of a model that is divided among GPUs each rank runs the layers' parts that it has. A block posts its partial sums of
+out and down to every rank's memory as it posts them to its own (common/pipeline/peer_exchange.cuh), and every block
+adds up those of all ranks: the sum over ranks takes no launch and no further trip through memory.
+
 Method: persistent kernels that run many dependent operations, "Look Ma, No Bubbles!" (Hazy Research, 2025); NCCL's LL
 protocol; split-KV attention as in Flash-Decoding (2023).
 """
@@ -36,6 +40,7 @@ from kerngen.templates.common.rows.spec import (
     why_no_dtype,
 )
 from kerngen.templates.common.w4.tiling import STRIP, matrix_bytes, require_matrix
+from kerngen.templates.exchange_norm.spec import MOST_RANKS, NUM_PHASES
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, args
 
 MATRICES = ("qkv", "out", "gate_up", "down")  # int4, of a layer; "NAME_packed" and "NAME_scales" are its tensors
@@ -52,6 +57,12 @@ ATTENTION_BYTES = 2 * 8 * 640 + 2 * 8 * 520  # of shared memory: scores by warps
 GATED_COPIES = 4  # of the gated per-layer row: all blocks wait for its few lines, and the copies serve them in turn
 LEAST_SMEM_BYTES = 160 * 1024  # with less a launch each was not compared with
 MAX_CANDIDATES = 12
+MAILBOXES = 3  # layers whose words are there at a time
+MOST_SUMMED = 3  # products of a layer that are summed over ranks: out, down, and the experts' down
+MOST_PEERS = 5  # blocks that share an n-tile, of all configurations: ranks' memory is laid out for so many
+# Rows of a slot of the memory that ranks share (exchange_norm's `exchange_bytes`), each as long as half of a row of
+# partial sums. The count of layers is where its epochs are.
+PEER_ROWS = MAILBOXES * MOST_SUMMED * MOST_PEERS * 2 // NUM_PHASES
 MAX_ROW_WORDS = 40  # of partial sums that a thread waits for at once: more of them and the registers spill
 
 
@@ -75,6 +86,9 @@ class Problem:
     expert_inner: of each expert. num_experts: 0 for none. k_eq_v:
     full layers have no V of their own but the raw K. Matrices are int4 with scales by group_size, those of the
     per-layer inputs of dtype, as all else but the residual.
+
+    With ranks, heads, inner and expert_inner are those of one rank's part, the same on all; what out, down and the
+    experts' down give is added up over the ranks, in fp32 and in their order, before it is rounded.
     """
 
     RUNTIME: ClassVar[tuple[str, ...]] = ("kv_len",)
@@ -103,6 +117,7 @@ class Problem:
     num_experts: int = 0
     top_k: int = 0
     expert_inner: int = 0
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         p = self
@@ -138,6 +153,9 @@ class Problem:
             p.num_experts > 0 or p.top_k == p.expert_inner == 0,
             f"top_k={p.top_k}, expert_inner={p.expert_inner} of no experts",
         )
+        if p.ranks != 1:
+            require(1 < p.ranks <= MOST_RANKS, f"ranks={p.ranks} is not in 1..{MOST_RANKS}")
+            require(not p.ple_width, "layers with per-layer inputs are not divided among ranks")
         for letter in dict.fromkeys(p.layers):
             for n, k in p.matrices(letter):
                 require_matrix(n, k, p.group_size, p.dtype)
@@ -203,6 +221,7 @@ class Config:
     down_split_k: int = field(default=3, metadata={"filed": "down_parts"})
     max_peers: int = field(default=3, metadata={"filed": "slots"})  # blocks that may share an n-tile
     split_tiles: int = 1  # of keys, in a block, before more blocks take some
+    over_ranks: bool = False  # the body that adds up partial sums of several GPUs
     fused: bool = True  # False: in a step kernels one after the other are faster, and it asks those
 
     @property
@@ -219,7 +238,7 @@ SPACE = {
     "prefetch_tiles": (2, 3, 5),  # one, two and three pairs
     "out_split_k": (1, 2, 3, 4, 5, 8, 11, 33),
     "down_split_k": (1, 2, 3, 4, 5, 8, 11, 33),
-    "max_peers": (1, 2, 3, 4, 5),
+    "max_peers": tuple(range(1, MOST_PEERS + 1)),
     "split_tiles": (1, 2, 4),
 }
 # What a layer brings along, in the order in which the kernel finds their addresses; null: k_norm where the layer owns
@@ -233,23 +252,25 @@ _EXPERT_TENSORS = (
     "router_scale", "router", "per_expert_scale", "pre_expert_norm", "dense_norm", "expert_norm",
     *(f"{name}_{part}" for name in EXPERT_MATRICES for part in ("packed", "scales")),
 )  # fmt: skip
-ARGS = {
-    "decode_layers": (
-        Arg("out", "ptr"),
-        Arg("k_caches", "ptrs"),  # a layer each, as `layers`
-        Arg("v_caches", "ptrs"),
-        *args("ptr", "residual", "ple"),
-        Arg("layers", "ptrs"),  # layer_tensors(), layer after layer
-        Arg("final_norm", "ptr"),
-        Arg("positions", "ptr", align=8),
-        Arg("kv_lens", "ptr", align=4),
-        *args("ptr", "slots", "full_slots", align=8),
-        *args("ptr", "block_table", "full_block_table", align=4),
-        *args("ptr", "inv_freq", "full_inv_freq", "workspace"),
-        Arg("eps", "f32"),
-    )
-}
-BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
+_ARGS = (
+    Arg("out", "ptr"),
+    Arg("k_caches", "ptrs"),  # a layer each, as `layers`
+    Arg("v_caches", "ptrs"),
+    *args("ptr", "residual", "ple"),
+    Arg("layers", "ptrs"),  # layer_tensors(), layer after layer
+    Arg("final_norm", "ptr"),
+    Arg("positions", "ptr", align=8),
+    Arg("kv_lens", "ptr", align=4),
+    *args("ptr", "slots", "full_slots", align=8),
+    *args("ptr", "block_table", "full_block_table", align=4),
+    *args("ptr", "inv_freq", "full_inv_freq", "workspace"),
+    Arg("eps", "f32"),
+)
+_ARGS_OVER_RANKS = (*_ARGS, Arg("addresses", "ptr", align=8), Arg("rank", "i32"))
+BODIES = (
+    Body("kernel.cu.jinja", {"decode_layers": _ARGS}, SPACE, when={"over_ranks": False}),
+    Body("kernel.cu.jinja", {"decode_layers": _ARGS_OVER_RANKS}, SPACE, when={"over_ranks": True}),
+)
 OUTPUTS = ("out", "k_caches", "v_caches")
 
 
@@ -299,6 +320,9 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
         "TILE_KEYS": TILE_KEYS,
         "TILE_BYTES": _tile_bytes(p),
         "KEY_BATCH": KEY_BATCH,
+        "MAILBOXES": MAILBOXES,
+        "MOST_SUMMED": MOST_SUMMED,
+        "MOST_PEERS": MOST_PEERS,
     }
 
 
@@ -362,8 +386,8 @@ def _work_bytes(p: Problem) -> int:
 
 def _shared_bytes(p: Problem, c: Config) -> int:
     """Of a block, without the sums: the pipeline and its barriers; x by tiles, or attention's workspace; the token's
-    own keys and rotations; scales of x's tiles; the gated row; sums of a row; addresses; the block's shares; the
-    experts.
+    own keys and rotations; scales of x's tiles; the gated row; sums of a row; addresses, of ranks' memory too; the
+    block's shares; the experts.
     """
     ring = ceil((c.num_stages * (slot_bytes(p, c) + 16)) / 128) * 128 + ceil(_work_bytes(p) / 128) * 128
     keys = 2 * 2048 + 2 * 32 * 32 + 512
@@ -371,12 +395,18 @@ def _shared_bytes(p: Problem, c: Config) -> int:
     rows = 4 * (_max_tiles(p) + 6) + 4 * max(p.ple_width, 4) + scratch + 32
     addresses, shares = 2 * 8 * (len(layer_tensors(p.num_experts)) + 2), len(_kinds(p)) * _num_products(p) * 24
     choice = 4 * p.num_experts + 4 * 2 * MAX_TOP_K + 16 if p.num_experts else 0
+    addresses += 8 * (p.ranks + 1) if p.ranks > 1 else 0
     return ceil((ring + keys + rows + addresses + shares + 2 * 48 + choice) / 128) * 128
 
 
 def _num_products(p: Problem) -> int:
     """With int4 matrices, of a layer."""
     return len(MATRICES) + (len(EXPERT_MATRICES) if p.num_experts else 0)
+
+
+def num_summed(problem: Problem) -> int:
+    """Of a layer's products, those that blocks have partial sums of, and ranks."""
+    return 3 if problem.num_experts else 2
 
 
 def _units(p: Problem, c: Config, matrix: int) -> int:
@@ -423,13 +453,16 @@ def replaces(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
         n, k = matrix
         return "w4a16_gemm", {"n": n, "k": k, "group_size": p.group_size, "dtype": p.dtype, "gated": gated}
 
+    def added(**fields: Any) -> tuple[str, dict[str, Any]]:
+        return ("add_norm", row | fields) if p.ranks == 1 else ("exchange_norm", row | {"ranks": p.ranks} | fields)
+
     yield "rmsnorm", row
     for letter in p.layers:
         qkv, out, gate_up, down = p.matrices(letter)[: len(MATRICES)]
         yield w4(qkv)
         yield "attn_decode", _attention(p, letter)
         yield w4(out)
-        yield "add_norm", row
+        yield added()
         yield w4(gate_up, gated=True)
         yield w4(down)
         if p.num_experts:
@@ -438,11 +471,11 @@ def replaces(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
                 "num_experts": p.num_experts, "top_k": p.top_k, "hidden": p.hidden, "inner": p.expert_inner,
                 "group_size": p.group_size, "dtype": p.dtype,
             }  # fmt: skip
-            yield "moe_combine", row | {"top_k": p.top_k}
+            yield ("moe_combine", row | {"top_k": p.top_k}) if p.ranks == 1 else added(pairs=True, has_scalar=True)
         elif p.ple_width:
             yield "ple_block", row | {"width": p.ple_width}
         else:
-            yield "add_norm", row | {"has_scalar": True}
+            yield added(has_scalar=True)
 
 
 def _attention(p: Problem, letter: str) -> dict[str, Any]:
@@ -480,6 +513,8 @@ def why_unsupported(problem: Problem, target: Target) -> str | None:
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     p, c, arch, blocks = problem, config, target.arch, num_blocks(problem, config, target)
     group = p.group_size // STRIP
+    if c.over_ranks != (p.ranks > 1):
+        return f"over_ranks={c.over_ranks} of ranks={p.ranks}"
     if c.stage_tiles % c.num_warps:
         return f"stage_tiles={c.stage_tiles} is no multiple of num_warps={c.num_warps}"
     if c.stage_tiles % (2 * group):
@@ -528,7 +563,7 @@ def candidates(problem: Problem, target: Target) -> Sequence[Config]:
     for down, out in product(downs, outs):
         peers = max(max_peers(p.hidden // STRIP, parts, blocks) for parts in (out, down))
         for tiles, stages in product((sizes[0], min(sizes)), (10, 8, 7, 6, 5, 4, 3)):
-            config = Config(warps, tiles, stages, 2, 2, out, down, peers)
+            config = Config(warps, tiles, stages, 2, 2, out, down, peers, over_ranks=p.ranks > 1)
             if smem_bytes(p, config, target) <= target.arch.max_smem_bytes:
                 break
         found += [replace(config, max_inflight_stages=n) for n in (2, 3) if n <= max(2, p.hidden // STRIP // tiles)]
@@ -577,7 +612,7 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
     rows = (_most(p, 0, 0) + _most(p, 1, 1) + _most(p, 3, 1)) // 8 + 2 * sums
     per_layer = GATED_COPIES * p.ple_width // 4 + p.hidden // 8 if p.ple_width else 0
     chosen = p.num_experts // 4 + p.top_k * p.expert_inner // 8 + sums if p.num_experts else 0
-    return 16 + 3 * 16 * (rows + per_layer + chosen + blocks * (_unit_elements(p) // 32 * 9))
+    return 16 + MAILBOXES * 16 * (rows + per_layer + chosen + blocks * (_unit_elements(p) // 32 * 9))
 
 
 def key_bytes(problem: Problem) -> int:
@@ -602,4 +637,5 @@ def cost(problem: Problem) -> Cost:
         dense = (2 * p.ple_width + p.num_experts) * p.hidden
         flops += 2 * (sum(n * k for n, k in matrices) + dense) + 4 * _seen(p, letter) * p.num_q_heads * dim
     rows = (ELEMENT_BYTES[p.residual_dtype] + 2 * size) * p.hidden + size * len(p.layers) * p.ple_width
+    rows += 2 * 4 * p.hidden * len(p.layers) * num_summed(p) * (p.ranks - 1)  # to the peers, and from them
     return Cost(weights + key_bytes(p) + rows, flops)

@@ -6,11 +6,21 @@ from math import ceil
 
 from kerngen.arch import Target
 from kerngen.templates.common.w4.tiling import STRIP, matrix_bytes
-from kerngen.templates.decode_layers.spec import Config, Problem, cost, key_bytes, max_peers, num_blocks, slot_bytes
+from kerngen.templates.decode_layers.spec import (
+    Config,
+    Problem,
+    cost,
+    key_bytes,
+    max_peers,
+    num_blocks,
+    num_summed,
+    slot_bytes,
+)
 from kerngen.templates.kernel import Traffic
 
 WAITS, EXPERT_WAITS = 15, 4  # of a layer, and of its router and experts beside
 PEER_WAITS = 0.27  # for the sums of one more block
+RANK_WAITS = 2.0  # for those of one more GPU: predicted, as what a word takes from one to another
 UNEVEN = 0.5  # of what the busiest block has more than others, that the loads of the next product do not hide
 DRAINED = 0.6  # of what a third stage in flight holds, that a layer's exchanges wait for
 TILE_OPS = 24  # of 44 instructions of a lane for a tile of 32 x 32 weights, those that loads do not hide
@@ -33,7 +43,7 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
         rows += 4 * (p.matrices(letter)[1][1] + p.inner_of(letter)) + 8 * p.hidden * c.max_peers
         if p.num_experts:
             rows += 4 * (p.num_experts + p.top_k * p.expert_inner) + 4 * p.hidden * c.max_peers
-        waits += WAITS + (EXPERT_WAITS if p.num_experts else 0)
+        waits += WAITS + (EXPERT_WAITS if p.num_experts else 0) + RANK_WAITS * num_summed(p) * (p.ranks > 1)
         for (n, k), parts in list(zip(p.matrices(letter), c.parts, strict=False))[1::2]:  # out, and down
             strips, tiles = n // STRIP, k // STRIP
             uneven += num_sms * ceil(strips * parts / blocks) * ceil(tiles / parts) - strips * tiles

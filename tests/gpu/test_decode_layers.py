@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from kerngen.compiler.render import render
 from kerngen.errors import LaunchError
 from kerngen.runtime.launcher import Function
 from kerngen.templates import find_kernel
-from kerngen.templates.decode_layers.spec import Config, Problem
+from kerngen.templates.decode_layers.spec import PEER_ROWS, Config, Problem, layer_tensors
+from kerngen.templates.exchange_norm.spec import exchange_bytes
 from kerngen.templates.kernel import Case
 from kerngen.timing.measure import check_function, compare, fresh, load, target_here
 
@@ -152,3 +154,115 @@ def test_a_graph_names_arrays_of_addresses_that_stay() -> None:
     for outputs in (given, others):
         result = compare(KERNEL, case, outputs, expected)
         assert result.ok, result.message
+
+
+OVER_RANKS = Problem("ssfs", 1024, 8, 4, 256, 1, 512, True, 1344, kv_len=300, dtype="fp16", residual_dtype="fp32")
+WITH_EXPERTS = Problem(
+    "ssf", 1024, 8, 4, 256, 1, 512, True, 1056, kv_len=300, num_experts=32, top_k=8, expert_inner=352
+)  # fmt: skip
+
+
+class OneGpu:
+    """The ranks of a model as streams of this GPU, each with SMs enough of its own, and memory."""
+
+    def __init__(self, problem: Problem) -> None:
+        here, ranks = target_here(), problem.ranks
+        self.problem = problem
+        self.target = Target(here.arch, replace(here.device, num_sms=here.device.num_sms // ranks))
+        config = KERNEL.default_config(problem, self.target)
+        image = CompileCache().get_or_compile(render(KERNEL, problem, config, self.target), here.arch).image
+        self.functions = [Function(KERNEL, config, self.target, image) for _ in range(ranks)]
+        size = exchange_bytes(ranks, PEER_ROWS, problem.hidden)
+        self.memory = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(ranks)]
+        self.abort = torch.zeros(4, dtype=torch.int32, device="cuda")
+        self.addresses = torch.tensor([m.data_ptr() for m in (*self.memory, self.abort)], device="cuda")
+        self.streams = [torch.cuda.Stream() for _ in range(ranks)]
+
+    def given(self, seed: int) -> list[dict[str, Any]]:
+        """Of each rank; they have the residual, the norms, routers and scalars of the first."""
+        case = KERNEL.cases.case_for(self.problem)
+        each = [
+            KERNEL.cases.inputs(Case(case.name, self.problem, seed * 8 + rank), "cuda") | {"rank": rank}
+            for rank in range(self.problem.ranks)
+        ]
+        names = layer_tensors(self.problem.num_experts)
+        own = [n.endswith(("packed", "scales")) or n in ("q_norm", "k_norm") for n in names] * len(self.problem.layers)
+        for given in each:
+            given["layers"] = tuple(
+                mine if is_own else shared
+                for mine, shared, is_own in zip(given["layers"], each[0]["layers"], own, strict=True)
+            )
+            given |= {n: each[0][n] for n in ("residual", "final_norm", "positions", "kv_lens")}
+            given["addresses"] = self.addresses
+        return each
+
+    def launch(self, rank: int, given: dict[str, Any]) -> None:
+        with torch.cuda.stream(self.streams[rank]):
+            self.functions[rank].run(self.problem, given, alone=True)
+
+    def wait(self, seconds: float = 30.0) -> None:
+        """Raises where a rank waits for ever; the launches leave then."""
+        ended = [stream.record_event() for stream in self.streams]
+        deadline = time.monotonic() + seconds
+        while not all(event.query() for event in ended):
+            if time.monotonic() > deadline:
+                self.abort.fill_(1)
+                raise AssertionError("ranks wait for each other")
+            time.sleep(0.001)
+
+    def require_clean(self) -> None:
+        """But for the count of layers."""
+        words = 2 * 2 * self.problem.ranks * PEER_ROWS * self.problem.hidden
+        for memory in self.memory:
+            assert not memory[:words].any(), "a word that is not zero would be taken for the next launch's"
+
+
+def _over_ranks(problem: Problem) -> OneGpu:
+    if (why := KERNEL.why_unsupported(problem, target_here())) is not None:
+        pytest.skip(why)
+    return OneGpu(problem)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("problem", [OVER_RANKS, WITH_EXPERTS], ids=["dense", "experts"])
+def test_ranks_sum_what_each_has(problem: Problem, ranks: int) -> None:
+    """Launches right behind each other, with ranks that pause at random: the same bits on all, and those wanted."""
+    gpu, draw = _over_ranks(replace(problem, ranks=ranks)), Random(ranks)
+    case = KERNEL.cases.case_for(gpu.problem)
+    each = [gpu.given(seed) for seed in range(3)]
+    expected = [KERNEL.reference.expected_of(gpu.problem, given) for given in each]
+    torch.cuda.synchronize()
+    for _ in range(30):
+        for given in each:
+            for of_rank in given:
+                of_rank["out"].fill_(float("nan"))
+        torch.cuda.synchronize()
+        for _ in range(4):
+            for given in each:
+                for rank in draw.sample(range(ranks), ranks):
+                    if draw.random() < 0.3:
+                        with torch.cuda.stream(gpu.streams[rank]):
+                            torch.cuda._sleep(draw.randrange(200_000))
+                    gpu.launch(rank, given[rank])
+        gpu.wait()
+        for given, wanted in zip(each, expected, strict=True):
+            for rank in range(ranks):
+                result = compare(KERNEL, case, given[rank], wanted[rank])
+                assert result.ok, f"rank {rank}: {result.message}"
+                assert torch.equal(given[rank]["out"], given[0]["out"]), "bits differ from rank to rank"
+    gpu.require_clean()
+
+
+def test_a_rank_alone_leaves_once_it_is_told() -> None:
+    gpu = _over_ranks(replace(OVER_RANKS, ranks=2))
+    given = gpu.given(1)
+    torch.cuda.synchronize()
+    gpu.launch(0, given[0])
+    done = gpu.streams[0].record_event()
+    time.sleep(0.3)
+    assert not done.query(), "nobody has posted what it waits for"
+    gpu.abort.fill_(1)
+    start = time.monotonic()
+    done.synchronize()
+    assert time.monotonic() - start < 1.0
+    assert given[0]["out"].isnan().all()

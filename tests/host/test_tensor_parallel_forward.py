@@ -240,29 +240,34 @@ def test_suppressed_tokens_are_chosen_on_no_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "size"), [("gemma-4-31b", 2), ("gemma-4-26b-a4b", 4)])
 def test_a_steps_exchanges_are_two_a_layer_and_one_of_the_choice(name: str, size: int) -> None:
-    """Launches of few tokens, collectives of more; of a layer with experts the second has two rows."""
+    """Launches of few tokens, collectives of more; of a layer with experts the second has two rows. Of one token the
+    kernel of all layers sums over the ranks, and asks for none.
+    """
     model, arch = find_model(name), find_arch("sm90")
     rank = model.divided(World(size - 1, size))
     layers, row = len(model.target.layers), 2 * model.target.hidden_size
     experts = bool(model.target.num_experts)
     assert rank.drafter is not None
 
-    def exchanged(step: Step) -> tuple[Counter[tuple[str, int]], Counter[tuple[int, int, bool, int]]]:
+    def exchanged(step: Step) -> tuple[Counter[tuple[str, int]], Counter[Any]]:
         found: Counter[tuple[str, int]] = Counter()
-        launched: Counter[tuple[int, int, bool, int]] = Counter()
-        called: set[str] = set()
+        launched: Counter[Any] = Counter()
 
         def note(kernel: str, problem: Any, where: str) -> None:
-            called.add(kernel)
+            assert kernel != "w4a16_norm", "a norm needs the whole sum"
+            if kernel == "decode_layers":
+                assert problem.ranks == size
+                launched["decode_layers"] += 1
             if kernel == "exchange_norm":
                 launched[problem.ranks, problem.hidden, problem.pairs, problem.num_tokens] += 1
 
         recorder(rank.target, rank.drafter, arch).record(step, note, collective=lambda *told: found.update([told]))
-        assert not called & {"w4a16_norm", "decode_layers"}, "a norm needs the whole sum"
         return found, launched
 
     hidden = model.target.hidden_size
-    for step, tokens in ((Step.decode(1, 512), 1), (Step.verify(2, 4, 512), 8)):
+    chosen = Counter({("best_of_ranks", 12): 1})
+    assert exchanged(Step.decode(1, 512)) == (chosen, Counter(["decode_layers"]))
+    for step, tokens in ((Step.decode(2, 512), 2), (Step.verify(2, 4, 512), 8)):
         launches = Counter({(size, hidden, False, tokens): layers}) + Counter({(size, hidden, experts, tokens): layers})
         assert exchanged(step) == (Counter({("best_of_ranks", 12 * tokens): 1}), launches)
     ends = 2 * row if experts else row

@@ -5,6 +5,8 @@ configuration and its source's digest, and the first launch compiles it through 
 
     <cache>/prebuilt/<BOARD>-<key>.kgdb     key: of the files, of all that renders their sources, and of the schema
 
+Some twenty seconds of one core go into it, so it is made in shares by as many processes as there are cores.
+
 It is trusted as the compile cache is: where another user may have written it, it is not read, and where it cannot be
 kept, it is made in memory, which is said once.
 """
@@ -14,17 +16,21 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kerngen import __version__
 from kerngen.arch import Target
 from kerngen.compiler.source_digest import source_digest_of
 from kerngen.errors import DatabaseError, UnknownName
+from kerngen.system.cores import usable_cores
 from kerngen.system.files import cache_dir, locked, make_folder
+from kerngen.system.interrupts import result_of
 from kerngen.system.owner import TRUST_HINT, why_distrusted
+from kerngen.system.processes import ProcessDied, Processes
 from kerngen.templates import find_kernel
 from kerngen.tuning_db.read.boards import Board, nearest_board
 from kerngen.tuning_db.read.canonical_fields import named_kernel
@@ -36,11 +42,13 @@ if TYPE_CHECKING:
     from kerngen.compiler.cache import CachedCompiler
     from kerngen.tuning_db.dist.keys import SecretKey
     from kerngen.tuning_db.dist.results_folder import Rebuilt
+    from kerngen.tuning_db.read.ids import ProblemKey
     from kerngen.tuning_db.store.store import Store
 
 log = logging.getLogger(__name__)
 
 _DIGITS = 16  # of a key, in file names
+SHARE_BYTES, MOST_SHARES = 32 << 10, 16  # of results files; each share reads all of them, which takes a second
 _MIGRATIONS = Path(__file__).with_name("migrations") / "versions"
 
 
@@ -174,7 +182,8 @@ def compile_board(
     from kerngen.tuning_db.dist.results_folder import build, read
 
     with shipment() as made:
-        done = build(read([board.folder]), made.store, compiler, say, cells)
+        wanted = (lambda key: True) if cells is None else (lambda key: key.cell in cells)
+        done = build(read([board.folder]), made.store, compiler, say, wanted)
         if not done.winners:
             raise DatabaseError(f"{board.folder} has no winners for that")
         made.seal(out, {"name": f"prebuilt-{board.name}", "contents": made.contents() | {"models": []}}, keys)
@@ -183,21 +192,61 @@ def compile_board(
 
 def in_memory(board: Board) -> Store:
     """The same as a Store of this process alone. Raises DatabaseError."""
-    from kerngen.tuning_db.store import engine, migrate
-    from kerngen.tuning_db.store.store import Store
-
-    where = str(board.folder)
-    with engine.clear_errors(where):
-        store = Store(migrate.settle(engine.in_memory(), where, read_only=False), where, name=name_of(board),
-                      read_only=False, override=False)  # fmt: skip
-        _fill(board, store)
+    store = _store_in_memory(str(board.folder), name_of(board))
+    _fill(board, store)
     return store
 
 
-def _fill(board: Board, store: Store) -> Rebuilt:
-    from kerngen.tuning_db.dist.results_folder import build, read
+def _store_in_memory(where: str, name: str = "") -> Store:
+    from kerngen.tuning_db.store import engine, migrate
+    from kerngen.tuning_db.store.store import Store
 
-    done = build(read([board.folder]), store, None)
+    with engine.clear_errors(where):
+        made = migrate.settle(engine.in_memory(), where, read_only=False)
+        return Store(made, where, name=name, read_only=False, override=False)
+
+
+def _share(board: Board, index: int, of: int) -> tuple[Rebuilt, dict[str, list[dict[str, Any]]]]:
+    """Of a board's static problems those whose keys are `index` modulo `of`: what became of them, and the rows that
+    they give, by table.
+    """
+    from kerngen.tuning_db.dist.results_folder import build, read
+    from kerngen.tuning_db.store import schema
+
+    def is_mine(key: ProblemKey) -> bool:
+        return int(hashlib.sha256(key.static_key.encode()).hexdigest()[:8], 16) % of == index
+
+    with _store_in_memory(os.fspath(board.folder)) as store:
+        done = build(read([board.folder]), store, None, wanted=is_mine)
+        with store.reading() as connection:
+            rows = {
+                table.name: [dict(row._mapping) for row in connection.execute(table.select())]
+                for table in schema.metadata.sorted_tables
+            }
+    return done, rows
+
+
+def _fill(board: Board, store: Store) -> Rebuilt:
+    from kerngen.tuning_db.dist.results_folder import Rebuilt, build, read
+    from kerngen.tuning_db.store import schema
+
+    size = sum(path.stat().st_size for path in board.files())
+    shares = min(usable_cores(), MOST_SHARES, size // SHARE_BYTES + 1)
+    if shares == 1:
+        done = build(read([board.folder]), store, None)
+    else:
+        done = Rebuilt()
+        with Processes(shares) as processes, store.writing() as connection:
+            asked = [processes.submit(_share, board, index, shares) for index in range(shares)]
+            for index, future in enumerate(asked):
+                try:
+                    made, rows = result_of(future)
+                except ProcessDied:  # where this is a script that a new process would run again, say
+                    made, rows = _share(board, index, shares)
+                done.add(made)
+                for table in schema.metadata.sorted_tables:
+                    if rows[table.name]:  # what several shares rest on has one name in all
+                        connection.execute(table.insert().prefix_with("OR IGNORE"), rows[table.name])
     if done.faults:
         log.warning("%s: %d statements of its files do not hold, and are left out: %s", board.folder, len(done.faults),
                     done.faults[0])  # fmt: skip

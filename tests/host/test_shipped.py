@@ -15,17 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import func, select
 
 from kerngen.arch import Target, find_device
 from kerngen.cli.process import settle_notes
 from kerngen.errors import DatabaseError
 from kerngen.templates import find_kernel
-from kerngen.tuning_db import default_stores, lookup
+from kerngen.tuning_db import default_stores, lookup, shipped
 from kerngen.tuning_db.dist.results_parser import parse
 from kerngen.tuning_db.read import boards, places
 from kerngen.tuning_db.read.reader import Reader
 from kerngen.tuning_db.read.sealed import Sealed
 from kerngen.tuning_db.shipped import Shipped, key_of, open_board, path_of
+from kerngen.tuning_db.store import schema
 from kerngen.tuning_db.store.store import Store
 
 SHEETS = places.PREBUILT / "H200"
@@ -112,6 +114,36 @@ def test_a_terminal_is_told_what_takes_seconds(
     told = "preparing what is shipped for H200, once for this version"
     assert capsys.readouterr().err.count(told) == is_terminal
     log.setLevel(logging.NOTSET)
+
+
+def test_several_processes_make_what_one_makes(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Winner for winner, of kernels with many static problems and with few."""
+    for name in ("rmsnorm.txt", "add_norm.carried.txt"):
+        shutil.copy(SHEETS / name, tmp_path / "sheets" / "H200")
+    boards._boards_in.cache_clear()
+
+    def made(cores: int, share: int) -> dict[str, set[str]]:
+        monkeypatch.setattr(shipped, "usable_cores", lambda: cores)
+        monkeypatch.setattr(shipped, "SHARE_BYTES", share)
+        with shipped.in_memory(here()) as store, store.reading() as connection:
+            found = {
+                table.name: {repr(row) for row in connection.execute(table.select())}
+                for table in schema.metadata.sorted_tables
+                if table.name not in ("measurement", "line", "winner")  # which say when a row that is carried was made
+            }
+            w = schema.winner.c
+            won = select(w.problem_id, w.build_id, w.device_id, w.provenance, w.latency_us, w.closure)
+            found["winner"] = {repr(row) for row in connection.execute(won)}
+            found["trials"] = {str(connection.execute(select(func.count(schema.measurement.c.id))).scalar())}
+            return found
+
+    alone = made(1, 1)
+    assert len(alone["winner"]) > 50
+    assert made(3, 1) == alone
+    submitted = []
+    monkeypatch.setattr(shipped.Processes, "submit", lambda *_: submitted.append(1))
+    assert made(3, 1 << 20) == alone, "few results are no work for several"
+    assert not submitted
 
 
 def test_a_board_that_is_far_from_all_makes_nothing(cache: Path) -> None:

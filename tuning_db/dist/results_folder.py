@@ -265,6 +265,12 @@ class Rebuilt:
     stale: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
+    def add(self, other: Rebuilt) -> None:
+        self.trials += other.trials
+        self.winners += other.winners
+        self.stale += other.stale
+        self.faults += other.faults
+
 
 @dataclass(frozen=True, slots=True)
 class _Case:
@@ -307,16 +313,16 @@ def build(
     into: Store,
     compiler: CachedCompiler | None,
     say: Callable[[int, int, str], None] = lambda done, total, what: None,
-    cells: Collection[str] | None = None,
+    wanted: Callable[[ProblemKey], bool] = lambda key: True,
 ) -> Rebuilt:
     """Fill `into` with what `files` state, compiled by `compiler`. say: is told (done, of how many, what).
 
     compiler: None compiles nothing. Builds are then known by their sources alone, and whoever runs one compiles it.
-    cells: ProblemKey.cell of what is wanted, None for all.
+    wanted: which problems.
     Raises UnknownName for a kernel that is not installed, CompileError, DatabaseError.
     """
     done = Rebuilt()
-    cases = [case for file in files for case in _cases(file, done, cells)]
+    cases = [case for file in files for case in _cases(file, done, wanted)]
     images: dict[tuple[str, str], Future[Cubin]] = {}
     for case in cases:
         what = case.source, case.file.arch
@@ -336,7 +342,7 @@ def build(
     return done
 
 
-def _cases(file: ResultsFile, done: Rebuilt, cells: Collection[str] | None) -> Iterator[_Case]:
+def _cases(file: ResultsFile, done: Rebuilt, wanted: Callable[[ProblemKey], bool]) -> Iterator[_Case]:
     kernel, arch, device = find_kernel(named_kernel(file.kernel)), find_arch(file.arch), _device(file)
     of, closure = canonical_fields_of(file.kernel), source_digest_of(kernel)
     last, rendered = None, dict[int, _Rendered | None]()  # of a problem, by index
@@ -353,7 +359,7 @@ def _cases(file: ResultsFile, done: Rebuilt, cells: Collection[str] | None) -> I
         if not _is_filed_as(key, asked, problem.static, point):
             done.faults.append(f"{file.kernel} on {file.board}: {fields} is filed otherwise today")
             continue
-        if cells is not None and key.cell not in cells:
+        if not wanted(key):
             continue
         for trial in point.trials:
             told = problem.configs[trial.config]

@@ -28,6 +28,8 @@ from kerngen.runtime.engine.scheduler import Chunk, Scheduler
 from kerngen.runtime.engine.sizing import PREFILL_CHUNK, CacheShape
 from kerngen.runtime.engine.warmup import warm_up
 from kerngen.runtime.executors import Say
+from kerngen.runtime.executors.layer_dedup import one_of_each_kind
+from kerngen.runtime.executors.trace import Trace
 from kerngen.runtime.logprobs import MOST_LOGPROBS, TokenLogprobs, read_logprobs
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import Ops
@@ -156,7 +158,12 @@ class Engine:
     def _make_ready(self, say: Say, usual: Sampling | None) -> None:
         fixed, most = self._fixed, self._lengths.longest
         lengths = range(most + 1) if fixed is None else sorted({0, fixed})
-        self.model.ops.build_ahead(lambda: warm_up(self.runner, lengths, self.prefill_chunk, mixed=self._mixes), say)
+
+        def ask(trace: Trace) -> None:
+            with one_of_each_kind(trace, self.model, self.drafter):
+                warm_up(self.runner, lengths, self.prefill_chunk, mixed=self._mixes)
+
+        self.model.ops.build_ahead(ask, say)
         usually = sorted({0, min(FIRST_LENGTH, most)}) if fixed is None else [fixed]
         modes = sorted({SamplingMode(), SamplingMode.for_sampling([usual or Sampling()])})
         self.runner.capture(usually, modes)

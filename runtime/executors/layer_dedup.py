@@ -1,28 +1,35 @@
-"""Records a stack of layers by running one layer of each kind: layers that are alike make the same calls."""
+"""Writes down a stack of layers by running one layer of each kind: layers that are alike make the same calls."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kerngen.runtime.executors.record import Record
 from kerngen.runtime.model import Attend, DecoderStack
 
 
+class Once(Protocol):
+    """An executor that writes calls down."""
+
+    def once(self, key: Hashable, make: Callable[[], tuple[Tensor, str]]) -> tuple[Tensor, str]:
+        """What `make` returns; where it was made with an equal key before, a tensor of that form, and nothing runs."""
+
+
 class DedupedLayers(DecoderStack):
-    """`of`, whose layers run once of each kind for a Record: the calls of the others are those of the first.
+    """`of`, whose layers run once of each kind: the calls of the others are those of the first.
 
     A call's problem is made of shapes, dtypes and figures of the configuration: layers are alike that agree in those,
     in the place that their calls name, and in what follows them.
     """
 
-    def __init__(self, of: DecoderStack, record: Record) -> None:
+    def __init__(self, of: DecoderStack, executor: Once) -> None:
         self.__dict__.update(of.__dict__)
-        self._record = record
+        self._executor = executor
         kinds: dict[Hashable, int] = {}
         self._kinds = [kinds.setdefault(self._kind(i), len(kinds)) for i in range(len(self.layers))]
 
@@ -45,8 +52,23 @@ class DedupedLayers(DecoderStack):
                 h = super(DedupedLayers, self).layer(index, residual, qkv, attend, ple, projects=projects)
             return h, self.ops.place
 
-        h, self.ops.place = self._record.once(key, made)
+        h, self.ops.place = self._executor.once(key, made)
         return h
+
+
+@contextmanager
+def one_of_each_kind(executor: Once, *models: Any) -> Iterator[None]:
+    """Meanwhile the layers of `models`, whose calls `executor` gets, run once of each kind in a forward. A drafter
+    without a DecoderStack runs as ever.
+    """
+    stacks = [(m, m.stack) for m in models if isinstance(getattr(m, "stack", None), DecoderStack)]
+    for model, stack in stacks:
+        model.stack = DedupedLayers(stack, executor)
+    try:
+        yield
+    finally:
+        for model, stack in stacks:
+            model.stack = stack
 
 
 def _form(value: Any) -> Hashable:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from kerngen.runtime.executors import Executor, InOrder
@@ -26,6 +28,7 @@ class Trace(InOrder):
         self.peers, self.layer_peers = of.peers, of.layer_peers
         self.collectives: Collectives = Noted(of.collectives.world, lambda *_: None)
         self.asked: dict[tuple[str, Any], None] = {}
+        self._forms: dict[Hashable, tuple[dict[str, Any], str]] = {}  # what `once` returned
 
     def fuses(self, call: Call[Any], where: str) -> bool:
         return self._of.fuses(call, where)
@@ -35,6 +38,18 @@ class Trace(InOrder):
             self.asked[call.kernel, call.problem] = None
         _clear(call.result)
         return call.result
+
+    def once(self, key: Hashable, make: Callable[[], tuple[Tensor, str]]) -> tuple[Tensor, str]:
+        """What `make` returns, or, with a key that was there before, memory of its tensor's form and nothing run. No
+        tensor is kept: it would have the size of a forward's.
+        """
+        if (known := self._forms.get(key)) is not None:
+            form, place = known
+            return torch.empty_strided(**form), place
+        made, place = make()
+        form = {"size": made.shape, "stride": made.stride(), "dtype": made.dtype, "device": made.device}
+        self._forms[key] = form, place
+        return made, place
 
 
 def _clear(result: Any) -> None:

@@ -38,6 +38,7 @@ from kerngen.templates.values import AttnBatch, HeadNorms, KVView
 if TYPE_CHECKING:
     from kerngen.runtime.executors import Say
     from kerngen.runtime.executors.collectives import Collectives
+    from kerngen.runtime.executors.trace import Trace
     from kerngen.runtime.weights.layout import LayerWeights, MoeWeights, PleLayerWeights
 
 
@@ -133,9 +134,9 @@ class Ops(Protocol):
     def outside(self) -> dict[str, str]:
         """What was computed so far that no kernel of ours serves, each with the reason (see ops/fallbacks.py)."""
 
-    def build_ahead(self, warm_up: Callable[[], None], say: Say) -> None:
+    def build_ahead(self, warm_up: Callable[[Trace], None], say: Say) -> None:
         """Compile what `warm_up`, which runs the model, asks for and is not compiled yet. Nothing is computed
-        meanwhile: its results mean nothing. say: done, of all, what.
+        meanwhile: its results mean nothing. It is given what listens. say: done, of all, what.
         """
 
     def overlap(self, work: Callable[[], Made]) -> Callable[[], Made]:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from kerngen.runtime.executors import Say, run_inline
 from kerngen.runtime.executors.collectives import Collectives, OneRank
+from kerngen.runtime.executors.trace import Trace
 from kerngen.runtime.ops import (
     Experts,
     HeadScreen,
@@ -62,7 +63,7 @@ class TorchOps:
     def outside(self) -> dict[str, str]:
         return {"everything": "the torch backend is eager torch, on any machine"}
 
-    def build_ahead(self, warm_up: Callable[[], None], say: Say) -> None:
+    def build_ahead(self, warm_up: Callable[[Trace], None], say: Say) -> None:
         """Nothing is compiled."""
 
     def overlap(self, work: Callable[[], Made]) -> Callable[[], Made]:

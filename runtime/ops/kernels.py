@@ -125,12 +125,12 @@ class KernelOps:
     def _at(self, what: str) -> str:
         return f"{what} ({self.place})" if self.place else what
 
-    def build_ahead(self, warm_up: Callable[[], None], say: Say) -> None:
+    def build_ahead(self, warm_up: Callable[[Trace], None], say: Say) -> None:
         executor = self.executor
         self.executor = listening = Trace(executor)
         self.collectives = listening.collectives
         try:
-            warm_up()
+            warm_up(listening)
         finally:
             self.executor, self.collectives = executor, executor.collectives
         executor.build(listening.asked, say)

@@ -93,4 +93,4 @@ def test_who_listens_computes_nothing_and_leaves_no_rubbish_where_torch_reads_pl
 
 
 def test_where_nothing_is_compiled_nothing_is_rehearsed() -> None:
-    TorchOps(torch.device("cpu"), torch.float32).build_ahead(lambda: pytest.fail("rehearsed"), lambda *_: None)
+    TorchOps(torch.device("cpu"), torch.float32).build_ahead(lambda _: pytest.fail("rehearsed"), lambda *_: None)

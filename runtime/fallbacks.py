@@ -10,5 +10,5 @@ FALLBACKS = {
     "dense experts": "no grouped kernel for 16-bit weights yet: torch multiplies one expert after the other",
     # of a divided model alone
     "sums of routed experts": "they are added before ranks exchange them; moe_combine adds them with all that follows",
-    "the chosen token's logit": "ranks compare their choices by it, and no kernel writes it beside the token yet",
+    "the chosen token's logit": "ranks without shared memory compare choices by it; exchange_best does so for others",
 }

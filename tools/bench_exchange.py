@@ -1,4 +1,4 @@
-"""Times exchange_norm between the GPUs of this host, beside NCCL's all-reduce and add_norm.
+"""Times exchange_norm and exchange_best between the GPUs of this host, beside what NCCL takes for the same.
 
     python -m tools.bench_exchange --ranks 2
 
@@ -29,6 +29,7 @@ from kerngen.runtime.world import World
 
 CALLS, SAMPLES, WARM_UP = 120, 20, 3
 TOKENS = (1, 4, 8, 32, 64, 128, 512)
+HEAD = 4096  # rows of a rank's output head
 PRODUCT = "product alone"
 
 
@@ -93,24 +94,26 @@ def timed_rank(world: World, tokens: Sequence[int], hidden: int, products: bool)
 
     torch.cuda.set_device(world.rank)
     from kerngen.runtime.executors.peer_memory import PeerMemory, gather_by
+    from kerngen.templates.exchange_best.spec import POSTED
     from kerngen.timing.measure import environment, target_here
 
-    refused, memory = "", None
+    refused, memories = "", []
     try:
-        memory = PeerMemory(world, gather_by(), hidden=hidden, max_rows=max(tokens))
+        for width in (hidden, POSTED):
+            memories.append(PeerMemory(world, gather_by(), hidden=width, max_rows=max(tokens)))
     except KerngenError as e:
-        refused = str(e)
+        refused, memories = str(e), []
     dtype = target_here().arch.dtype
     times: list[list[Any]] = []
     for count in tokens:
-        calls = _calls(world, count, hidden, dtype, memory)
+        calls = _calls(world, count, hidden, dtype, *(m.peers for m in memories))
         times += [[what, count, False, _replayed(call)] for what, call in calls.items()]
         if products:
             product = _product(world, count, hidden, dtype)
             times.append([PRODUCT, count, True, _replayed(product)])
             times += [[what, count, True, _replayed(partial(_both, product, call))] for what, call in calls.items()]
-    if memory is not None:
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    for memory in memories:
         memory.close()
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return {"times": times, "refused": refused, "environment": {**environment(), "nccl": nccl}}
@@ -121,14 +124,19 @@ def _both(first: Callable[[], object], second: Callable[[], object]) -> None:
     second()
 
 
-def _calls(world: World, tokens: int, hidden: int, dtype: str, memory: Any) -> dict[str, Callable[[], object]]:
-    """What is timed, checked."""
+def _calls(world: World, tokens: int, hidden: int, dtype: str, *peers: Any) -> dict[str, Callable[[], object]]:
+    """What is timed, checked. peers: of memory for rows, and for choices; or none."""
     import torch
     import torch.distributed as dist
 
+    from kerngen.runtime.executors.collectives import Distributed
+    from kerngen.runtime.ops.fallbacks import logit_of
     from kerngen.templates.add_norm.op import add_norm
     from kerngen.templates.common.rows.torch_rows import Draw
+    from kerngen.templates.exchange_best.op import exchange_best
+    from kerngen.templates.exchange_best.reference import best
     from kerngen.templates.exchange_norm.op import exchange_norm
+    from kerngen.templates.exchange_norm.reference import expected_of
 
     device = torch.device("cuda", world.rank)
     shared, own = Draw(tokens, device), Draw(1000 * (world.rank + 1) + tokens, device)
@@ -138,23 +146,44 @@ def _calls(world: World, tokens: int, hidden: int, dtype: str, memory: Any) -> d
     zeros = torch.zeros_like(h)  # summed in place 120 times: a sum of anything else would be infinite
     norm = _loaded(add_norm(residual.clone(), zeros, weights[0], None, weights[1], 1e-6))
 
+    # in eighths: a logit is the same in any order of its sum
+    x, head = (d.normal(n, hidden, dtype=dtype, std=8.0).round_().div_(8) for d, n in ((shared, tokens), (own, HEAD)))
+    rows, first = own.integers(0, HEAD, tokens), HEAD * world.rank
+    collectives = Distributed(world)
+
     def nccl() -> None:
         dist.all_reduce(zeros)
         norm()
 
+    def choice() -> None:
+        collectives.best_of_ranks(logit_of(x, head, rows), rows + first)
+
     found: dict[str, Callable[[], object]] = {"add_norm": norm}
-    if memory is not None:
-        parts = [torch.empty_like(h) for _ in range(world.size)]
-        dist.all_gather(parts, h)
+    if peers:
+        of_rows, of_choices = peers
         for name, two_shot_from in (("exchange_norm", 0), ("exchange_norm in two shots", 1)):
-            peers = replace(memory.peers, two_shot_from=two_shot_from)
+            shots = replace(of_rows, two_shot_from=two_shot_from)
 
-            def asked(peers: Any = peers) -> Any:
-                return exchange_norm(residual.clone(), h, weights[0], None, weights[1], 1e-6, peers)
+            def asked(given: Any = shots) -> Any:
+                return exchange_norm(residual.clone(), h, weights[0], None, weights[1], 1e-6, given)
 
-            _check(world, asked(), parts)
+            call = asked()
+            _check(world, call, expected_of(call.problem, call.arguments, _of_ranks(world, h), []))
             found[name] = _loaded(asked())
-    return found | {"NCCL and add_norm": nccl}
+        call = exchange_best(x, head, rows, first, of_choices)
+        _check(world, call, best(_of_ranks(world, logit_of(x, head, rows)), _of_ranks(world, rows + first)))
+        found["exchange_best"] = _loaded(call)
+    return found | {"NCCL and add_norm": nccl, "a choice by NCCL": choice}
+
+
+def _of_ranks(world: World, mine: Any) -> Any:
+    """[ranks, ...] of each rank's."""
+    import torch
+    import torch.distributed as dist
+
+    parts = [torch.empty_like(mine) for _ in range(world.size)]
+    dist.all_gather(parts, mine)
+    return torch.stack(parts)
 
 
 def _loaded(call: Any) -> Callable[[], None]:
@@ -167,16 +196,15 @@ def _loaded(call: Any) -> Callable[[], None]:
     return partial(function.run, call.problem, call.arguments, in_forward=True, alone=True)
 
 
-def _check(world: World, call: Any, parts: Sequence[Any]) -> None:
-    """Raises NumericsError where a launch is not as the reference, or ranks hold other bits."""
+def _check(world: World, call: Any, expected: dict[str, Any]) -> None:
+    """Raises NumericsError where a launch is not as `expected`, or ranks hold other bits."""
     import torch
 
     from kerngen.runtime.executors.peer_memory import gather_by
     from kerngen.templates import find_kernel
     from kerngen.timing.measure import compare
 
-    kernel = find_kernel("exchange_norm")
-    expected = kernel.reference.expected_of(call.problem, call.arguments, parts, [])
+    kernel = find_kernel(call.kernel)
     _loaded(call)()
     torch.cuda.synchronize()
     result = compare(kernel, kernel.cases.case_for(call.problem), dict(call.arguments), expected)

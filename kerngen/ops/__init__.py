@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     from kerngen.templates.dense_gemv import op as _dense_gemv
     from kerngen.templates.draft_inputs import op as _draft_inputs
     from kerngen.templates.embed import op as _embed
+    from kerngen.templates.exchange_best import op as _exchange_best
     from kerngen.templates.exchange_norm import op as _exchange_norm
     from kerngen.templates.gelu_gate import op as _gelu_gate
     from kerngen.templates.greedy_head import op as _greedy_head
@@ -66,6 +67,8 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     dense_gemv = _run(_dense_gemv.dense_gemv)
     draft_inputs = _run(_draft_inputs.draft_inputs)
     embed = _run(_embed.embed)
+    exchange_best = _flat(_exchange_best.exchange_best)
+    exchange_best_logits = _flat(_exchange_best.exchange_best_logits)
     exchange_norm = _flat(_exchange_norm.exchange_norm)
     exchange_pair_norm = _flat(_exchange_norm.exchange_pair_norm)
     exchange_post_norm = _flat(_exchange_norm.exchange_post_norm)
@@ -104,6 +107,8 @@ __all__ = [
     "dense_gemv",
     "draft_inputs",
     "embed",
+    "exchange_best",
+    "exchange_best_logits",
     "exchange_norm",
     "exchange_pair_norm",
     "exchange_post_norm",

@@ -56,8 +56,8 @@ class Executor(Protocol):
         """
 
     def share_memory(self, hidden: int) -> None:
-        """Have `peers` and `layer_peers` for rows of `hidden` elements, on all ranks or on none, where their memory is
-        within reach.
+        """Have `peers` and `layer_peers` for rows of `hidden` elements, and `peers` for what exchange_best posts: on
+        all ranks or on none, where their memory is within reach.
         """
 
     def outside(self, name: str) -> None:

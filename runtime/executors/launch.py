@@ -15,12 +15,13 @@ from kerngen.arch import Target
 from kerngen.errors import DeviceError
 from kerngen.runtime.executors import Say, run_inline
 from kerngen.runtime.executors.collectives import Collectives, Distributed, OneRank
-from kerngen.runtime.executors.peer_memory import MOST_ROWS, PeerMemory
+from kerngen.runtime.executors.peer_memory import PeerMemory, most_rows
 from kerngen.runtime.launcher import Launcher, shares_sms
 from kerngen.system.cores import usable_cores
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
 from kerngen.templates.decode_layers.spec import PEER_ROWS
+from kerngen.templates.exchange_best.spec import POSTED
 from kerngen.templates.kernel import Kernel
 from kerngen.templates.values import Peers
 
@@ -59,24 +60,27 @@ class Launch:
         self._aside: torch.cuda.Stream | None = None
 
     def share_memory(self, hidden: int) -> None:
-        """Have rows of `hidden` elements exchanged through memory that the ranks' GPUs share, on all ranks or on none:
-        where one does not reach another's, NCCL serves, and a warning says why. Nothing in a world of one.
+        """Have rows of `hidden` elements and choices of tokens exchanged through memory that the ranks' GPUs share, on
+        all ranks or on none: where one does not reach another's, NCCL serves, and a warning says why. Nothing in a
+        world of one.
         """
         ranks = self.collectives
         if not isinstance(ranks, Distributed) or hidden in self.peers:
             return
-        made = []
+
+        def shared(width: int, max_rows: int) -> Peers:
+            memory = PeerMemory(ranks.world, ranks.gather_bytes, hidden=width, max_rows=max_rows, device=self.device)
+            ranks.when_given_up.append(memory.abort)
+            return memory.peers
+
         try:
-            for max_rows in (MOST_ROWS, PEER_ROWS):
-                memory = PeerMemory(
-                    ranks.world, ranks.gather_bytes, hidden=hidden, max_rows=max_rows, device=self.device
-                )
-                ranks.when_given_up.append(memory.abort)
-                made.append(memory.peers)
+            rows, layers = shared(hidden, most_rows(hidden)), shared(hidden, PEER_ROWS)
+            choices = self.peers.get(POSTED) or shared(POSTED, most_rows(POSTED))
         except DeviceError as e:
             warnings.warn(f"{e.message}; {e.hint}", stacklevel=2)
             return
-        self.peers, self.layer_peers = {**self.peers, hidden: made[0]}, {**self.layer_peers, hidden: made[1]}
+        self.peers = {**self.peers, hidden: rows, POSTED: choices}
+        self.layer_peers = {**self.layer_peers, hidden: layers}
 
     def run(self, call: Call[R], where: str) -> R:
         if call.problem is not None:

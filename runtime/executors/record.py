@@ -12,7 +12,7 @@ from kerngen.arch import Target
 from kerngen.errors import ProblemError
 from kerngen.runtime.executors import InOrder
 from kerngen.runtime.executors.collectives import Collectives, Noted
-from kerngen.runtime.executors.peer_memory import MOST_ROWS, cheaper_in_two_shots
+from kerngen.runtime.executors.peer_memory import cheaper_in_two_shots, most_rows
 from kerngen.runtime.selection import default_selector
 from kerngen.runtime.world import ONE_RANK, World
 from kerngen.templates import find_kernel
@@ -28,12 +28,13 @@ _Told = tuple[Callable[..., None], tuple[Any, ...]]
 class _Everywhere(Mapping[int, Peers]):
     """Memory that ranks share for rows of any width, as shapes alone."""
 
-    def __init__(self, world: World, max_rows: int) -> None:
-        self._world, self._max_rows = world, max_rows
+    def __init__(self, world: World, rows: Callable[[int], int]) -> None:
+        """rows: of memory for rows of a width."""
+        self._world, self._rows = world, rows
 
     def __getitem__(self, hidden: int) -> Peers:
         addresses = torch.empty(self._world.size + 1, dtype=torch.int64, device="meta")
-        return Peers(addresses, self._world.rank, self._max_rows, cheaper_in_two_shots(self._world.size, hidden))
+        return Peers(addresses, self._world.rank, self._rows(hidden), cheaper_in_two_shots(self._world.size, hidden))
 
     def __iter__(self) -> Iterator[int]:
         return iter(())
@@ -70,8 +71,8 @@ class Record(InOrder):
         self._known: dict[Hashable, tuple[list[_Told], Any]] = {}
         self._telling: list[_Told] | None = None  # what is told meanwhile, where it is to be told again
         self.target: Target | None = target
-        self.peers = _Everywhere(world, MOST_ROWS) if world.size > 1 else {}
-        self.layer_peers = _Everywhere(world, PEER_ROWS) if world.size > 1 else {}
+        self.peers = _Everywhere(world, most_rows) if world.size > 1 else {}
+        self.layer_peers = _Everywhere(world, lambda _: PEER_ROWS) if world.size > 1 else {}
 
     def run(self, call: Call[R], where: str) -> R:
         if call.problem is not None:

@@ -208,7 +208,9 @@ class Ops(Protocol):
         """
 
     def share_memory(self, hidden: int) -> None:
-        """Told, as a model is made on all ranks, how wide the rows are that exchange_norm will be asked for."""
+        """Told, as a model is made on all ranks, how wide the rows are that exchange_norm will be asked for: memory for
+        them, and for the choice of a greedy token, is shared where it is within reach.
+        """
 
     def exchange_norm(self, residual: Tensor, h: Tensor, norms: ResidualNorms) -> Tensor:
         """add_norm of the sum of h over the ranks of a divided model, where h is this rank's summand, which may be

@@ -53,6 +53,8 @@ from kerngen.templates.decode_layers.op import (
 )
 from kerngen.templates.draft_inputs.op import draft_inputs
 from kerngen.templates.embed.op import embed
+from kerngen.templates.exchange_best.op import exchange_best, exchange_best_logits
+from kerngen.templates.exchange_best.spec import POSTED
 from kerngen.templates.exchange_norm.op import exchange_norm, exchange_pair_norm
 from kerngen.templates.gelu_gate.op import gelu_mul
 from kerngen.templates.greedy_head import spec as head_spec
@@ -186,16 +188,18 @@ class KernelOps:
     def exchange_norm(self, residual: Tensor, h: Tensor, norms: ResidualNorms) -> Tensor:
         if self.collectives.world.size == 1:
             return self.add_norm(residual, h, norms)
-        if (peers := self._peers(h, 1)) is not None:
+        if (peers := self._peers(h, h.shape[1], 1)) is not None:
             call = exchange_norm(
                 residual, h, norms.post_weight, norms.layer_scalar, norms.next_weight, norms.eps, peers
             )
             return self.run(call, "sum over ranks, residual and norms")
         return self.add_norm(residual, self.collectives.all_reduce(h), norms)
 
-    def _peers(self, h: Tensor, rows: int) -> Peers | None:
-        """The memory through which so many rows for each token of h [T, H] are exchanged in one launch, if there is."""
-        peers = self.executor.peers.get(h.shape[1])
+    def _peers(self, h: Tensor, width: int, rows: int) -> Peers | None:
+        """The memory through which so many rows of `width` for each token of h [T, H] are exchanged in one launch, if
+        there is.
+        """
+        peers = self.executor.peers.get(width)
         return peers if peers is not None and len(h) * rows <= peers.max_rows and h.element_size() == 2 else None
 
     def linear_norm(self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms) -> Tensor | None:
@@ -320,6 +324,12 @@ class KernelOps:
             ids = self.run(argmax(logits, logit_cap), "greedy token")
         if head.rows is None:
             return ids
+        if (peers := self._peers(h, POSTED, 1)) is not None:
+            if logits is not None:
+                best = exchange_best_logits(logits, ids, logit_cap, head.rows.start, peers)
+            else:
+                best = exchange_best(h, head.weight, ids, head.rows.start, peers)
+            return self.run(best, "best token of the ranks")[1]
         self.went_outside("the chosen token's logit")
         if logits is not None:
             values = fallbacks.capped(logits, ids, logit_cap)
@@ -361,7 +371,7 @@ class KernelOps:
         if moe.down.is_summand:
             self.went_outside("sums of routed experts")
             summed = fallbacks.routed_sum(routed, topk_weights)
-            if (peers := self._peers(dense, 2)) is not None:
+            if (peers := self._peers(dense, dense.shape[1], 2)) is not None:
                 pair = exchange_pair_norm(
                     residual, dense, summed, moe.dense_norm, moe.post_norm, norms.post_weight, norms.layer_scalar,
                     norms.next_weight, norms.eps, peers,

@@ -1,13 +1,17 @@
-"""Ranks of exchange_norm: several on one GPU as streams, or two processes with a GPU each that share memory by IPC."""
+"""Ranks of exchange_norm and exchange_best: several on one GPU as streams, or two processes with a GPU each that share
+memory by IPC.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,43 +20,82 @@ import torch
 from torch import Tensor
 
 from kerngen.runtime.world import World
-from kerngen.templates import find_kernel
-from kerngen.templates.exchange_norm.spec import Config, Problem, exchange_bytes
+from kerngen.templates import Case, Kernel, find_kernel
+from kerngen.templates.exchange_best import spec as best
+from kerngen.templates.exchange_norm import spec as norm
+from kerngen.templates.exchange_norm.spec import exchange_bytes
 from kerngen.timing.measure import compare, load, target_here
 
-KERNEL = find_kernel("exchange_norm")
 PATIENCE_S = 60.0
 CYCLES_A_US = 1500  # about
 
 
-def inputs_of(problem: Problem, seed: int, rank: int) -> dict[str, Any]:
-    """Of a rank: h, second and outputs of its own, all else as on the others."""
-    case, device = KERNEL.cases.case_for(problem), torch.device("cuda", torch.cuda.current_device())
-    shared = KERNEL.cases.inputs(replace(case, seed=1000 * seed), device)
-    own = KERNEL.cases.inputs(replace(case, seed=1000 * seed + 1 + rank), device)
-    return {**shared, **{n: own[n] for n in ("h", "second", "out", "residual_out")}, "rank": rank}
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A kernel whose ranks exchange. own: what each rank has of its own. width: of rows in the memory. expected: of all
+    ranks' inputs.
+    """
+
+    kernel: Kernel
+    own: tuple[str, ...]
+    width: Callable[[Any], int]
+    expected: Callable[[Any, Sequence[dict[str, Any]]], dict[str, Tensor]]
+
+    def case(self, problem: Any) -> Case:
+        found: Case = self.kernel.cases.case_for(problem)
+        return found
+
+
+def _expected_of_norm(problem: Any, of_ranks: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    h, second = ([inputs[n] for inputs in of_ranks] for n in ("h", "second"))
+    found: dict[str, Tensor] = find_kernel("exchange_norm").reference.expected_of(problem, of_ranks[0], h, second)
+    return found
+
+
+_NORM, _BEST = find_kernel("exchange_norm"), find_kernel("exchange_best")
+EXCHANGES = {
+    norm.Problem: Exchange(_NORM, ("h", "second", "out", "residual_out"), lambda p: int(p.hidden), _expected_of_norm),
+    best.Problem: Exchange(
+        _BEST, ("x", "table", "rows", "ids", "values"), lambda _: best.POSTED, _BEST.reference.expected_of
+    ),
+}
+
+
+def exchange_of(problem: Any) -> Exchange:
+    return EXCHANGES[type(problem)]
+
+
+def inputs_of(problem: Any, seed: int, rank: int, **given: Any) -> dict[str, Any]:
+    """Of a rank: some inputs and the outputs of its own, all else as on the others. given: in place of what it has."""
+    exchange, device = exchange_of(problem), torch.device("cuda", torch.cuda.current_device())
+    case, draws = exchange.case(problem), exchange.kernel.cases.inputs
+    shared = draws(replace(case, seed=1000 * seed), device)
+    own = draws(replace(case, seed=1000 * seed + 1 + rank), device)
+    given |= {"rank": rank, "first_row": 1000 * rank}
+    return {**shared, **{n: own[n] for n in exchange.own}, **{n: v for n, v in given.items() if n in shared}}
 
 
 class OneGpu:
     """All ranks of a problem as streams of this GPU. The abort word ends launches that wait for ever."""
 
-    def __init__(self, problem: Problem, max_rows: int, config: Config | None = None) -> None:
-        self.ranks, self.max_rows, self.hidden = problem.ranks, max_rows, problem.hidden
-        size = exchange_bytes(problem.ranks, max_rows, problem.hidden)
+    def __init__(self, problem: Any, max_rows: int, config: Any = None) -> None:
+        kernel = exchange_of(problem).kernel
+        self.ranks, self.max_rows, self.width = problem.ranks, max_rows, exchange_of(problem).width(problem)
+        size = exchange_bytes(problem.ranks, max_rows, self.width)
         self.memory = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(problem.ranks)]
         self.abort = torch.zeros(4, dtype=torch.int32).pin_memory()
         addresses = [*(m.data_ptr() for m in self.memory), self.abort.data_ptr()]
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device="cuda")
         self.streams = [torch.cuda.Stream() for _ in range(problem.ranks)]
-        self.function = load(KERNEL, problem, config or KERNEL.default_config(problem, target_here()))
+        self.function = load(kernel, problem, config or kernel.default_config(problem, target_here()))
         torch.cuda._sleep(1)  # loaded before anything waits
         torch.cuda.synchronize()
 
-    def given(self, problem: Problem, seed: int, two_shot_from: int = 0) -> list[dict[str, Any]]:
+    def given(self, problem: Any, seed: int, two_shot_from: int = 0) -> list[dict[str, Any]]:
         peers = {"addresses": self.addresses, "max_rows": self.max_rows, "two_shot_from": two_shot_from}
-        return [{**inputs_of(problem, seed, rank), **peers} for rank in range(self.ranks)]
+        return [inputs_of(problem, seed, rank, **peers) for rank in range(self.ranks)]
 
-    def launch(self, problem: Problem, inputs: dict[str, Any]) -> None:
+    def launch(self, problem: Any, inputs: dict[str, Any]) -> None:
         """On torch's current stream."""
         self.function.run(problem, inputs, in_forward=True, alone=True)
 
@@ -70,23 +113,23 @@ class OneGpu:
 
     def require_clean(self) -> None:
         """No word is left in any slot."""
-        slots = 4 * self.ranks * self.max_rows * self.hidden
+        slots = 4 * self.ranks * self.max_rows * self.width
         for rank, memory in enumerate(self.memory):
             assert not memory[:slots].any(), f"rank {rank} has words left, which its next launch would take"
 
 
-def require_right(problem: Problem, of_ranks: list[dict[str, Any]], what: str) -> None:
+def require_right(problem: Any, of_ranks: list[dict[str, Any]], what: str) -> None:
     """As the reference, and the same bits on all ranks."""
-    h, second = ([inputs[n] for inputs in of_ranks] for n in ("h", "second"))
-    expected = KERNEL.reference.expected_of(problem, of_ranks[0], h, second)
+    exchange = exchange_of(problem)
+    expected = exchange.expected(problem, of_ranks)
     for rank, inputs in enumerate(of_ranks):
-        result = compare(KERNEL, KERNEL.cases.case_for(problem), inputs, expected)
+        result = compare(exchange.kernel, exchange.case(problem), inputs, expected)
         assert result.ok, f"rank {rank} {what}: {result.message}"
         for name in expected:
             assert torch.equal(inputs[name], of_ranks[0][name]), f"rank {rank} {what}: other bits of {name}"
 
 
-def sequence(problem: Problem, tokens: tuple[int, ...]) -> list[Problem]:
+def sequence(problem: Any, tokens: tuple[int, ...]) -> list[Any]:
     return [replace(problem, num_tokens=t) for t in tokens]
 
 
@@ -95,7 +138,7 @@ class Repeated:
     with those of a first run on the device. `wrong` counts replays that differ.
     """
 
-    def __init__(self, launch: Any, problems: list[Problem], given: list[dict[str, Any]], draw: Random) -> None:
+    def __init__(self, launch: Any, problems: list[Any], given: list[dict[str, Any]], draw: Random) -> None:
         """launch(problem, inputs). Nothing has run; all ranks make theirs before any of them runs."""
         self._launch, self._problems, self._given = launch, problems, given
         self.wrong = torch.zeros(1, dtype=torch.int64, device="cuda")
@@ -104,7 +147,8 @@ class Repeated:
 
     @property
     def _outputs(self) -> list[Tensor]:
-        return [g[n] for g in self._given for n in ("residual_out", "out") if g[n] is not None]
+        names = exchange_of(self._problems[0]).kernel.outputs
+        return [g[n] for g in self._given for n in names if g[n] is not None]
 
     def run(self) -> None:
         for problem, inputs, pause in zip(self._problems, self._given, self._pauses, strict=True):
@@ -120,7 +164,7 @@ class Repeated:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             for output in self._outputs:
-                output.fill_(float("nan"))
+                output.fill_(float("nan") if output.is_floating_point() else -(2**62))
             self.run()
             for output, first in zip(self._outputs, self._first, strict=True):
                 self.wrong.add_((output != first).any())  # NaN differs from itself
@@ -130,9 +174,9 @@ class Repeated:
 # ---- a process of each rank
 
 
-def two_gpus(world: World, folder: str, replays: int, dies_after: int, told: Any) -> None:
-    """A rank's process: `replays` replays, and what came of them in a file `RANK`. dies_after: replays after which rank
-    1 kills itself, as kill -9 does; -1 for never. told: an event that says that a rank has died.
+def _two_gpus(world: World, name: str, folder: str, replays: int, dies_after: int, told: Any) -> None:
+    """A rank's process: `replays` replays of kernel `name`, and what came of them in a file `RANK`. dies_after: replays
+    after which rank 1 kills itself, as kill -9 does; -1 for never. told: an event that says that a rank has died.
     """
     torch.cuda.set_device(world.rank)
     import torch.distributed as dist
@@ -143,8 +187,11 @@ def two_gpus(world: World, folder: str, replays: int, dies_after: int, told: Any
 
     together, draw = gather_by(), Random(world.rank)
     dtype = target_here().arch.dtype
-    problem = Problem(world.size, 5376, dtype, "fp32", num_tokens=8)
-    memory = PeerMemory(world, together, hidden=problem.hidden, max_rows=8)
+    problem: Any = best.Problem(world.size, 5376, dtype, num_tokens=8)
+    if name == "exchange_norm":
+        problem = norm.Problem(world.size, 5376, dtype, "fp32", num_tokens=8)
+    exchange = exchange_of(problem)
+    memory = PeerMemory(world, together, hidden=exchange.width(problem), max_rows=8)
     if dies_after >= 0:
 
         def abort_when_told() -> None:
@@ -154,9 +201,9 @@ def two_gpus(world: World, folder: str, replays: int, dies_after: int, told: Any
         threading.Thread(target=abort_when_told, daemon=True).start()
     problems = sequence(problem, (1, 3, 8))
     peers = {"addresses": memory.peers.addresses, "max_rows": memory.peers.max_rows, "two_shot_from": 8}
-    given = [{**inputs_of(p, i, world.rank), **peers} for i, p in enumerate(problems)]
+    given = [inputs_of(p, i, world.rank, **peers) for i, p in enumerate(problems)]
     everyones = [[inputs_of(p, i, rank) for rank in range(world.size)] for i, p in enumerate(problems)]
-    function = load(KERNEL, problem, KERNEL.default_config(problem, target_here()))
+    function = load(exchange.kernel, problem, exchange.kernel.default_config(problem, target_here()))
     repeated = Repeated(lambda p, inputs: function.run(p, inputs, in_forward=True, alone=True), problems, given, draw)
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -164,12 +211,10 @@ def two_gpus(world: World, folder: str, replays: int, dies_after: int, told: Any
         repeated.run()
         torch.cuda.synchronize()
         for p, mine, all_of in zip(problems, given, everyones, strict=True):
-            h = [inputs["h"] for inputs in all_of]
-            expected = KERNEL.reference.expected_of(p, mine, h, [])
-            result = compare(KERNEL, KERNEL.cases.case_for(p), mine, expected)
+            result = compare(exchange.kernel, exchange.case(p), mine, exchange.expected(p, all_of))
             assert result.ok, result.message
         repeated.keep()
-        graph = repeated.captured(stream)
+        graph, last = repeated.captured(stream), given[-1][exchange.kernel.outputs[-1]]
         together(b"captured")
         outcome = ""
         try:
@@ -184,7 +229,7 @@ def two_gpus(world: World, folder: str, replays: int, dies_after: int, told: Any
                 if told.is_set():
                     break
             torch.cuda.synchronize()
-            outcome = f"{int(repeated.wrong)} of {replay + 1} wrong, NaN: {bool(given[-1]['out'].isnan().any())}"
+            outcome = f"{int(repeated.wrong)} of {replay + 1} wrong, NaN: {bool(last.isnan().any())}"
         except RuntimeError as e:  # the dead rank's memory may be gone: an error that says so ends the wait as well
             outcome = f"error: {e}"
     (Path(folder) / str(world.rank)).write_text(outcome)
@@ -193,3 +238,30 @@ def two_gpus(world: World, folder: str, replays: int, dies_after: int, told: Any
         dist.destroy_process_group()
     else:
         os._exit(0)  # nobody answers: nothing is given back together
+
+
+def in_processes(name: str, folder: Path, replays: int, dies_after: int) -> tuple[list[str], list[int | None], float]:
+    """What each rank left, exit codes, and seconds from a rank's death to the other's end."""
+    context = multiprocessing.get_context("spawn")
+    told = context.Event()
+    ranks = [
+        context.Process(target=_two_gpus, args=(World(r, 2), name, str(folder), replays, dies_after, told))
+        for r in range(2)
+    ]
+    for p in ranks:
+        p.start()
+    try:
+        ranks[1].join(400)
+        died = time.monotonic()
+        if dies_after >= 0:
+            time.sleep(0.5)  # the other has noticed nothing yet: it polls
+            told.set()
+        ranks[0].join(60)
+        took = time.monotonic() - died
+    finally:
+        for p in ranks:
+            if p.is_alive():
+                p.kill()
+            p.join()
+    left = [(folder / str(r)).read_text() if (folder / str(r)).exists() else "" for r in range(2)]
+    return left, [p.exitcode for p in ranks], took

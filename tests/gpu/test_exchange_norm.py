@@ -5,7 +5,6 @@ Its folder's cases (test_kernels.py) have one rank that is its own peers, on eve
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from pathlib import Path
 from random import Random
@@ -13,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from exchange_ranks import OneGpu, Repeated, require_right, sequence, two_gpus
+from exchange_ranks import OneGpu, Repeated, in_processes, require_right, sequence
 
-from kerngen.runtime.executors.collectives import World
 from kerngen.templates import find_kernel
 from kerngen.templates.common.rows.torch_rows import DTYPE_PAIRS
 from kerngen.templates.exchange_norm.spec import Config, Problem
@@ -134,39 +132,13 @@ def test_a_rank_alone_leaves_once_it_is_told(two_shot_from: int) -> None:
     assert given[0]["residual_out"].isnan().all()
 
 
-def _in_processes(folder: Path, replays: int, dies_after: int) -> tuple[list[str], list[int | None], float]:
-    """What each rank left, exit codes, and seconds from a rank's death to the other's end."""
-    context = multiprocessing.get_context("spawn")
-    told = context.Event()
-    ranks = [
-        context.Process(target=two_gpus, args=(World(r, 2), str(folder), replays, dies_after, told)) for r in range(2)
-    ]
-    for p in ranks:
-        p.start()
-    try:
-        ranks[1].join(400)
-        died = time.monotonic()
-        if dies_after >= 0:
-            time.sleep(0.5)  # the other has noticed nothing yet: it polls
-            told.set()
-        ranks[0].join(60)
-        took = time.monotonic() - died
-    finally:
-        for p in ranks:
-            if p.is_alive():
-                p.kill()
-            p.join()
-    left = [(folder / str(r)).read_text() if (folder / str(r)).exists() else "" for r in range(2)]
-    return left, [p.exitcode for p in ranks], took
-
-
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two processes with a GPU each need two GPUs")
 
 
 @needs_two
 @pytest.mark.whole_gpu(smoke=False)
 def test_two_processes_share_memory_by_ipc_for_a_hundred_thousand_replays(tmp_path: Path) -> None:
-    left, codes, _ = _in_processes(tmp_path, 100_000, -1)
+    left, codes, _ = in_processes("exchange_norm", tmp_path, 100_000, -1)
     assert codes == [0, 0], left
     assert left == ["0 of 100000 wrong, NaN: False"] * 2
 
@@ -174,7 +146,7 @@ def test_two_processes_share_memory_by_ipc_for_a_hundred_thousand_replays(tmp_pa
 @needs_two
 @pytest.mark.whole_gpu(smoke=False)
 def test_a_rank_that_is_killed_ends_the_other_within_seconds(tmp_path: Path) -> None:
-    (left, _), codes, took = _in_processes(tmp_path, 100_000, 700)
+    (left, _), codes, took = in_processes("exchange_norm", tmp_path, 100_000, 700)
     assert codes == [0, -9]
     assert took < 5.0
     assert "NaN: True" in left or left.startswith("error:"), left

@@ -1,4 +1,4 @@
-"""A model divided among two GPUs of this host: one GPU's tokens, by exchange_norm where they reach each other."""
+"""A model divided among two GPUs of this host: one GPU's tokens, with no NCCL where they reach each other's memory."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ def test_two_gpus_make_one_gpus_tokens(divided: Session) -> None:
 def test_few_tokens_are_summed_in_one_launch(divided: Session) -> None:
     ops = divided.ops
     assert isinstance(ops, KernelOps)
-    assert ops.executor.peers, "these GPUs do not reach each other's memory: nothing was exchanged by exchange_norm"
+    assert ops.executor.peers, "these GPUs do not reach each other's memory: NCCL has served"
     divided.generate(PROMPTS[0], chat=False, max_new_tokens=4)
     launched = {name for name, _, _ in ops.executor.launcher.functions}  # type: ignore[attr-defined]
-    assert "exchange_norm" in launched
+    assert {"exchange_norm", "exchange_best"} <= launched
+    assert "the chosen token's logit" not in ops.outside()
 
 
 @needs_two
@@ -87,7 +88,7 @@ def test_a_soak_of_a_divided_model_finds_nothing() -> None:
 
 @needs_two
 def test_a_profile_has_rank_0s_launches() -> None:
-    """In a process of its own: of each layer two sums over the ranks, and of the choice what NCCL does."""
+    """In a process of its own: of each layer two sums over the ranks, and of the choice one launch; nothing of NCCL."""
     command = [sys.executable, "-m", "kerngen", "bench", "profile", str(TINY), "--tensor-parallel", "2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -95,4 +96,5 @@ def test_a_profile_has_rank_0s_launches() -> None:
     rows = {row["kernel"]: row for row in report["rows"]}
     assert rows["exchange_norm"]["launches"] == 2 * len(read_model_config(TINY).layers)
     assert rows["exchange_norm"]["bytes"] > 0
-    assert any("nccl" in name.lower() for name in rows), "best_of_ranks"
+    assert rows["exchange_best"]["launches"] == 1
+    assert not [name for name in rows if "nccl" in name.lower()]

@@ -117,6 +117,7 @@ PROBLEMS = {
     "greedy_head": (tuple(_heads()), ("H200", "H100")),
     "moe_route": (tuple(f"num_tokens={m}" for m in (1, 512)), ("H200",)),  # no step here asks for these two
     "softcap_argmax": (tuple(f"num_tokens={m}" for m in (1, 32)), ("H200",)),
+    "exchange_best": (("num_tokens=1", "ranks=4,width=2816,num_tokens=64", "width=131072,source=logits"), ("H200",)),
     "exchange_norm": (
         ("ranks=2,num_tokens=1", "ranks=4,num_tokens=64", "ranks=8,num_tokens=1",
          "hidden=2816,pairs=True,has_scalar=True,num_tokens=8"), ("H200",),

@@ -1,8 +1,8 @@
 """A kernel's rendered text as a C++ library: each CUDA thread is a thread of the host, and PTX is what it means there.
 
 For kernels whose blocks or ranks wait for each other: what they do to memory, step by step and in any order, is seen
-without a GPU. It knows the instructions of exchange_norm, in bf16 and fp32. It says nothing of times, nor of what a
-GPU's weaker memory order allows.
+without a GPU. It knows the instructions of exchange_norm and exchange_best, in bf16 and fp32. It says nothing of times,
+nor of what a GPU's weaker memory order allows.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ _BODIES = {
     " v = {q[0], q[1], q[2], q[3]}; if (!ll_all_valid(v)) sched_yield();",
     "load16": "return *(const uint4*)p;",
     "load16_constant": "return *(const uint4*)p;",
+    "load_or_zero": "return valid ? *(const uint4*)p : uint4{};",
+    "load_stream_or_zero": "return valid ? *(const uint4*)p : uint4{};",
+    "warp_max_u32": "Warp& w = warp_here(); w.word[threadIdx.x % 32] = x; w.all.arrive_and_wait();"
+    " for (unsigned other : w.word) x = other > x ? other : x; w.all.arrive_and_wait(); return x;",
 }
 _HOST = r"""
 #include <barrier>
@@ -50,11 +54,12 @@ struct float4 { float x, y, z, w; };
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float __uint_as_float(unsigned u) { return __builtin_bit_cast(float, u); }
 inline unsigned __float_as_uint(float f) { return __builtin_bit_cast(unsigned, f); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline unsigned __cvta_generic_to_shared(const void*) { return 0; }
-struct Warp { std::barrier<> all{32}; float lane[32]; bool vote[32]; };
+struct Warp { std::barrier<> all{32}; float lane[32]; unsigned word[32]; bool vote[32]; };
 struct Block {
     explicit Block(int threads) : all(threads), warps(threads / 32), shared(1 << 14) {}
     std::barrier<> all; std::vector<Warp> warps; std::vector<char> shared; int pause_us = 0;
@@ -119,6 +124,8 @@ def on_cpu(source: str, entry: str, folder: Path) -> ctypes.CDLL:
     them and returns when all its threads have ended. pause_us: that each thread waits before it first polls.
     """
     for name, body in _BODIES.items():
+        if f" {name}(" not in source:
+            continue
         found = list(re.finditer(rf"DEVICE \w+ {name}\([^)]*\) {{", source))
         assert found, name
         for at in reversed(found):

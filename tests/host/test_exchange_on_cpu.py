@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,38 +10,22 @@ from typing import Any
 import kernel_on_cpu
 import pytest
 import torch
-from torch import Tensor
+from ranks_on_cpu import RanksOnCpu
 
-from kerngen.arch import Target, find_arch
-from kerngen.compiler.render import render
 from kerngen.templates import find_kernel
-from kerngen.templates.exchange_norm.spec import ARGS, Config, Problem, exchange_bytes
+from kerngen.templates.exchange_norm.spec import Config, Problem
 from kerngen.timing.measure import compare
 
 pytestmark = pytest.mark.skipif(kernel_on_cpu.COMPILER is None, reason="neither g++ nor clang++ is on the PATH")
 
-KERNEL, TARGET = find_kernel("exchange_norm"), Target.of(find_arch("sm80"))
+KERNEL = find_kernel("exchange_norm")
 MAX_TOKENS, LAUNCHES = 7, 8
 
 
-class Ranks:
-    """All ranks of one problem, whose launches are threads of this process."""
-
+class Ranks(RanksOnCpu):
     def __init__(self, problem: Problem, config: Config, folder: Path, changed: tuple[str, str] = ("", "")) -> None:
-        """changed: of the source, in place of another text, what is to be shown not to work."""
-        self.problem, self.config, self.max_rows = problem, config, MAX_TOKENS * problem.rows
-        source = str(render(KERNEL, problem, config, TARGET))
-        polls = "POLLS_A_LOOK = 1024"
-        assert polls in source
-        assert changed[0] in source
-        source = source.replace(*changed).replace(
-            polls, "POLLS_A_LOOK = 16"
-        )  # a poll takes the host's threads a thousand times as long
-        self.library = kernel_on_cpu.on_cpu(source, "exchange_norm", folder)
-        self.abort = torch.zeros(1, dtype=torch.int32)
-        size = exchange_bytes(problem.ranks, self.max_rows, problem.hidden)
-        self.memory = torch.zeros(problem.ranks, size, dtype=torch.uint8)
-        self.addresses = torch.tensor([*(m.data_ptr() for m in self.memory), self.abort.data_ptr()])
+        super().__init__(KERNEL, problem, config, folder, width=problem.hidden, max_rows=MAX_TOKENS * problem.rows,
+                         most_blocks=3, changed=changed)  # fmt: skip
 
     def inputs(self, seed: int, tokens: int, two_shot_from: int) -> list[dict[str, Any]]:
         """Of each rank: another h, and another second, of the same case otherwise."""
@@ -54,32 +35,6 @@ class Ranks:
         own = ("h", "second", "out", "residual_out")
         given = {"addresses": self.addresses, "max_rows": self.max_rows, "two_shot_from": two_shot_from}
         return [{**each[0], **{n: e[n] for n in own}, **given, "rank": r} for r, e in enumerate(each)]
-
-    def launch(self, inputs: dict[str, Any], pause_us: int = 0) -> None:
-        (launch,) = KERNEL.launches(replace(self.problem, num_tokens=inputs["num_tokens"]), self.config, TARGET)
-        of = {"ptr": ctypes.c_void_p, "f32": ctypes.c_float, "i32": ctypes.c_int}
-        values = [
-            of[a.kind](v.data_ptr() if isinstance(v := inputs[a.name], Tensor) else v) for a in ARGS["exchange_norm"]
-        ]
-        blocks = min(launch.grid[0], 3)  # of several rows each, beyond three
-        self.library.run(blocks, launch.block[0], pause_us, *values)
-
-    def run(self, all_inputs: list[list[dict[str, Any]]], pauses_us: list[list[int]]) -> None:
-        """Each rank's launches in order; ranks run ahead of those that pause. pauses_us: by launch and rank."""
-
-        def run(rank: int) -> None:
-            for inputs, pauses in zip(all_inputs, pauses_us, strict=True):
-                self.launch(inputs[rank], pauses[rank])
-
-        with ThreadPoolExecutor(self.problem.ranks) as pool:
-            list(pool.map(run, range(self.problem.ranks)))
-
-    def words_left(self) -> int:
-        """Words of all slots that are not zero."""
-        slots = (
-            exchange_bytes(self.problem.ranks, self.max_rows, self.problem.hidden) - -(-4 * self.max_rows // 16) * 16
-        )
-        return int(self.memory[:, :slots].count_nonzero())
 
 
 PROBLEMS = {
@@ -119,13 +74,9 @@ def test_ranks_hold_the_same_bits_as_the_reference_says(ranks: Ranks) -> None:
 
 
 def late_rank(ranks: Ranks, patience_s: float) -> None:
-    """Two exchanges, of which a rank polls the first when the others have long posted the second."""
     launches = [(1, 0), (1, 0)]
     given = [ranks.inputs(i, *of) for i, of in enumerate(launches)]
-    timer = threading.Timer(patience_s, lambda: ranks.abort.fill_(1))  # where words are lost none would end
-    timer.start()
-    ranks.run(given, [[2_000_000, *(0 for _ in given[0][1:])], [0 for _ in given[0]]])
-    timer.cancel()
+    ranks.run_with_a_late_rank(given, patience_s)
     require_right(ranks, launches, given)
 
 
@@ -141,11 +92,6 @@ def test_two_phases_are_enough_and_one_is_not(tmp_path: Path) -> None:
 @pytest.mark.parametrize("two_shot_from", [0, 1])
 def test_a_rank_whose_peer_is_gone_leaves_once_it_is_told(ranks: Ranks, two_shot_from: int) -> None:
     (inputs, *_) = ranks.inputs(0, 2, two_shot_from)
-    ranks.abort.fill_(1)
-    try:
-        ranks.launch(inputs)
-    finally:
-        ranks.abort.zero_()
-        ranks.memory.zero_()
+    ranks.launch_aborted(inputs)
     for name in ("residual_out", "out"):
         assert inputs[name] is None or inputs[name].isnan().all(), name

@@ -224,5 +224,6 @@ def test_the_list_of_what_no_kernel_serves_is_met() -> None:
     unpacked = replace(moe, target=replace(moe.target, quant=None))  # as its bf16 release
     models = [*map(find_model, MODELS), unpacked, moe.divided(World(1, 2))]
     met = {name for model in models for name in workload(model, find_arch("sm90")).missing}
-    assert met == set(FALLBACKS)
+    of_gpus_apart = {"the chosen token's logit"}  # whose ranks share no memory: test_tensor_parallel_forward.py
+    assert met == set(FALLBACKS) - of_gpus_apart
     assert find_kernel("moe_router") is not None

@@ -46,6 +46,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str | None]]] = {
         ({"num_rotated_pairs": 129}, "num_rotated_pairs=129 is not in 0..128"),
         ({"q_only": True}, "num_kv_heads=16 must be 0"), ({"num_kv_heads": 0}, "num_kv_heads=0 is not positive"),
     ],
+    "exchange_best": [
+        ({"ranks": 9}, "ranks=9 is not in 2..8"), ({"width": 100}, f"width=100 {OF_8}"),
+        ({"source": "row"}, "source='row' is not one of: rows, logits"),
+    ],
     "exchange_norm": [
         ({"ranks": 1}, "ranks=1 is not in 2..8"), ({"ranks": 9}, "ranks=9 is not in 2..8"),
         ({"hidden": 100}, f"hidden=100 {OF_8}"), ({"dtype": "fp64"}, f"{DTYPES}fp16, bf16, fp32"),

@@ -22,7 +22,7 @@ from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import read_drafter_config, read_model_config
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.executors.collectives import Collectives
-from kerngen.runtime.executors.peer_memory import MOST_ROWS
+from kerngen.runtime.executors.peer_memory import MOST_ROWS, most_rows
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import Ops, ResidualNorms, residual_dtype
@@ -33,6 +33,8 @@ from kerngen.runtime.world import World
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME
+from kerngen.templates.exchange_best.spec import POSTED
+from kerngen.templates.exchange_best.spec import Problem as BestProblem
 from kerngen.templates.exchange_norm.spec import Problem
 from kerngen.templates.values import Peers
 from kerngen.workload.steps import Step, recorder
@@ -102,25 +104,32 @@ def test_ranks_compute_what_one_rank_does(folders: tuple[Path, Path], size: int,
 
 
 class Exchanging(Reference):
-    """Also answers exchange_norm as GPUs that share memory do: of the rows that every rank has, not of one rank's."""
+    """Also answers exchange_norm and exchange_best as GPUs that share memory do: of what every rank has, not one."""
 
     def __init__(self, ranks: Collectives, shares: bool = True) -> None:
         super().__init__(collectives=ranks)
         self.shares = shares
         self.exchanged: Counter[Problem] = Counter()
+        self.chosen: Counter[BestProblem] = Counter()
         self.built: list[tuple[str, Any]] = []
 
     def share_memory(self, hidden: int) -> None:
         world = self.collectives.world
         if self.shares:
             addresses = torch.zeros(world.size + 1, dtype=torch.int64)
-            self.peers = {**self.peers, hidden: Peers(addresses, world.rank, MOST_ROWS)}
+            self.peers = {**self.peers, **{w: Peers(addresses, world.rank, most_rows(w)) for w in (hidden, POSTED)}}
 
     def run(self, call: Call[Any], where: str) -> Any:
-        if call.kernel != "exchange_norm" or call.problem is None:
+        if call.kernel not in ("exchange_norm", "exchange_best") or call.problem is None:
             return super().run(call, where)
         kernel, given, size = find_kernel(call.kernel), call.arguments, self.collectives.world.size
         kernel.require_arguments(given)
+        if call.kernel == "exchange_best":
+            best = self.collectives.best_of_ranks(*kernel.reference.of_rank(call.problem, dict(given)))
+            for name, value in zip(("values", "ids"), best, strict=True):
+                given[name].copy_(value)
+            self.chosen[call.problem] += 1
+            return call.result
         h, second = (
             self.collectives.all_gather(given[name], 0).chunk(size) if given[name] is not None else ()
             for name in ("h", "second")
@@ -203,7 +212,10 @@ def test_a_forward_is_the_same_bits_by_exchanges_and_by_sums(folders: tuple[Path
         except BaseException:
             threads.stop()
             raise
-        return [states, after, model.greedy(after)], executor.exchanged
+        chosen = [model.greedy(after, screened=screened) for screened in (True, False)]
+        assert sum(executor.chosen.values()) == (3 if shares else 0)
+        assert ("the chosen token's logit" in ops.outside()) == (not shares)
+        return [states, after, *chosen], executor.exchanged
 
     with ThreadPoolExecutor(size) as pool:
         shared, summed = (list(pool.map(work, range(size), [shares] * size)) for shares in (True, False))
@@ -249,9 +261,10 @@ def test_a_steps_exchanges_are_two_a_layer_and_one_of_the_choice(name: str, size
     experts = bool(model.target.num_experts)
     assert rank.drafter is not None
 
-    def exchanged(step: Step) -> tuple[Counter[tuple[str, int]], Counter[Any]]:
+    def exchanged(step: Step) -> tuple[Counter[tuple[str, int]], Counter[Any], list[Any]]:
         found: Counter[tuple[str, int]] = Counter()
         launched: Counter[Any] = Counter()
+        chosen = []
 
         def note(kernel: str, problem: Any, where: str) -> None:
             assert kernel != "w4a16_norm", "a norm needs the whole sum"
@@ -260,22 +273,24 @@ def test_a_steps_exchanges_are_two_a_layer_and_one_of_the_choice(name: str, size
                 launched["decode_layers"] += 1
             if kernel == "exchange_norm":
                 launched[problem.ranks, problem.hidden, problem.pairs, problem.num_tokens] += 1
+            elif kernel == "exchange_best":
+                chosen.append(problem)
 
         recorder(rank.target, rank.drafter, arch).record(step, note, collective=lambda *told: found.update([told]))
-        return found, launched
+        return found, launched, chosen
 
     hidden = model.target.hidden_size
-    chosen = Counter({("best_of_ranks", 12): 1})
-    assert exchanged(Step.decode(1, 512)) == (chosen, Counter(["decode_layers"]))
+    chosen = [BestProblem(size, hidden)]
+    assert exchanged(Step.decode(1, 512)) == (Counter(), Counter(["decode_layers"]), chosen)
     for step, tokens in ((Step.decode(2, 512), 2), (Step.verify(2, 4, 512), 8)):
         launches = Counter({(size, hidden, False, tokens): layers}) + Counter({(size, hidden, experts, tokens): layers})
-        assert exchanged(step) == (Counter({("best_of_ranks", 12 * tokens): 1}), launches)
+        assert exchanged(step) == (Counter(), launches, [BestProblem(size, hidden, num_tokens=tokens)])
     ends = 2 * row if experts else row
     sums = Counter({("all_reduce", 512 * row): layers}) + Counter({("all_reduce", 512 * ends): layers})
-    assert exchanged(Step.prefill(512, 512)) == (sums, Counter())
+    assert exchanged(Step.prefill(512, 512)) == (sums, Counter(), [])
     text = rank.drafter.text
     of_draft = Counter({(size, text.hidden_size, False, 1): len(text.layers)})  # its MLP is whole on every rank
-    assert exchanged(Step.draft(1, 512)) == (Counter({("best_of_ranks", 12): 1}), of_draft)
+    assert exchanged(Step.draft(1, 512)) == (Counter(), of_draft, [BestProblem(size, text.hidden_size)])
 
 
 def test_a_divided_models_workload_is_of_its_own_sizes() -> None:

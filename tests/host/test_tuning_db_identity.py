@@ -86,6 +86,11 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"hidden": 5376, "vocab_size": 262144, "dtype": "bf16", "residual_dtype": "bf16"},
         {"threads": 128, "vecs_per_thread": 1},
     ),
+    "exchange_best": (
+        {"num_tokens": 1},
+        {"ranks": 2, "width": 5376, "dtype": "bf16", "source": "rows"},
+        {"num_warps": 1, "loads": 24},
+    ),
     "exchange_norm": (
         {"num_tokens": 1},
         {"ranks": 2, "hidden": 5376, "dtype": "bf16", "residual_dtype": "bf16", "pairs": False, "has_scalar": False,

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import kerngen
 from kerngen.errors import KerngenError, UsageError, printable
 from kerngen.runtime.engine.core import Engine
-from kerngen.runtime.engine.ranks import ALIVE_S, FOLDER, Alive, Hello, Last, board_of, local_device, meet
+from kerngen.runtime.engine.ranks import ALIVE_S, FOLDER, Alive, Hello, Last, board_of, connect, local_device, meet
 from kerngen.runtime.executors.collectives import Distributed
 from kerngen.runtime.world import World
 from kerngen.system.logs import settle_logging
@@ -43,8 +43,8 @@ class Follower:
         self._part: Any = None  # what rank 0 had opened: a Session, or less
         self._engine: Engine | None = None
         self._answers: dict[str, Callable[..., Any]] = {
-            "digest": self._digest, "load": self._load, "room": self._room, "engine": self._make_engine,
-            "ready": self._make_ready,
+            "connect": self._connect, "digest": self._digest, "load": self._load, "room": self._room,
+            "engine": self._make_engine, "ready": self._make_ready,
         }  # fmt: skip
         threading.Thread(target=self._live, daemon=True).start()
 
@@ -96,6 +96,11 @@ class Follower:
         if threads:
             torch.set_num_threads(threads)
         self._collectives = meet(self._store, self.world, self.device)
+
+    def _connect(self) -> None:
+        if self._collectives is None:
+            raise TypeError("rank 0 has met nobody")
+        connect(self._collectives, self.device)
 
     def _digest(self, digest: Any) -> str:
         return "" if digest is None else digest()

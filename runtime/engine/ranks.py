@@ -34,7 +34,7 @@ import torch.distributed as dist
 import kerngen
 from kerngen.errors import KerngenError, RankFailed, UsageError
 from kerngen.runtime.engine.plan import StepPlan
-from kerngen.runtime.executors.collectives import Distributed
+from kerngen.runtime.executors.collectives import MOST_GATHERED, Distributed
 from kerngen.runtime.world import World
 from kerngen.system.cores import usable_cores
 from kerngen.system.leaving import leave_at_once
@@ -168,6 +168,18 @@ def meet(store: dist.Store, world: World, device: str | None) -> Distributed:
     return Distributed(world)
 
 
+def connect(ranks: Distributed, device: str | None) -> None:
+    """Have all ranks run the collectives that a model asks for, small and large: NCCL connects ranks at the first one
+    of a kind and a size, and that is not to be within a step that is captured.
+    """
+    few, many = (torch.zeros(n, dtype=torch.float16, device=device or "cpu") for n in (1, MOST_GATHERED))
+    for x in (few, many):
+        ranks.all_gather(x, 0)
+        ranks.all_reduce(x)
+    if few.is_cuda:
+        torch.cuda.synchronize(few.device)
+
+
 class Ranks:
     """The other ranks of a divided model. From one thread, that of the engine."""
 
@@ -193,11 +205,13 @@ class Ranks:
         self._folder = _private_folder()
         try:
             self.collectives = self._start(self._folder)
+            self._watcher = threading.Thread(target=self._watch, name="kerngen-ranks", daemon=True)
+            self._watcher.start()
+            with self._all("connect"):
+                connect(self.collectives, self.device)
         except BaseException:
             self.close()
             raise
-        self._watcher = threading.Thread(target=self._watch, name="kerngen-ranks", daemon=True)
-        self._watcher.start()
 
     # -- the start
 

@@ -141,6 +141,14 @@ def test_a_library_that_waits_for_ever_keeps_nobody(target: Path, monkeypatch: p
     assert time.monotonic() - began < ENDS_S
 
 
+def test_ranks_are_connected_before_anything_is_opened() -> None:
+    group = Ranks(2, "cpu")
+    try:
+        assert group.collectives.begun == 4
+    finally:
+        group.close()
+
+
 def test_who_leaves_at_once_waits_for_no_thread() -> None:
     code = (
         "import threading, time\n"

@@ -137,6 +137,8 @@ class Engine:
             self.runner = Runner(model, drafter, self.cache, max_batch=max_batch, max_kv_len=room,
                                  reproducible=reproducible,
                                  buckets=(max_batch,) if reproducible else buckets)  # fmt: skip
+        if ranks is not None:
+            ranks.runners.add(self.runner)
         self._mixes = mixed_batches and not self._fixed and max_batch > 1 and self.runner.mixes
         self.pools = {kind: PagePool(pages[kind]) for kind in KINDS}
         self.scheduler = Scheduler(

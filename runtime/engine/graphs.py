@@ -13,11 +13,19 @@ Left = TypeVar("Left")
 
 
 class Graphs:
-    """count: that were captured."""
-
     def __init__(self) -> None:
-        self.count = 0
+        self._captured: list[torch.cuda.CUDAGraph] = []
         self._memory: Any = None  # the pool
+
+    @property
+    def count(self) -> int:
+        """That were captured."""
+        return len(self._captured)
+
+    def reset(self) -> None:
+        """Free all of them: none is replayed again."""
+        for graph in self._captured:
+            graph.reset()
 
     def capture(self, run: Callable[[], Left], written: Sequence[Tensor]) -> tuple[torch.cuda.CUDAGraph, Left]:
         """`run` as a graph, and the tensors that a replay leaves its results in. written: what `run` changes that must
@@ -36,5 +44,5 @@ class Graphs:
         with torch.cuda.graph(graph, pool=self._memory):
             result = run()
         self._memory = graph.pool()
-        self.count += 1
+        self._captured.append(graph)
         return graph, result

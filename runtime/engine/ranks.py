@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ PATIENCE_S = 4.0  # without one, or behind rank 0 in a forward
 LOAD_PATIENCE_S = 120.0  # ... while weights load, and while a step may compile: loading a library may stop all threads
 START_S = 120.0  # within which a process has started, and the group has met
 REASON_S = 5.0  # that a failure waits for the rank's own words about it
-END_S = 5.0  # within which a rank that was told to end has ended; then it is killed
+END_S = 5.0  # within which a rank that was told to end has ended, then it is killed; and a library, then nobody waits
 FOLDER = "kerngen-ranks-"  # what the folder that ranks meet in begins with
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # What is importable here is there. Not by PYTHONPATH, whose folders would come before Python's own.
@@ -195,6 +196,7 @@ class Ranks:
         _require_gpus(device, size)
         self.error: RankFailed | None = None  # why the group has ended, where it has
         self.plans = 0
+        self.runners: WeakSet[Runner] = WeakSet()  # of this rank's engines
         self._device = device
         self._ranks: list[_Rank] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -202,6 +204,7 @@ class Ranks:
         self._failed, self._closing, self._lock = threading.Event(), threading.Event(), threading.Lock()
         self._threads_before = torch.get_num_threads()
         self._watcher: threading.Thread | None = None
+        self._giving_up: threading.Thread | None = None  # the group, when a rank has ended
         self._folder = _private_folder()
         try:
             self.collectives = self._start(self._folder)
@@ -425,7 +428,7 @@ class Ranks:
         return f"rank {other.rank} (process {other.pid}) {how}"
 
     def _end(self, why: str, by: _Rank | None = None) -> None:
-        """No rank goes on. by: whose fault it is; None for this one's own."""
+        """No rank goes on. by: whose fault it is; None for this one's own. Waits for no library: `close` does."""
         with self._lock:
             if self._failed.is_set() or self._closing.is_set():
                 return
@@ -436,7 +439,7 @@ class Ranks:
         for go_on in self.collectives.when_given_up:
             go_on()
         if dist.is_initialized() and dist.get_backend() == "nccl":  # or kernels would wait for the others for ever
-            _within(END_S, dist.distributed_c10d._abort_process_group)
+            self._giving_up = _begun(dist.distributed_c10d._abort_process_group)
 
     def _kill(self) -> None:
         for process in self._processes:
@@ -469,16 +472,22 @@ class Ranks:
         for other in self._ranks:
             other.control.close()
             other.life.close()
-        if dist.is_initialized() and not _within(END_S, dist.destroy_process_group):
+        with suppress(RuntimeError):  # of a device that a dead rank has left with an error
+            for runner in self.runners:
+                runner.free_graphs()  # NCCL waits for those that have its kernels
+        if self._giving_up is not None:
+            self._giving_up.join(END_S)
+        if dist.is_initialized() and (self._giving_up is None or not self._giving_up.is_alive()):
+            self._giving_up = _begun(dist.destroy_process_group)
+            self._giving_up.join(END_S)
+        if self._giving_up is not None and self._giving_up.is_alive():
             leave_at_once()
         shutil.rmtree(self._folder, ignore_errors=True)
         torch.set_num_threads(self._threads_before)
 
 
-def _within(seconds: float, work: Callable[[], Any]) -> bool:
-    """Whether `work` has ended by then; else it goes on in a thread that nobody waits for. A library may wait for a
-    GPU, and that for a rank that is gone.
-    """
+def _begun(work: Callable[[], Any]) -> threading.Thread:
+    """`work` in a thread of its own: a library may wait for a GPU, and that for a rank that is gone."""
 
     def quietly() -> None:
         with suppress(RuntimeError):
@@ -486,8 +495,7 @@ def _within(seconds: float, work: Callable[[], Any]) -> bool:
 
     thread = threading.Thread(target=quietly, name="kerngen-ranks-end", daemon=True)
     thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()
+    return thread
 
 
 def _private_folder() -> Path:

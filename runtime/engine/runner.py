@@ -126,6 +126,10 @@ class Runner:
     def num_graphs(self) -> int:
         return self._graphs.count
 
+    def free_graphs(self) -> None:
+        """Where no plan is run again: NCCL ends no group while a graph has kernels of it."""
+        self._graphs.reset()
+
     @property
     def written(self) -> list[Tensor]:
         """What a step changes of its rows, the cache aside."""

@@ -73,6 +73,25 @@ def test_a_killed_rank_ends_what_waits_on_the_device() -> None:
 
 
 @needs_two
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_process_ends_with_the_exit_code_that_it_has(is_closed: bool) -> None:
+    """Also with graphs that have NCCL's kernels: those of sampled steps, whose logits are gathered."""
+    script = (
+        "import sys\n"
+        "from kerngen.runtime.session import load\n"
+        "if __name__ == '__main__':\n"
+        "    s = load(sys.argv[1], draft=False, max_len=256, tensor_parallel=2)\n"
+        "    s.generate('Once', chat=False, max_new_tokens=20, temperature=0.8)\n"
+        "    if sys.argv[2] == 'True':\n"
+        "        s.ranks.close()\n"
+        "    sys.exit(3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(TINY), str(is_closed)], capture_output=True, text=True,
+                          timeout=120)  # fmt: skip
+    assert (done.returncode, done.stderr) == (3, "")
+
+
+@needs_two
 def test_a_soak_of_a_divided_model_finds_nothing() -> None:
     """In a process of its own, which has one group of ranks: graphs of both phases, with drafts that rank 0 knows."""
     command = [sys.executable, "-m", "kerngen", "soak", str(TINY), "--tensor-parallel", "2", "--minutes", "0.5",

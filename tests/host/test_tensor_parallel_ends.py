@@ -149,6 +149,33 @@ def test_ranks_are_connected_before_anything_is_opened() -> None:
         group.close()
 
 
+def test_graphs_are_freed_before_the_group_ends(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL waits for those that have its kernels."""
+    order: list[str] = []
+    group = Ranks(2, "cpu")
+    engine, _ = begun(group, target)
+    destroy = torch.distributed.destroy_process_group
+    monkeypatch.setattr(ranks_module.dist, "destroy_process_group", lambda: (order.append("group"), destroy()))
+    monkeypatch.setattr(engine.runner._graphs, "reset", lambda: order.append("graphs"))
+    group.close()
+    assert order == ["graphs", "group"]
+
+
+def test_who_leaves_at_once_runs_no_librarys_clean_up() -> None:
+    """However the process ends, and with the exit code that it has: a thread may be in the midst of a library."""
+    code = (
+        "import ctypes, sys\n"
+        "libc = ctypes.CDLL(None)\n"
+        "libc.on_exit(ctypes.cast(libc.abort, ctypes.c_void_p), None)\n"
+        "from kerngen.system.leaving import leave_at_once\n"
+        "leave_at_once()\n"
+        "print('said')\n"
+    )
+    for end, exit_code in (("", 0), ("sys.exit(3)\n", 3), ("raise ValueError\n", 1)):
+        done = subprocess.run([sys.executable, "-c", code + end], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (exit_code, "said\n")
+
+
 def test_who_leaves_at_once_waits_for_no_thread() -> None:
     code = (
         "import threading, time\n"

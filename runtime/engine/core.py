@@ -445,7 +445,8 @@ class Engine:
 
     def _collect(self, step: _Pending) -> list[Event]:
         """Read a step's results: hand out tokens, end what has ended, and learn from what was accepted."""
-        result = step.wait.result()
+        with nullcontext() if self._ranks is None else self._ranks.at_work():
+            result = step.wait.result()
         if self._ranks is not None:
             self._ranks.require_alive()  # what was waited for may have been given up
         live = [i for i, (h, epoch) in enumerate(step.rows) if h.epoch == epoch and not h.is_done]

@@ -3,6 +3,11 @@
 While other sequences decode, a step prefills few tokens, and launching its kernels takes the host longer than running
 them takes the device: the host would set the inter-token latency. So forwards of a few sizes are captured, and a
 prefill runs in the next larger one. The padding is a dummy sequence: token 0, written to page 0.
+
+Of a divided model the larger ones have NCCL's kernels: sums of more rows than exchange_norm takes. They are captured
+all the same, as sampled steps are, whose logits are gathered: chunked prefill knows by these sizes how long a chunk
+takes (prefill_budget.py), and from the small ones alone it would take large chunks for cheap. NCCL ends no group while
+such a graph is there, so Ranks.close frees them first; where NCCL keeps the engine waiting Ranks ends the process.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Rank 0 is the process that opened the model. Every other rank is a process of its own (rank_worker.py), started here, or
 by torchrun. Each has two connections to rank 0, over a socket that only this user's processes reach: one for what it is
 to do, one for signs of life. When a rank dies, is stopped, or stays behind in a forward for PATIENCE_S, the group ends:
-all that wait for it get RankFailed, which says which rank and why. When rank 0 ends, however it ends, the others do.
+all that wait for it get RankFailed, which says which rank and why. Where rank 0 itself stays in a library that waits
+for the rank, its process says so and ends. When rank 0 ends, however it ends, the others do.
 
 No rank decides by its own clock. What steps take is measured on rank 0 alone, and goes into plans.
 """
@@ -38,7 +39,7 @@ from kerngen.runtime.engine.plan import StepPlan
 from kerngen.runtime.executors.collectives import MOST_GATHERED, Distributed
 from kerngen.runtime.world import World
 from kerngen.system.cores import usable_cores
-from kerngen.system.leaving import leave_at_once
+from kerngen.system.leaving import leave, leave_at_once
 
 if TYPE_CHECKING:
     from kerngen.runtime.engine.runner import Runner, StepOutput
@@ -205,6 +206,7 @@ class Ranks:
         self._threads_before = torch.get_num_threads()
         self._watcher: threading.Thread | None = None
         self._giving_up: threading.Thread | None = None  # the group, when a rank has ended
+        self._at_work: int | None = None  # the thread of the engine, while it does what the others do or waits for it
         self._folder = _private_folder()
         try:
             self.collectives = self._start(self._folder)
@@ -345,10 +347,20 @@ class Ranks:
             self._is_loading = False
 
     @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """While this thread computes with the others, or waits for what was computed."""
+        before, self._at_work = self._at_work, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._at_work = before
+
+    @contextmanager
     def _breaking(self) -> Iterator[None]:
         self.require_alive()
         try:
-            yield
+            with self.at_work():
+                yield
         except BaseException as e:
             if isinstance(e, KerngenError) and not isinstance(e, RankFailed):
                 self._end("rank 0 has ended in an error")
@@ -376,7 +388,9 @@ class Ranks:
     # -- the end
 
     def _watch(self) -> None:
-        """In a thread: hears the others' signs of life, and ends the group where one is missing."""
+        """In a thread: hears the others' signs of life. Where one is missing it ends the group, and this process where
+        that does not bring the engine's thread back.
+        """
         lives = {other.life: other for other in self._ranks}
         while not self._failed.is_set() and not self._closing.is_set():
             for life in wait(list(lives), ALIVE_S / 2):
@@ -385,7 +399,7 @@ class Ranks:
                     said = other.life.recv()
                 except (EOFError, OSError):
                     self._end(self._why_gone(other), other)
-                    return
+                    return self._leave_if_stuck()
                 now = time.monotonic()
                 other.seen = now
                 if isinstance(said, Last):
@@ -395,7 +409,7 @@ class Ranks:
             for other in self._ranks:
                 if why := self._why_late(other):
                     self._end(f"rank {other.rank} (process {other.pid}) {why}", other)
-                    return
+                    return self._leave_if_stuck()
 
     @property
     def _patience(self) -> float:
@@ -440,6 +454,23 @@ class Ranks:
             go_on()
         if dist.is_initialized() and dist.get_backend() == "nccl":  # or kernels would wait for the others for ever
             self._giving_up = _begun(dist.distributed_c10d._abort_process_group)
+
+    def _leave_if_stuck(self) -> None:
+        """Once the group has ended: end the process where the engine's thread stays in one call of a library. No error
+        can be raised there, and whoever waits for it would wait for ever.
+        """
+        since, seen = time.monotonic(), (0, 0)
+        while self.error is not None and (thread := self._at_work) is not None:
+            frame = sys._current_frames().get(thread)
+            at = (0, 0) if frame is None else (id(frame), frame.f_lasti)
+            del frame  # nor what it holds
+            if at != seen:
+                since, seen = time.monotonic(), at
+            elif time.monotonic() - since > END_S:
+                print(f"{RankFailed.__name__}: {self.error}", file=sys.stderr)
+                leave_at_once()
+                leave(1)
+            time.sleep(ALIVE_S / 2)
 
     def _kill(self) -> None:
         for process in self._processes:

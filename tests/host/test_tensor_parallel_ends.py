@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -141,12 +142,46 @@ def test_a_library_that_waits_for_ever_keeps_nobody(target: Path, monkeypatch: p
     assert time.monotonic() - began < ENDS_S
 
 
-def test_ranks_are_connected_before_anything_is_opened() -> None:
-    group = Ranks(2, "cpu")
+STUCK = """
+import os, signal, sys, threading, time
+from kerngen.errors import RankFailed
+from kerngen.runtime.engine import ranks
+from kerngen.runtime.session import load
+
+if __name__ == "__main__":
+    ranks.END_S = 1.0
+    session = load(sys.argv[1], draft=False, backend="torch", device="cpu", tensor_parallel=2)
+    session.generate("Once", chat=False, max_new_tokens=2)
+    (other,) = session.ranks.pids
+    if sys.argv[2] == "idle":
+        os.kill(other, signal.SIGKILL)
+        time.sleep(4)
+    else:  # as in NCCL, which waits for a rank that is gone
+        ranks.Distributed._gathered = lambda *_: time.sleep(600)
+        threading.Timer(0.5, os.kill, (other, signal.SIGKILL)).start()
     try:
-        assert group.collectives.begun == 4
-    finally:
-        group.close()
+        session.generate("Once", chat=False, max_new_tokens=2)
+    except RankFailed as e:
+        print("caught:", e.message)
+"""
+
+
+@pytest.mark.parametrize("where", ["in a library", "idle"])
+def test_rank_0_does_not_stay_in_a_library_that_waits_for_a_dead_rank(tmp_path: Path, where: str) -> None:
+    """Its process says why and ends; where nothing is computed it is there to say so itself."""
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK)
+    done = subprocess.run(
+        [sys.executable, str(script), str(TINY / "gemma-4-tiny"), where], capture_output=True, text=True, timeout=90,
+        check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    if where == "idle":
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith("caught: rank 1 (process ")
+    else:
+        assert (done.returncode, done.stdout) == (1, "")
+        said = r"RankFailed: rank 1 \(process \d+\) was killed by SIGKILL\n  open the model anew; .*\n"
+        assert re.fullmatch(said, done.stderr), done.stderr
 
 
 def test_graphs_are_freed_before_the_group_ends(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +194,14 @@ def test_graphs_are_freed_before_the_group_ends(target: Path, monkeypatch: pytes
     monkeypatch.setattr(engine.runner._graphs, "reset", lambda: order.append("graphs"))
     group.close()
     assert order == ["graphs", "group"]
+
+
+def test_ranks_are_connected_before_anything_is_opened() -> None:
+    group = Ranks(2, "cpu")
+    try:
+        assert group.collectives.begun == 4
+    finally:
+        group.close()
 
 
 def test_who_leaves_at_once_runs_no_librarys_clean_up() -> None:

@@ -241,7 +241,7 @@ def _fill(board: Board, store: Store) -> Rebuilt:
             for index, future in enumerate(asked):
                 try:
                     made, rows = result_of(future)
-                except ProcessDied:  # where this is a script that a new process would run again, say
+                except ProcessDied:  # killed, or none can be started here
                     made, rows = _share(board, index, shares)
                 done.add(made)
                 for table in schema.metadata.sorted_tables:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing import get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
+from types import ModuleType
 from typing import Any, TypeVar
 
 from kerngen.system.logs import settle_logging
@@ -25,6 +27,7 @@ from kerngen.system.logs import settle_logging
 _T = TypeVar("_T")
 _READY = "ready"
 _REAP_S = 5.0  # within which what was killed is gone
+_starting = threading.Lock()
 _LEFT_TO_THE_PARENT = (signal.SIGINT, signal.SIGTERM)  # a group gets them together, and it is the parent that stops
 
 
@@ -119,6 +122,20 @@ def _kill(processes: Sequence[_Process]) -> None:
         process.kill()
 
 
+@contextmanager
+def _no_script() -> Iterator[None]:
+    """A process that is started meanwhile does not run this program's script again, as multiprocessing would have it
+    for functions that are defined there: it might have no `if __name__ == "__main__"`, and would do all anew.
+    """
+    with _starting:
+        script = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = script
+
+
 class _Process:
     def __init__(self) -> None:
         context = get_context("spawn")
@@ -127,7 +144,8 @@ class _Process:
         resource_tracker.ensure_running()  # which otherwise starts with the process, and lets signals through
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_PARENT)  # until it can ignore them
         try:
-            self._process.start()
+            with _no_script():
+                self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         there.close()  # so that the pipe ends with the process

@@ -57,6 +57,20 @@ def test_a_process_is_kept_between_calls() -> None:
         assert first.result(30) == second.result(30) != os.getpid()
 
 
+def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\n"
+        "from kerngen.system.processes import Processes\n"
+        "print('begun', flush=True)\n"
+        "with Processes(2) as processes:\n"
+        "    assert processes.submit(os.getpid).result(60) != os.getpid()\n"
+        "print(__name__)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["begun", "__main__"], done.stderr
+
+
 def test_what_takes_its_process_down_fails_alone() -> None:
     with Processes(2) as processes:
         answers = [processes.submit(_die if i == 2 else pow, *(() if i == 2 else (2, i))) for i in range(6)]

@@ -86,6 +86,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     rmsnorm = _run(_rmsnorm.rmsnorm)
     softcap = _run(_softcap_argmax.softcap)
     w4a16_gated = _run(_w4a16_gemm.w4a16_gated)
+    w4a16_exchange_norm = _flat(_w4a16_norm.w4a16_exchange_norm)
     w4a16_norm = _run(_w4a16_norm.w4a16_norm)
 
 __all__ = [
@@ -128,6 +129,7 @@ __all__ = [
     "rmsnorm",
     "softcap",
     "use_stores",
+    "w4a16_exchange_norm",
     "w4a16_gated",
     "w4a16_gemm",
     "w4a16_norm",

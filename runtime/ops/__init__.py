@@ -218,8 +218,8 @@ class Ops(Protocol):
         """
 
     def linear_norm(self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms) -> Tensor | None:
-        """add_norm of linear(x, weights), where one kernel does both faster; else None, and nothing is done: also where
-        weights are a summand's, since a norm needs the whole sum.
+        """add_norm of linear(x, weights), or exchange_norm where that is a summand, where one kernel does both faster;
+        else None, and nothing is done.
 
         x [T, in_features] dtype; the rest as for add_norm.
         """

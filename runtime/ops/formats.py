@@ -16,9 +16,10 @@ from kerngen.templates.dense_gemv.op import dense_gemv
 from kerngen.templates.dense_gemv.spec import MAX_TOKENS
 from kerngen.templates.gelu_gate.op import gelu_gate
 from kerngen.templates.moe_w4a16.op import moe_w4a16
+from kerngen.templates.values import Peers
 from kerngen.templates.w4a16_gemm.op import w4a16_gated, w4a16_gemm
 from kerngen.templates.w4a16_norm import spec as norm_spec
-from kerngen.templates.w4a16_norm.op import w4a16_norm
+from kerngen.templates.w4a16_norm.op import w4a16_exchange_norm, w4a16_norm
 
 if TYPE_CHECKING:
     from kerngen.runtime.ops.kernels import KernelOps
@@ -33,8 +34,10 @@ class Format(Protocol):
     def gated(self, ops: KernelOps, x: Tensor, gate_up: Linear) -> Tensor: ...
     def experts(self, ops: KernelOps, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor) -> Tensor: ...
 
-    def norm_call(self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms) -> Call[Tensor] | None:
-        """linear_norm's call, if the format has a kernel for it."""
+    def norm_call(
+        self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms, peers: Peers | None
+    ) -> Call[Tensor] | None:
+        """linear_norm's call, if the format has a kernel for it. peers: where ranks have a summand each."""
 
 
 class Dense:
@@ -59,7 +62,9 @@ class Dense:
         ops.went_outside("dense experts")
         return fallbacks.experts(x, gate_up.weight, down.weight, topk_ids)
 
-    def norm_call(self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms) -> Call[Tensor] | None:
+    def norm_call(
+        self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms, peers: Peers | None
+    ) -> Call[Tensor] | None:
         return None
 
 
@@ -88,13 +93,14 @@ class Int4:
         (up_packed, up_scales), (down_packed, down_scales) = gate_up.tensors, down.tensors
         return ops.run(moe_w4a16(x, topk_ids, up_packed, up_scales, down_packed, down_scales), "experts")
 
-    def norm_call(self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms) -> Call[Tensor] | None:
+    def norm_call(
+        self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms, peers: Peers | None
+    ) -> Call[Tensor] | None:
         if not 1 < len(x) <= norm_spec.MOST_TOKENS:
             return None
         packed, scales = weights.tensors
-        return w4a16_norm(
-            residual, x, packed, scales, norms.post_weight, norms.layer_scalar, norms.next_weight, norms.eps
-        )
+        given = residual, x, packed, scales, norms.post_weight, norms.layer_scalar, norms.next_weight, norms.eps
+        return w4a16_norm(*given) if peers is None else w4a16_exchange_norm(*given, peers)
 
 
 FORMATS: dict[str, Format] = {"dense": Dense(), "int4": Int4()}

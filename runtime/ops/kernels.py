@@ -203,9 +203,12 @@ class KernelOps:
         return peers if peers is not None and len(h) * rows <= peers.max_rows and h.element_size() == 2 else None
 
     def linear_norm(self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms) -> Tensor | None:
-        if self.executor.target is None or weights.is_summand:
+        if self.executor.target is None:
             return None
-        call = FORMATS[weights.format.name].norm_call(residual, x, weights, norms)
+        peers = None
+        if weights.is_summand and (peers := self._peers(x, residual.shape[1], 1)) is None:
+            return None
+        call = FORMATS[weights.format.name].norm_call(residual, x, weights, norms, peers)
         return None if call is None else self.run_fused(call, weights.name)
 
     def linear(self, x: Tensor, weights: Linear) -> Tensor:

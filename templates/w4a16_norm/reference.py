@@ -9,14 +9,18 @@ from torch import Tensor
 
 from kerngen.templates.common.rows.torch_rows import UNIT, rms_norm, rounded
 from kerngen.templates.common.w4.pack import dequantize, unpack
+from kerngen.templates.exchange_norm.reference import summed
 from kerngen.templates.kernel import Tolerance
 from kerngen.templates.w4a16_norm.spec import Problem
 
 
 def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """residual_out and out: [num_tokens, n] in fp32, holding values of their dtypes."""
+    """residual_out and out: [num_tokens, n] in fp32, holding values of their dtypes. Where there are ranks, each has
+    these x and W: what a launch gives that is its own peers (cases.py).
+    """
     p = problem
     y = rounded(inputs["x"].float() @ dequantize(*unpack(inputs["w_packed"], inputs["scales"])).T, p.dtype)
+    y = summed([y] * p.ranks, p.dtype)
     h = rounded(rms_norm(y, inputs["post_weight"], inputs["eps"]), p.dtype)
     stream = rounded(inputs["residual"].float() + h, p.residual_dtype)
     if p.has_scalar:

@@ -5,6 +5,9 @@ next_weight). Two launches. The first one's blocks write y n-tile by n-tile with
 one's blocks, one a token, are resident by then and poll for it. So the norm waits neither for the last block's end nor
 for a round trip to L2 after that. W is read as in w4a16_gemm: for up to four tokens by bulk copies
 (common/w4/warp_pipeline.cuh, common/w4/cta_pipeline.cuh), for more by the cp.async pipeline (common/w4/gemm.cuh).
+
+Of a divided model the second launch's blocks post what arrives to the other ranks, and norm the sum over all, as
+exchange_norm does and through the same memory.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from kerngen.arch import Arch, Target
 from kerngen.templates.common.rows.spec import (
     ELEMENT_BYTES,
     fewest_vecs,
+    require,
     require_dtypes,
     require_tokens,
     row_scratch_bytes,
@@ -27,6 +31,7 @@ from kerngen.templates.common.rows.spec import (
 )
 from kerngen.templates.common.w4 import limits
 from kerngen.templates.common.w4.tiling import SPACES, STREAM_BLOCK_M, STRIP, require_matrix
+from kerngen.templates.exchange_norm.spec import MOST_RANKS
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, args, fields_of
 from kerngen.templates.w4a16_gemm import spec as gemm
 
@@ -49,7 +54,9 @@ class Problem(TokenProblem):
     weights [n] dtype -> residual_out [num_tokens, n] residual_dtype, which may be residual, and out [num_tokens, n]
     dtype.
 
-    has_scalar: the sum is multiplied by layer_scalar [1] dtype. A token with an infinity or a NaN in x gives NaN.
+    has_scalar: the sum is multiplied by layer_scalar [1] dtype. ranks: whose y, rounded, are added up in fp32 and in
+    their order, and rounded, before the norm; each has some of the columns of x and W. A token with an infinity or a
+    NaN in x gives NaN.
     """
 
     n: int = 5376
@@ -59,8 +66,10 @@ class Problem(TokenProblem):
     residual_dtype: str = "bf16"
     has_scalar: bool = False
     num_tokens: int = FEW_TOKENS
+    ranks: int = 1
 
     def __post_init__(self) -> None:
+        require(1 <= self.ranks <= MOST_RANKS, f"ranks={self.ranks} is not in 1..{MOST_RANKS}")
         require_matrix(self.n, self.k, self.group_size, self.dtype)
         require_dtypes(self.dtype, residual_dtype=self.residual_dtype)
         require_tokens(self.num_tokens)
@@ -92,6 +101,7 @@ class Config:
     blocks_per_sm: int = 1
     cta_pipeline: bool = field(default=False, metadata={"filed": "shared_ring"})
     cap_inflight: bool = field(default=False, metadata={"filed": "throughout"})
+    over_ranks: bool = False  # the bodies that add up what several GPUs have
     fused: bool = True  # False: in a step w4a16_gemm and add_norm are faster, and it asks those
 
     @property
@@ -136,10 +146,16 @@ ARGS = {
         Arg("eps", "f32"),
     ),
 }
-BODIES = (
-    Body("stream.cu.jinja", ARGS, SPACE, when={"block_m": FEW_TOKENS, "cta_pipeline": False}),
-    Body("block_stream.cu.jinja", ARGS, CTA_PIPELINE_SPACE, when={"block_m": FEW_TOKENS, "cta_pipeline": True}),
-    Body("kernel.cu.jinja", ARGS, MMA_SPACE, when={"block_m": MOST_TOKENS}),
+_OF_RANKS = (Arg("addresses", "ptr", align=8), *args("i32", "rank", "max_rows"))
+ARGS_OVER_RANKS = ARGS | {"norm_of_posts": (*ARGS["norm_of_posts"], *_OF_RANKS)}
+BODIES = tuple(
+    Body(template, with_args, space, when={**when, "over_ranks": over_ranks})
+    for over_ranks, with_args in ((False, ARGS), (True, ARGS_OVER_RANKS))
+    for template, space, when in (
+        ("stream.cu.jinja", SPACE, {"block_m": FEW_TOKENS, "cta_pipeline": False}),
+        ("block_stream.cu.jinja", CTA_PIPELINE_SPACE, {"block_m": FEW_TOKENS, "cta_pipeline": True}),
+        ("kernel.cu.jinja", MMA_SPACE, {"block_m": MOST_TOKENS}),
+    )
 )
 OUTPUTS = ("residual_out", "out")
 
@@ -174,7 +190,9 @@ def _bound(problem: Problem, config: Config, arch: Arch) -> int:
 
 
 def _registers_per_vec(problem: Problem) -> int:
-    return 12 + 2 * ELEMENT_BYTES[problem.residual_dtype]
+    """Of each vector. Of ranks: words of up to four peers at a time, and the sum."""
+    received = 4 * min(problem.ranks, 4) + 8 if problem.ranks > 1 else 0
+    return 12 + 2 * ELEMENT_BYTES[problem.residual_dtype] + received
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
@@ -186,6 +204,8 @@ def why_unsupported(problem: Problem, target: Target) -> str | None:
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
+    if config.over_ranks != (problem.ranks > 1):
+        return f"over_ranks={config.over_ranks} of ranks={problem.ranks}"
     if config.block_m not in (FEW_TOKENS, MOST_TOKENS) or config.block_m < problem.num_tokens:
         return (f"block_m={config.block_m} of num_tokens={problem.num_tokens}: all are in one tile, of {FEW_TOKENS} by "
                 f"bulk copies or of {MOST_TOKENS} by the ring")  # fmt: skip
@@ -242,7 +262,7 @@ def _with_norm(p: Problem, cut: gemm.Config, target: Target) -> Iterator[Config]
         return
     of_warps, of_block = (fewest_vecs(p.n, choices, MOST_THREADS) for choices in (VECS, VECS[1:]))
     for vecs in (of_warps,) if cut.body == "tma_warp" else (of_block, of_warps):
-        if why_invalid(p, config := Config.of(cut, vecs), target) is None:
+        if why_invalid(p, config := replace(Config.of(cut, vecs), over_ranks=p.ranks > 1), target) is None:
             yield config
             return
 
@@ -250,7 +270,8 @@ def _with_norm(p: Problem, cut: gemm.Config, target: Target) -> Iterator[Config]
 def replaces(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
     p = problem
     yield "w4a16_gemm", fields_of(p.product)
-    yield "add_norm", {
+    of_ranks = {"ranks": p.ranks} if p.ranks > 1 else {}
+    yield "exchange_norm" if of_ranks else "add_norm", of_ranks | {
         "hidden": p.n, "dtype": p.dtype, "residual_dtype": p.residual_dtype, "has_scalar": p.has_scalar,
         "num_tokens": p.num_tokens,
     }  # fmt: skip
@@ -279,4 +300,5 @@ def cost(problem: Problem) -> Cost:
     p, product = problem, gemm.cost(problem.product)
     size, stream = ELEMENT_BYTES[p.dtype], ELEMENT_BYTES[p.residual_dtype]
     normed = 2 * p.num_tokens * stream + 2 * size  # bytes a column: residual, and both weights
+    normed += 2 * p.num_tokens * size * (p.ranks - 1)  # to the peers, and from them
     return Cost(product.bytes + p.n * normed, product.flops + 9 * p.num_tokens * p.n)

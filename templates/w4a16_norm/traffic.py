@@ -16,7 +16,7 @@ def traffic(problem: Problem, config: Config, target: Target) -> list[Traffic]:
     """The product's, and the norm's: a block a token, resident while the product runs, which takes its row from L2."""
     p, elements = problem, problem.num_tokens * problem.n
     normed = cost(p).bytes - cost_of_product(p.product).bytes
-    norm = Traffic(normed, 0, l2_bytes=2 * elements * ELEMENT_BYTES[p.dtype], cuda_ops=12 * elements, waits=2,
-                   hidden=True)  # fmt: skip
+    norm = Traffic(normed, 0, l2_bytes=2 * elements * ELEMENT_BYTES[p.dtype], cuda_ops=12 * elements,
+                   waits=2 + (p.ranks > 1), hidden=True)  # fmt: skip
     product = of_product(p.product, config.product, target)
     return [product if config.block_m == FEW_TOKENS else replace(product, fit="mma"), norm]

@@ -1,8 +1,8 @@
 """A kernel's rendered text as a C++ library: each CUDA thread is a thread of the host, and PTX is what it means there.
 
 For kernels whose blocks or ranks wait for each other: what they do to memory, step by step and in any order, is seen
-without a GPU. It knows the instructions of exchange_norm and exchange_best, in bf16 and fp32. It says nothing of times,
-nor of what a GPU's weaker memory order allows.
+without a GPU. It knows the instructions of exchange_norm, exchange_best and w4a16_norm's norm, in bf16 and fp32. It
+says nothing of times, nor of what a GPU's weaker memory order allows.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ _BODIES = {
     " q[0] = words.x; q[2] = words.z;",
     "peer_load4_if": "if (!wanted) return; pause_once(); const volatile uint32_t* q = (const volatile uint32_t*)p;"
     " v = {q[0], q[1], q[2], q[3]}; if (!ll_all_valid(v)) sched_yield();",
+    "ll_load4_if": "if (!wanted) return; pause_once(); const volatile uint32_t* q = (const volatile uint32_t*)p;"
+    " v = {q[0], q[1], q[2], q[3]}; if (!v.x || !v.y || !v.z || !v.w) sched_yield();",
     "load16": "return *(const uint4*)p;",
     "load16_constant": "return *(const uint4*)p;",
     "load_or_zero": "return valid ? *(const uint4*)p : uint4{};",
@@ -36,6 +38,7 @@ _BODIES = {
     " for (unsigned other : w.word) x = other > x ? other : x; w.all.arrive_and_wait(); return x;",
 }
 _HOST = r"""
+#include <algorithm>
 #include <barrier>
 #include <cmath>
 #include <memory>
@@ -47,6 +50,7 @@ _HOST = r"""
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+using std::min, std::max;
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };

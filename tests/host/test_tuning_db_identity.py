@@ -168,10 +168,11 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "w4a16_norm": (
         {"num_tokens": 4},
-        {"n": 5376, "k": 8192, "group_size": 32, "dtype": "bf16", "residual_dtype": "bf16", "has_scalar": False},
+        {"n": 5376, "k": 8192, "group_size": 32, "dtype": "bf16", "residual_dtype": "bf16", "has_scalar": False,
+         "ranks": 1},
         {"block_k": 2816, "warps_k": 8, "num_stages": 2, "split_k": 3, "in_flight": 0, "vecs_per_thread": 1,
          "block_m": 4, "block_n": 32, "blocks_per_sm": 1, "shared_ring": False, "throughout": False,
-         "fused": True},
+         "over_ranks": False, "fused": True},
     ),
     "w4a16_gemm": (
         {"num_tokens": 1},

@@ -264,11 +264,11 @@ class KernelOps:
         target = self.executor.target
         if target is None or not target.arch.has_tma or len(residual) != 1:
             return None
-        peers = None
-        if (summed := _are_summands(layers)) is not False:
+        peers, (out_is_summand, down_is_summand) = None, _summands(layers)
+        if out_is_summand or down_is_summand:
             peers = self.executor.layer_peers.get(residual.shape[1])
-            if not summed or peers is None:  # of some alone, or by NCCL
-                return None
+            if peers is None or None in (out_is_summand, down_is_summand) or not out_is_summand:
+                return None  # by NCCL, or of some layers alone
         if any(x.kv.format != PLAIN for x in layers):
             return None
         if (letters := _letters(layers)) is None or (tensors := _int4_layers(layers, letters, ple)) is None:
@@ -289,7 +289,8 @@ class KernelOps:
             if peers is None:
                 call = decode_layers(*given, stack)
             else:
-                call = decode_layers_over_ranks(*given, peers.addresses, peers.rank, peers.max_rows, stack)
+                by = peers.addresses, peers.rank, peers.max_rows
+                call = decode_layers_over_ranks(*given, not down_is_summand, *by, stack)
         except ProblemError:  # of sizes that the kernels of single layers may take
             return None
         return self.run_fused(call, "all layers")
@@ -447,12 +448,15 @@ def _int4_layers(layers: Sequence[LayerInStep], letters: str, ple: Tensor | None
     )
 
 
-def _are_summands(layers: Sequence[LayerInStep]) -> bool | None:
-    """Whether the layers' outputs are to be summed over ranks; None where some are."""
-    found = set()
-    for w in (layer.weights for layer in layers):
-        found |= {w.out.is_summand, w.down.is_summand} | ({w.moe.down.is_summand} if w.moe is not None else set())
-    return found.pop() if len(found) == 1 else None
+def _summands(layers: Sequence[LayerInStep]) -> tuple[bool | None, bool | None]:
+    """Whether what the layers' out gives is to be summed over ranks, and what their MLPs give; None where some are."""
+    each = [layer.weights for layer in layers]
+    of_mlp = [w.down.is_summand for w in each] + [w.moe.down.is_summand for w in each if w.moe is not None]
+    return _of_all([w.out.is_summand for w in each]), _of_all(of_mlp)
+
+
+def _of_all(found: Sequence[bool]) -> bool | None:
+    return found[0] if len(set(found)) == 1 else None
 
 
 def _letters(layers: Sequence[LayerInStep]) -> str | None:

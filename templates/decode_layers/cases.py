@@ -46,7 +46,7 @@ def case_for(problem: Problem, **options: Any) -> Case:
     names = [p.layers, f"h{p.hidden}", heads + ("_k=v" if p.k_eq_v else ""), inner]
     names += [f"ple{p.ple_width}"] * bool(p.ple_width)
     names += [f"e{p.num_experts}-{p.top_k}x{p.expert_inner}"] * bool(p.num_experts)
-    names += [f"n{p.ranks}"] * (p.ranks > 1)
+    names += [f"n{p.ranks}" + "-mlp" * (not p.mlp_is_whole)] * (p.ranks > 1)
     names += [f"w{p.window}", f"p{p.page_size}", f"g{p.group_size}", f"{p.residual_dtype}-{p.dtype}", *options]
     return Case("_".join([*names, f"kv{p.kv_len}"]), p, p.hidden + p.inner + p.kv_len, options)
 
@@ -190,6 +190,8 @@ def _over_ranks() -> tuple[Case, ...]:
         {"layers": "ff", "ranks": 8, "head_dim": 512, "hidden": 640, "group_size": 128, "inner": 384},
         {"layers": "ssf", "ranks": 2, "num_experts": 16, "top_k": 3, "expert_inner": 160, "hidden": 320},
         {"layers": "sfsfsf", "ranks": 4, "num_experts": 8, "top_k": 2, "expert_inner": 96, "hidden": 128, **half},
+        {"layers": "SSSF", "ranks": 2, "mlp_is_whole": True, "hidden": 256, "inner": 512, "kv_len": 100},
+        {"layers": "ssfsf", "ranks": 3, "mlp_is_whole": True, "hidden": 320, "num_q_heads": 4, "kv_len": 70, **half},
         {**real, "ranks": 2, "kv_len": 600},
         {
             **real,

@@ -176,6 +176,7 @@ def decode_layers_over_ranks(
     tensors: LayerTensors,
     final_norm: Tensor,
     layers: str,
+    mlp_is_whole: bool,
     addresses: Tensor,
     rank: int,
     max_rows: int,
@@ -184,13 +185,14 @@ def decode_layers_over_ranks(
     """As decode_layers, of this rank's part of each layer: what out, down and the experts' down give is summed over the
     ranks. residual is the same on all, and so is what is returned, bit for bit.
 
+    mlp_is_whole: the MLP is not divided, and its down is not summed: a drafter's; there are no experts.
     addresses [ranks + 1] int64, rank and max_rows: as of `Peers`, memory for rows of H through which nothing else is
     exchanged, of PEER_ROWS rows a slot. Every rank makes the same calls in the same order on one stream, with parts of
     the same shapes and the same configuration. On the CPU, where no memory is shared, this rank's part stands for every
     rank's.
     """
     peers = Peers(addresses, rank, max_rows)
-    return _call(residual, ple, token, tensors, final_norm, layers, stack, peers)
+    return _call(residual, ple, token, tensors, final_norm, layers, stack, peers, mlp_is_whole)
 
 
 def _call(
@@ -202,6 +204,7 @@ def _call(
     layers: str,
     stack: Stack,
     peers: Peers | None,
+    mlp_is_whole: bool = False,
 ) -> Call[Tensor]:
     require(len(residual) == 1, f"decode_layers takes one token, not {len(residual)}")
     count, own = len(layers), [letter.islower() for letter in layers]
@@ -235,7 +238,7 @@ def _call(
         tensors.out_packed[0].shape[1] * STRIP // tensors.out_scales[0].shape[1], DTYPE_NAME[final_norm.dtype],
         DTYPE_NAME[residual.dtype], keys_that_matter(max_keys, 1, window), num_experts, stack.top_k,
         tensors.expert_down_packed[0].shape[2] * STRIP if num_experts else 0,
-        1 if peers is None else peers.addresses.shape[0] - 1,
+        1 if peers is None else peers.addresses.shape[0] - 1, mlp_is_whole,
     )  # fmt: skip
     if peers is not None:
         require(peers.max_rows == PEER_ROWS, f"the peers' memory has slots of {peers.max_rows} rows, not {PEER_ROWS}")

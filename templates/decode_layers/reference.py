@@ -42,7 +42,9 @@ def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def expected_of(problem: Problem, inputs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same of each rank, of the inputs of all: residual, norms, routers and scalars are those of the first."""
+    """The same of each rank, of the inputs of all: residual, norms, routers and scalars, and an MLP that is whole, are
+    those of the first.
+    """
     p, first, eps = problem, inputs[0], inputs[0]["eps"]
     parts = {id(given): _Part(p, given) for given in inputs}  # ranks that have the same make the same
 
@@ -63,7 +65,8 @@ def expected_of(problem: Problem, inputs: Sequence[dict[str, Any]]) -> list[dict
     for index in range(len(p.layers)):
         w = _tensors(p, first, index)
         stream = add(stream, summed(_Part.attended, index, norm(stream, w["input_norm"])), w["post_attention_norm"])
-        of_mlp = summed(_Part.mlp, index, norm(stream, w["pre_ffn_norm"]))
+        x = norm(stream, w["pre_ffn_norm"])
+        of_mlp = rounded(parts[id(first)].mlp(index, x), p.dtype) if p.mlp_is_whole else summed(_Part.mlp, index, x)
         if p.num_experts:
             routed = summed(_Part.routed, index, stream, w)
             of_mlp = rounded(norm(of_mlp, w["dense_norm"]) + norm(routed, w["expert_norm"]), p.dtype)

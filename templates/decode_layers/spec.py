@@ -88,7 +88,8 @@ class Problem:
     per-layer inputs of dtype, as all else but the residual.
 
     With ranks, heads, inner and expert_inner are those of one rank's part, the same on all; what out, down and the
-    experts' down give is added up over the ranks, in fp32 and in their order, before it is rounded.
+    experts' down give is added up over the ranks, in fp32 and in their order, before it is rounded. mlp_is_whole: each
+    rank has all of the MLP, a drafter's, and what out gives alone is added up.
     """
 
     RUNTIME: ClassVar[tuple[str, ...]] = ("kv_len",)
@@ -118,6 +119,7 @@ class Problem:
     top_k: int = 0
     expert_inner: int = 0
     ranks: int = 1
+    mlp_is_whole: bool = False
 
     def __post_init__(self) -> None:
         p = self
@@ -156,6 +158,10 @@ class Problem:
         if p.ranks != 1:
             require(1 < p.ranks <= MOST_RANKS, f"ranks={p.ranks} is not in 1..{MOST_RANKS}")
             require(not p.ple_width, "layers with per-layer inputs are not divided among ranks")
+        require(
+            not p.mlp_is_whole or (p.ranks > 1 and not p.num_experts),
+            f"mlp_is_whole of ranks={p.ranks}, num_experts={p.num_experts}: said of several ranks without experts",
+        )
         for letter in dict.fromkeys(p.layers):
             for n, k in p.matrices(letter):
                 require_matrix(n, k, p.group_size, p.dtype)
@@ -405,8 +411,8 @@ def _num_products(p: Problem) -> int:
 
 
 def num_summed(problem: Problem) -> int:
-    """Of a layer's products, those that blocks have partial sums of, and ranks."""
-    return 3 if problem.num_experts else 2
+    """Of a layer's products, those that ranks have partial sums of."""
+    return 3 if problem.num_experts else 2 - problem.mlp_is_whole
 
 
 def _units(p: Problem, c: Config, matrix: int) -> int:
@@ -422,10 +428,12 @@ def max_peers(strips: int, parts: int, blocks: int) -> int:
 
 def num_blocks(problem: Problem, config: Config, target: Target) -> int:
     """A block an SM, but no more than have a share of each gate_up and down: a block that has all sums of the last down
-    then knows that all blocks have read what was written before.
+    then knows that all blocks have read what was written before. Where out is all that ranks exchange, the same holds
+    of its sums.
     """
     p, c = problem, config
-    return min(target.device.num_sms, *(_units(p, c, i) for i in range(GATE_UP, _num_products(p))))
+    least = [_units(p, c, i) for i in range(GATE_UP, _num_products(p))]
+    return min(target.device.num_sms, *least, *([_units(p, c, 1)] if p.mlp_is_whole else []))
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
@@ -475,7 +483,7 @@ def replaces(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
         elif p.ple_width:
             yield "ple_block", row | {"width": p.ple_width}
         else:
-            yield added(has_scalar=True)
+            yield ("add_norm", row | {"has_scalar": True}) if p.mlp_is_whole else added(has_scalar=True)
 
 
 def _attention(p: Problem, letter: str) -> dict[str, Any]:

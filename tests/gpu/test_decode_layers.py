@@ -160,6 +160,9 @@ OVER_RANKS = Problem("ssfs", 1024, 8, 4, 256, 1, 512, True, 1344, kv_len=300, dt
 WITH_EXPERTS = Problem(
     "ssf", 1024, 8, 4, 256, 1, 512, True, 1056, kv_len=300, num_experts=32, top_k=8, expert_inner=352
 )  # fmt: skip
+OF_DRAFTER = Problem(
+    "SSSF", 1024, 8, 4, 256, 1, 512, False, 2752, window=513, kv_len=700, ranks=2, mlp_is_whole=True
+)  # fmt: skip
 
 
 class OneGpu:
@@ -186,7 +189,10 @@ class OneGpu:
             for rank in range(self.problem.ranks)
         ]
         names = layer_tensors(self.problem.num_experts)
-        own = [n.endswith(("packed", "scales")) or n in ("q_norm", "k_norm") for n in names] * len(self.problem.layers)
+        alike = ("gate_up", "down") if self.problem.mlp_is_whole else ()
+        own = [
+            n in ("q_norm", "k_norm") or (n.endswith(("packed", "scales")) and not n.startswith(alike)) for n in names
+        ] * len(self.problem.layers)
         for given in each:
             given["layers"] = tuple(
                 mine if is_own else shared
@@ -224,7 +230,7 @@ def _over_ranks(problem: Problem) -> OneGpu:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("problem", [OVER_RANKS, WITH_EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("problem", [OVER_RANKS, WITH_EXPERTS, OF_DRAFTER], ids=["dense", "experts", "drafter"])
 def test_ranks_sum_what_each_has(problem: Problem, ranks: int) -> None:
     """Launches right behind each other, with ranks that pause at random: the same bits on all, and those wanted."""
     gpu, draw = _over_ranks(replace(problem, ranks=ranks)), Random(ranks)

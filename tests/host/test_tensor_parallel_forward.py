@@ -292,7 +292,10 @@ def test_a_steps_exchanges_are_two_a_layer_and_one_of_the_choice(name: str, size
     assert exchanged(Step.prefill(512, 512)) == (sums, Counter(), [])
     text = rank.drafter.text
     of_draft = Counter({(size, text.hidden_size, False, 1): len(text.layers)})  # its MLP is whole on every rank
-    assert exchanged(Step.draft(1, 512)) == (Counter(), of_draft, [BestProblem(size, text.hidden_size)])
+    chosen = [BestProblem(size, text.hidden_size)]
+    assert exchanged(Step.draft(1, 512)) == (Counter(), of_draft, chosen)
+    rank = find_model(name, None, "int4").divided(World(size - 1, size))
+    assert exchanged(Step.draft(1, 512)) == (Counter(), Counter(["decode_layers"]), chosen)
 
 
 def test_a_divided_models_workload_is_of_its_own_sizes() -> None:

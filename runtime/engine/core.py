@@ -445,7 +445,7 @@ class Engine:
 
     def _collect(self, step: _Pending) -> list[Event]:
         """Read a step's results: hand out tokens, end what has ended, and learn from what was accepted."""
-        with nullcontext() if self._ranks is None else self._ranks.at_work():
+        with nullcontext() if self._ranks is None else self._ranks.collecting():
             result = step.wait.result()
         if self._ranks is not None:
             self._ranks.require_alive()  # what was waited for may have been given up

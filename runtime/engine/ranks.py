@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 ALIVE_S = 0.5  # between two signs of life
 PATIENCE_S = 4.0  # without one, or behind rank 0 in a forward
+STEP_S = 60.0  # that the GPUs have for a step: none of 8,192 tokens takes as long
 LOAD_PATIENCE_S = 120.0  # ... while weights load, and while a step may compile: loading a library may stop all threads
 START_S = 120.0  # within which a process has started, and the group has met
 REASON_S = 5.0  # that a failure waits for the rank's own words about it
@@ -206,6 +207,7 @@ class Ranks:
         self._threads_before = torch.get_num_threads()
         self._watcher: threading.Thread | None = None
         self._giving_up: threading.Thread | None = None  # the group, when a rank has ended
+        self._collecting_since: float | None = None
         self._at_work: int | None = None  # the thread of the engine, while it does what the others do or waits for it
         self._folder = _private_folder()
         try:
@@ -347,6 +349,16 @@ class Ranks:
             self._is_loading = False
 
     @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """While this thread waits for what the ranks' GPUs compute: for STEP_S at most, then the group ends."""
+        self._collecting_since = time.monotonic()
+        try:
+            with self.at_work():
+                yield
+        finally:
+            self._collecting_since = None
+
+    @contextmanager
     def at_work(self) -> Iterator[None]:
         """While this thread computes with the others, or waits for what was computed."""
         before, self._at_work = self._at_work, threading.get_ident()
@@ -410,6 +422,9 @@ class Ranks:
                 if why := self._why_late(other):
                     self._end(f"rank {other.rank} (process {other.pid}) {why}", other)
                     return self._leave_if_stuck()
+            if (since := self._collecting_since) is not None and time.monotonic() - since > STEP_S:
+                self._end(f"a step has not ended within {STEP_S:g} s, and all ranks are there: their GPUs hang")
+                return self._leave_if_stuck()
 
     @property
     def _patience(self) -> float:

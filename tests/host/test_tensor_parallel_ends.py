@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,26 @@ def test_a_rank_that_hangs_ends_the_group(target: Path, monkeypatch: pytest.Monk
         assert error.message.startswith(f"rank 1 (process {pid}) {want}"), error.message
         assert seconds < ENDS_S
         assert_gone([pid])
+    finally:
+        group.close()
+
+
+def test_gpus_that_wait_for_each_other_end_the_group(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All processes are there, and a step does not end, as where a word that a GPU waits for was lost."""
+    monkeypatch.setattr(ranks_module, "STEP_S", 1.0)
+    group = Ranks(2, "cpu")
+    try:
+        engine, _ = begun(group, target)
+        went_on = threading.Event()
+        group.collectives.when_given_up.append(went_on.set)
+        keep = engine._await
+        lasts = partial(went_on.wait, 30)
+        monkeypatch.setattr(
+            engine, "_await", lambda who, how, wait, *n: keep(who, how, replace(wait, result=lasts), *n)
+        )
+        error, seconds = ends(engine)
+        assert error.message == "a step has not ended within 1 s, and all ranks are there: their GPUs hang"
+        assert seconds < ENDS_S
     finally:
         group.close()
 

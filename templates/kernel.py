@@ -438,10 +438,10 @@ class Kernel:
         return [replace(self.cases.case_for(parse_fields(self.problem_type, text)), name=text) for text in problems]
 
     def tensor_map(self, problem: Any, config: Any, of: str, shape: tuple[int, ...]) -> TensorMap | None:
-        """Of its argument `of`, a tensor of that shape; None where the kernel will not use it."""
+        """Of its argument `of`, a tensor of that shape; None where that is empty or the kernel will not use it."""
         given: Callable[[Any, Any, str, tuple[int, ...]], TensorMap | None] | None
         given = getattr(self.spec, "tensor_map", None)
-        return None if given is None else given(problem, config, of, shape)
+        return None if given is None or 0 in shape else given(problem, config, of, shape)
 
     @cached_property
     def _refine(self) -> Any:

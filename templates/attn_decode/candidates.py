@@ -20,15 +20,15 @@ PIPELINE_BYTES = 128 * 1024  # of stages of a block with body=mma: more only del
 MAX_FRAGMENT_ROWS = 40  # of a block of head_dim 512: more leave attn_combine's blocks no registers beside it
 
 
-def candidates(problem: Problem, target: Target) -> Iterator[Config]:
+def candidates(p: Problem, target: Target) -> Iterator[Config]:
     """The default shape with a ladder of splits, fragment partials, clusters, shapes whose warps have a quarter or an
     eighth of each key, and blocks of eight of many rows. Some may be invalid. Raises ProblemError where no shape fits.
     """
-    p, sms, shape = problem, target.device.num_sms, _default_shape(problem, target)
+    sms, shape = target.device.num_sms, _default_shape(p, target)
     if not target.arch.has_wgmma or p.head_dim == 128:
         yield from _mma(p, target, shape, 1 / 4, 1 / 2, 1, 2, 4)
         return
-    groups, eights, quarters = _groups(p, shape.block_m), _groups(p, 8), Config(8, 16, 4, 8, 3)
+    groups, eights, quarters = p.groups(shape.block_m), p.groups(8), Config(8, 16, 4, 8, 3)
     yield from _mma(p, target, shape, *((1 / 2, 1) if 2 * groups <= sms else (2,)))
     yield from _fragment_partials(p, target)
     if p.head_dim == 256:
@@ -57,8 +57,8 @@ def _fragment_partials(p: Problem, target: Target) -> Iterator[Config]:
     """A block an SM. Where that leaves SMs idle, also the splits of two to four waves, if more SMs are busy."""
     long, sms = p.head_dim == 512, target.device.num_sms
     most_rows, warps, few = (MAX_FRAGMENT_ROWS, 8, p.rows <= 16) if long else (32, 4, p.q_len == 1)
-    rows = _rows(p, most_rows if p.rows <= most_rows else 32)
-    groups, busy = _groups(p, rows), 0.0
+    rows = ceil(p.rows / 8) * 8 if p.rows <= most_rows else 32
+    groups, busy = p.groups(rows), 0.0
     shape = Config(rows, 16, warps, warps, body="wgmma_ws", k_column_parts=warps // 2, partial_bits=16)
     shape = replace(shape, prefetch_stages=3 if few else 2)
     for waves in (1, 2, 3, 4):
@@ -72,11 +72,10 @@ def _clusters(p: Problem, target: Target) -> Iterator[Config]:
     """Many rows of long heads by warpgroups: as many splits as there are SMs for, alone, in pairs and in clusters of
     four or eight. Partials are pushed if the receive buffer leaves stages; pulled if not, or in pairs of many rows.
     """
-    sms, resident, rows = target.device.num_sms, resident_cluster_blocks(target), _rows(p, TILE)
+    sms, resident, tiled = target.device.num_sms, resident_cluster_blocks(target), ceil(p.rows / 8) * 8
     for cluster in (1, 2, 4, 8):
-        if cluster == 8:
-            rows = _rows(p, MAX_FRAGMENT_ROWS if p.rows <= MAX_FRAGMENT_ROWS else 32)
-        most = min((sms if cluster < 4 else resident) // _groups(p, rows), p.visible // TILE, sms // 2)
+        rows = min(tiled, TILE) if cluster < 8 else tiled if p.rows <= MAX_FRAGMENT_ROWS else 32
+        most = min((sms if cluster < 4 else resident) // p.groups(rows), p.visible // TILE, sms // 2)
         splits = max(most // cluster * cluster, 1)
         alone = cluster == 8 and rows <= 16  # a warpgroup has a tile by itself
         pull = Config(rows, 16, 8, 8, num_splits=splits, body="wgmma_ws", cluster=cluster, k_column_parts=4)
@@ -91,7 +90,7 @@ def _mma(p: Problem, target: Target, shape: Config, *waves: float, tiles_each: i
     """`shape` with one split, and with those of so many waves of blocks, if that leaves each so many tiles."""
     yield shape
     for wave in waves:
-        most = int(wave * target.device.num_sms) // _groups(p, shape.block_m)
+        most = int(wave * target.device.num_sms) // p.groups(shape.block_m)
         yield replace(shape, num_splits=max(1, min(most, p.visible // shape.block_n // tiles_each)))
 
 
@@ -99,15 +98,6 @@ def _most_stages(p: Problem, shape: Config, target: Target, most: int) -> Iterat
     """`shape` with the most stages, up to `most`, that fit."""
     fitting = (replace(shape, num_stages=stages) for stages in range(most, 0, -1))
     yield from islice((c for c in fitting if why_invalid(p, c, target) is None), 1)
-
-
-def _rows(p: Problem, most: int) -> int:
-    return min(ceil(p.rows / 8) * 8, most)
-
-
-def _groups(p: Problem, block_m: int) -> int:
-    """Blocks of one split."""
-    return ceil(p.rows / block_m) * p.num_kv_heads * p.batch
 
 
 def _default_shape(p: Problem, target: Target) -> Config:

@@ -23,7 +23,7 @@ COMBINE_WARPS, COMBINE_SHARE, FEW_FRAGMENT_SPLITS = 4, 4, 36
 
 def has_fragment_partials(c: Config) -> bool:
     """Whether blocks store partials in fragment layout for attn_combine (fragment_partials.cuh.jinja)."""
-    return c.warpgroups and c.partial_bits > 0 and c.cluster == 1
+    return c.partial_bits > 0 and c.cluster == 1
 
 
 def stage_bytes(p: Problem, c: Config) -> int:
@@ -38,9 +38,8 @@ def max_inflight_stages(p: Problem, c: Config) -> int:
 
 
 def receive_buffer(p: Problem, c: Config) -> tuple[int, int]:
-    """(columns of a pair of rows that one block of a cluster combines; bytes of the buffer for what is pushed to it).
-
-    The buffer has units and log-sum-exps of each block of the cluster, and an mbarrier.
+    """(columns of a pair of rows that one block of a cluster combines; bytes of the buffer for what is pushed to it:
+    units and log-sum-exps of each block of the cluster, and an mbarrier).
     """
     columns = min(128, p.head_dim // c.cluster)
     if not c.partial_bits or c.cluster == 1:
@@ -55,8 +54,7 @@ def fragment_combine(p: Problem, c: Config) -> tuple[int, int, int, int, int, in
     warp combines at once, with few splits two or four times as many.
     """
     blocks, loads = (8, 9) if c.num_splits <= FEW_FRAGMENT_SPLITS else (6, 8)
-    lanes = min(32, 8 << (ceil(c.num_splits / 9) - 1).bit_length())
-    chunks = p.head_dim // 32
+    lanes, chunks = min(32, 8 << (ceil(c.num_splits / 9) - 1).bit_length()), p.head_dim // 32
     more = next(n for n in (4, 2, 1) if n == 1 or n * ceil(c.num_splits * 8 / lanes) <= loads)
     return blocks, loads, ceil(min(c.block_m, p.rows) / 2), chunks, lanes, min(32 // lanes * more, chunks)
 
@@ -66,11 +64,10 @@ def smem_bytes(p: Problem, c: Config) -> int:
     buffer; statistics; barriers.
     """
     row, warpgroups = p.head_dim * 2, c.num_warps // 4
-    new = 2 * p.q_len * row if p.owns_kv else 0
-    turns = 0 if p.source == "q" else p.q_len * row
+    turns, new = 0 if p.source == "q" else p.q_len * row, 2 * p.q_len * row if p.owns_kv else 0
+    stages, probabilities = c.num_stages * stage_bytes(p, c), warpgroups * c.block_m * TILE * 2
     stats = warpgroups * c.block_m * (4 + (4 if has_fragment_partials(c) else 0) + 1) * 4
     barriers = 8 * (c.num_stages * (c.num_warps // c.split_d + 1) + 1)
-    stages, probabilities = c.num_stages * stage_bytes(p, c), warpgroups * c.block_m * TILE * 2
     return c.block_m * row + stages + max(probabilities, turns) + new + receive_buffer(p, c)[1] + stats + barriers
 
 
@@ -81,11 +78,9 @@ def registers_held(p: Problem, c: Config) -> int:
 
 def register_split(p: Problem, c: Config, arch: Arch) -> tuple[int, int, int, int]:
     """(blocks that an SM is to hold, warps beside num_warps, registers of a thread that multiplies, threads of
-    __launch_bounds__).
-
-    Two blocks where shared memory and registers allow that, or one, and those of attn_combine beside it. One warp
-    copies, and all have the same registers. Where that is not enough they are dealt out to warpgroups by setmaxnreg,
-    and the one that copies has a whole one. A block takes registers by four warps.
+    __launch_bounds__). Two blocks where shared memory and registers allow that, or one, and those of attn_combine
+    beside it. One warp copies, and all have the same registers. Where that is not enough they are dealt out to
+    warpgroups by setmaxnreg, and the one that copies has a whole one. A block takes registers by four warps.
     """
     held, threads = registers_held(p, c), 32 * (c.num_warps + 4)
 

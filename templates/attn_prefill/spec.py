@@ -182,7 +182,7 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
 
 def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]) -> TensorMap | None:
     """Of k and v as head_dim, rows, heads and pages, the dense ones being a single page."""
-    if not (rows := box_rows(problem, config, of)) or 0 in shape:
+    if not (rows := box_rows(problem, config, of)):
         return None
     if problem.page_size:
         pages, heads, size, dim = shape

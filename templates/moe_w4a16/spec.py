@@ -180,10 +180,8 @@ def max_row_tiles(problem: Problem, config: Config) -> int:
 
 
 def num_blocks(problem: Problem, config: Config, target: Target, phase: str) -> int:
-    tiling = config.tiling(phase)
-    n, k = shape(problem, phase)
-    tiles = max_row_tiles(problem, config) * -(-n // tiling.block_n)
-    return tiling.num_blocks(tiles, k, target.device.num_sms)
+    row_tiles, (n, k) = max_row_tiles(problem, config), shape(problem, phase)
+    return config.tiling(phase).num_blocks(row_tiles, n, k, target.device.num_sms)
 
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:

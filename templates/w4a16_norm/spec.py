@@ -29,7 +29,7 @@ from kerngen.templates.common.rows.spec import (
     why_no_dtype,
     why_row_invalid,
 )
-from kerngen.templates.common.w4 import limits
+from kerngen.templates.common.w4 import limits, measured
 from kerngen.templates.common.w4.tiling import SPACES, STREAM_BLOCK_M, STRIP, require_matrix
 from kerngen.templates.exchange_norm.spec import MOST_RANKS
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, args, fields_of
@@ -39,13 +39,6 @@ FEW_TOKENS, MOST_TOKENS = STREAM_BLOCK_M[-1], 8  # by bulk copies, and by cp.asy
 MOST_THREADS = 1024
 FEWEST = 3  # candidates, below which smaller ones join
 VECS = (1, 2, 3, 4)
-# Parts of K, warps, tiles of a warp's stage, stages at most, and those in flight while x is waited for (0: all); of
-# pipelines that a block's warps share, bytes in flight at any time.
-CTA_TILINGS = ((2, 8, 8, 5, 40960), (3, 8, 4, 10, 73728), (6, 8, 4, 10, 57344), (8, 12, 7, 4, 49152))
-WARP_TILINGS = (
-    (1, 8, 8, 5, 2), (1, 12, 4, 2, 0), (1, 16, 4, 5, 0), (2, 12, 4, 2, 0), (3, 8, 11, 2, 1), (6, 8, 6, 4, 0),
-    (6, 16, 6, 3, 1), (8, 12, 4, 5, 2),
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,11 +236,13 @@ def candidates(problem: Problem, target: Target) -> tuple[Config, ...]:
     p, product = problem, _product(problem, FEW_TOKENS)
     if p.num_tokens > FEW_TOKENS:
         short = (gemm.Config(MOST_TOKENS, 2 * STRIP, block_k, STRIP, 1, 1, 3, 2) for block_k in (256, 64, STRIP))
-        cuts = [*gemm.MMA_TILINGS[:4], *short]
+        cuts = [*measured.MMA_TILINGS[:4], *short]
     else:
-        shared = [c for t in CTA_TILINGS for c in gemm.stream_configs(product, target, *t, body="tma_block")]
+        shared = [
+            c for t in measured.NORM_CTA_TILINGS for c in gemm.stream_configs(product, target, *t, body="tma_block")
+        ]
         cuts = [replace(c, cap_inflight=c.prefetch_stages > 0) for c in shared]
-        cuts += [c for t in WARP_TILINGS for c in gemm.stream_configs(product, target, *t)]
+        cuts += [c for t in measured.NORM_WARP_TILINGS for c in gemm.stream_configs(product, target, *t)]
     found = [config for cut in cuts for config in _with_norm(p, cut, target)]
     if len(found) < FEWEST and p.num_tokens <= FEW_TOKENS:  # little shared memory, or the longest rows
         small = ((parts, warps, 4, 2, 0) for parts in SPACE["split_k"] for warps in (12, 8, 4))

@@ -15,7 +15,7 @@ from kerngen.compiler.compile import compile_cubin
 from kerngen.compiler.render import render
 from kerngen.errors import ProblemError
 from kerngen.templates import find_kernel
-from kerngen.templates.common.w4 import limits, tiling
+from kerngen.templates.common.w4 import limits, measured, tiling
 from kerngen.templates.common.w4.pack import dequantize, interleave, pack, separate, unpack
 from kerngen.templates.w4a16_gemm import cases, reference, spec
 from kerngen.templates.w4a16_gemm.spec import Config, Problem
@@ -325,7 +325,7 @@ def test_whole_strips_by_a_shared_ring_keep_in_registers(n: int, k: int, group_s
     for config in pipelines:
         assert limits.stream_tiles(config, k, group_size) <= limits.MOST_QUADS
         on_their_way = config.prefetch_stages * config.weight_bytes(group_size)
-        assert 0.75 * spec.CTA_PREFETCH_BYTES[1] < on_their_way < 1.25 * spec.CTA_PREFETCH_BYTES[1]
+        assert 0.75 * measured.CTA_PREFETCH_BYTES[1] < on_their_way < 1.25 * measured.CTA_PREFETCH_BYTES[1]
 
 
 @pytest.mark.parametrize(("change", "needle"), [

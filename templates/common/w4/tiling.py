@@ -3,9 +3,7 @@
 Swap-AB: weights are the tensor core's A operand (in strips, n-tiles of 32 rows), tokens its 8 columns, so one token
 costs no more MMAs than eight. The units of work are block_k columns of a tile. Either each block has one tile, or all
 blocks have equal shares of all units (stream-K); wgmma_ws splits only the partial wave and processes the other tiles
-whole. Partial sums of a shared tile go through the workspace, in fp32, and are added in the order of the blocks. Device
-code: gemm.cuh; for few tokens gemv.cuh, warp_pipeline.cuh and cta_pipeline.cuh, whose blocks share a tile by split_k
-alone.
+whole. Partial sums of a shared tile go through the workspace, in fp32, and are added in the order of the blocks.
 """
 
 from __future__ import annotations
@@ -41,14 +39,12 @@ class Tiling:
     warps_k: int = 1  # warps that share a tile and differ in K; summed through shared memory
     num_stages: int = 4
     blocks_per_sm: int = 1  # stream-K over this many blocks an SM (wgmma_ws: of the last waves); 0: one block a tile
-    # mma: mma.sync, a cp.async pipeline (gemm.cuh). wgmma: wgmma in place of mma.sync. wgmma_ws: warp-specialised, for
-    #   nine tokens and more; each consumer warpgroup multiplies 64 rows of W by all tokens of a tile.
-    # gemv: up to 8 tokens, W from memory straight to registers, best for a small W (gemv.cuh). block_k is what a tile's
-    #   warps have in flight; blocks_per_sm blocks an SM loop over all tiles (0: each has its own).
-    # tma_warp: up to four tokens and a large W, by bulk copies into a pipeline of each warp (warp_pipeline.cuh). A tile
-    #   is a strip, block_k is one stage of every warp, num_stages are a warp's.
-    # tma_block: two to four tokens, one pipeline for all warps of a block, which a producer warp fills, one copy a
-    #   stage (cta_pipeline.cuh). block_k is one stage; num_stages and prefetch_stages are the block's.
+    # mma: a cp.async pipeline (gemm.cuh). wgmma: wgmma in place of mma.sync. wgmma_ws: for nine tokens and more; each
+    #   consumer warpgroup multiplies 64 rows of W by all tokens of a tile. docs/kernels.md tells all bodies apart.
+    # gemv: up to 8 tokens (gemv.cuh). block_k is what a tile's warps have in flight; blocks_per_sm blocks an SM loop
+    #   over all tiles (0: each has its own).
+    # tma_warp: up to four tokens (warp_pipeline.cuh). A tile is a strip, block_k is one stage of every warp, num_stages
+    #   are a warp's. tma_block: two to four tokens (cta_pipeline.cuh). All three are the block's.
     body: str = field(default="mma", metadata={"filed": BODIES_AS_FILED})
     split_k: int = 1  # with gemv or tma_*: parts of K whose sums one of the blocks adds up
     cluster: int = 1  # with wgmma_ws: blocks with other rows of W and the same tokens; x is multicast to them
@@ -106,30 +102,26 @@ class Tiling:
         return -(-used // 1024) * 1024 if "wgmma" in self.body else used
 
     def smem_bytes(self, group_size: int) -> int:
-        """The stages, and the exchange of the warps that split K. All dynamic.
-
-        gemv: the exchange alone, double-buffered if a block has several tiles, and 16 bytes that say which block
-        started last. tma_warp: the stages, a barrier each, and scratch for x of four tokens. tma_block: also the sums
-        of pending units.
-        """
+        """The stages, and the exchange of the warps that split K; with gemv that alone. All dynamic."""
         stages = self.num_stages * self.stage_bytes(group_size)
-        if self.body == "tma_block":
+        if self.body == "tma_block":  # also the sums of pending units, and scratch for x
             places = self.num_stages + MAX_PENDING_UNITS  # two barriers and whose it is
             ring = -(-(stages + places * (16 + 4)) // 16) * 16 + MAX_PENDING_UNITS * self.warps_k * self.unit_bytes
             return -(-ring // 128) * 128 + X_SCRATCH_BYTES * self.warps_k
-        if self.stream:
+        if self.body == "tma_warp":  # also a barrier of each warp's stages, and scratch for x of four tokens
             ring = -(-(stages + self.num_stages * 8 * self.warps_k) // 16) * 16
             return ring + (X_SCRATCH_BYTES * self.warps_k if self.block_m > 1 else 0)
-        if self.body == "gemv":
+        if self.body == "gemv":  # double-buffered if a block has several tiles; which block started last
             sums = self.warps_k * self.unit_bytes * (2 if self.blocks_per_sm else 1)
             return 0 if self.warps_k == 1 else sums + 16 * (self.split_k > 1)
         return stages + (self.warps_k - 1) * self.unit_bytes
 
-    def num_blocks(self, tiles: int, k: int, num_sms: int) -> int:
-        """Of a launch that multiplies `tiles` tiles of K = k; whole clusters."""
+    def num_blocks(self, row_tiles: int, n: int, k: int, num_sms: int) -> int:
+        """Of a launch that multiplies so many rows of tiles by W [n, k]. The last cluster may have tiles beyond W."""
+        clusters = row_tiles * -(-n // (self.block_n * self.cluster))  # of tiles
         if self.blocks_per_sm == 0:
-            return tiles * self.split_k
-        units = tiles // self.cluster * (self.split_k if self.few_tokens else -(-k // self.block_k))
+            return clusters * self.cluster * self.split_k
+        units = clusters * (self.split_k if self.few_tokens else -(-k // self.block_k))
         return self.cluster * min(max(1, self.blocks_per_sm * num_sms // self.cluster), units)
 
     def partial_bytes(self, blocks: int) -> int:

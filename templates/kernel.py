@@ -386,6 +386,16 @@ class Kernel:
         known = getattr(self.spec, "expected_registers", None)
         return None if known is None else known(problem, config, target)
 
+    @property
+    def expects_registers(self) -> bool:
+        """Whether the spec says how many registers a configuration will have."""
+        return hasattr(self.spec, "expected_registers")
+
+    def will_spill(self, problem: Any, config: Any, target: Target) -> bool:
+        """Whether the spec expects more registers than a thread can have."""
+        registers = self.expected_registers(problem, config, target)
+        return isinstance(registers, int) and registers > target.arch.max_regs_per_thread
+
     def ranked_as(self, problem: Any, config: Any) -> tuple[Any, Any]:
         """What the cost model times in place of `problem` and `config` to rank its candidates: themselves, mostly."""
         given: Callable[[Any, Any], tuple[Any, Any]] | None = getattr(self.spec, "ranked_as", None)

@@ -1,9 +1,9 @@
-"""Chooses among a few configurations by the cost model, before any of them is compiled."""
+"""Times configurations by the cost model before any of them is compiled, and chooses among a few."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -24,18 +24,33 @@ def fastest(kernel: Kernel, problem: Any, target: Target, configs: Iterable[Any]
 
 def ranked(kernel: Kernel, problem: Any, target: Target, configs: Iterable[Any]) -> list[tuple[float, Any]]:
     """(predicted microseconds, configuration) of each, in the order given."""
-    predictors: dict[Any, Predictor] = {}
+    times: dict[Any, Callable[[Any], float]] = {}
 
     def us(config: Any) -> float:
         asked, timed = kernel.ranked_as(problem, config)
-        registers = kernel.expected_registers(asked, timed, target) or GUESSED_REGISTERS
-        predictor = predictors.setdefault(asked, Predictor(kernel, asked, target))
-        if isinstance(registers, int):
-            return predictor.predict(timed, registers=registers).latency_us
-        takes = {entry: Resources(n, 0, 0, 0, 0) for entry, n in registers.items()}
-        return predictor.predict(timed, takes).latency_us
+        if asked not in times:
+            times[asked] = expected_times(kernel, asked, target, GUESSED_REGISTERS)
+        return times[asked](timed)
 
     return [(us(config), config) for config in configs]
+
+
+def expected_times(kernel: Kernel, problem: Any, target: Target, guess: int | None) -> Callable[[Any], float]:
+    """By configuration, the microseconds that it is expected to be predicted to take once it is compiled: with the
+    registers that its spec expects. guess: a thread's, where the spec says nothing; None: as few as there can be.
+    """
+    predictor = Predictor(kernel, problem, target)
+
+    def us(config: Any) -> float:
+        registers = kernel.expected_registers(problem, config, target) or guess
+        if isinstance(registers, Mapping):
+            takes = {entry: Resources(n, 0, 0, 0, 0) for entry, n in registers.items()}
+            return predictor.predict(config, takes).latency_us
+        if registers is not None:
+            registers = min(registers, target.arch.max_regs_per_thread)
+        return predictor.predict(config, registers=registers).latency_us
+
+    return us
 
 
 def fused_is_faster(kernel: Kernel, problem: Any, config: Any, target: Target) -> bool:

@@ -16,7 +16,7 @@ from kerngen.compiler.source_digest import source_digest_of
 from kerngen.errors import CacheError, CompileError, ConfigRefused, CorruptRecord
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import fields_of, static_fields
-from kerngen.tuning.plan import rank
+from kerngen.tuning.plan import rank_space
 from kerngen.tuning.space import candidates
 from kerngen.tuning_db.read.freshness import notes_of
 from kerngen.tuning_db.read.ids import problem_key
@@ -43,7 +43,7 @@ def likely(job: Job) -> dict[str, tuple[Any, Any]]:
         found.setdefault(render(kernel, item.problem, space.default, target), (item.problem, space.default))
         each.append((item.problem, space))
     for problem, space in each:
-        for _, config in rank(kernel, problem, target, space.valid)[: job.trials]:
+        for _, config in rank_space(space)[: job.trials]:
             found.setdefault(render(kernel, problem, config, target), (problem, config))
     return found
 

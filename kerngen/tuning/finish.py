@@ -40,7 +40,7 @@ class Conclusion:
         ended = not self.report.out_of_time and not self.report.interrupted
         # a space that the search had no need to know whole is not looked at now
         whole = ended and not self.ledger.objective.takes_time
-        looked_at = {t for t in tasks if whole or t.search.candidates.are_known}
+        looked_at = {t for t in tasks if t.search.candidates.are_known or (whole and not t.search.candidates.is_large)}
         spaces = dict.fromkeys(t.search.candidates.points for t in tasks if t in looked_at)
         self.report.num_spaces, self.report.num_refused = len(spaces), sum(s.num_refused for s in spaces)
         for t in tasks:

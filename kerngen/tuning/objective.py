@@ -19,7 +19,7 @@ from kerngen.arch import Target
 from kerngen.cost.predict import MODEL, predict
 from kerngen.templates.kernel import Kernel
 from kerngen.tuning.budget import OutOfTime
-from kerngen.tuning.plan import lower_bounds
+from kerngen.tuning.plan import expected_least
 from kerngen.tuning_db.store.winners import PREDICTED_MARGIN
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ class Objective(Protocol):
     report's head. provenance, row: of the rows that it causes, and further fields of each (model, environment).
     target: what it judges on. trials: configurations a problem, the default included, unless the user says
     otherwise. batch: asked of each search in a round; a constant, since answers must not depend on the number of
-    workers. sampler: what proposes configurations. "model" goes down the cost model's ranking, and the search is
-    exact: it ends when nothing that is left can win. "residual" learns what the model gets wrong (sampler.py).
+    workers. sampler: what proposes configurations. "model" goes down the cost model's ranking, and the search
+    ends when nothing that is left can win. "residual" learns what the model gets wrong (sampler.py).
     margin: how much longer the default has to take for another to win, as a part of that one's time. settings: what
     else decides how its searches go. needs_image: judging launches the kernel; otherwise the figures of a build are
     enough, and a known one is not compiled. takes_time: judging does, beyond the compile, so that nothing is judged
@@ -142,7 +142,7 @@ class Predicted:
 
     name = provenance = "predicted"
     how = f"predicted by {MODEL}, not measured"
-    trials, batch = 12, 2
+    trials, batch = 12, 1  # what is predicted first is mostly the best: a second would be compiled in vain
     sampler, margin = "model", PREDICTED_MARGIN
     needs_image = takes_time = False
     final_stage = "trial"
@@ -157,12 +157,12 @@ class Predicted:
         self.left: Callable[[], float] = forever
         self.row: Mapping[str, Any] = {"model": MODEL}
         self._asked: tuple[Kernel, Any] | None = None  # whose bounds are at hand: a search asks about all it has left
-        self._bounds: Callable[[Any], float] = lambda config: 0.0
+        self._least: Callable[[Any], float] = lambda config: 0.0
 
     def can_win(self, kernel: Kernel, problem: Any, config: Any, best_us: float) -> bool:
         if self._asked != (kernel, problem):
-            self._asked, self._bounds = (kernel, problem), lower_bounds(kernel, problem, self.target)
-        return self._bounds(config) < best_us
+            self._asked, self._least = (kernel, problem), expected_least(kernel, problem, self.target)
+        return self._least(config) < best_us
 
     def answer(self, trial: Trial, rows: Sequence[Measurement]) -> Outcome | None:
         """A row answers if it says what the model says today: that sees more than the build, and costs nothing."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
+from heapq import nsmallest
+from math import inf
+from operator import itemgetter
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Target
 from kerngen.compiler.compile import compile_cubin
 from kerngen.compiler.render import Renderer, render
-from kerngen.cost.predict import Predictor, predict
+from kerngen.cost.choose import GUESSED_REGISTERS, expected_times
+from kerngen.cost.predict import predict
 from kerngen.errors import ConfigRefused
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, static_fields
@@ -25,22 +30,37 @@ ROW_BYTES, IMAGE_BYTES = 2_000, 12_000  # of a database: a trial's row and build
 RANKED_OF_A_LINE = 3  # problems that differ in tokens or batch alone try much the same: a plan ranks a few of them
 RANKED_OF_A_SPACE = 512  # configurations: enough for an estimate of how many of the best share a source
 PHASES = ("decode", "verify", "draft", "prefill")  # of a workload, the one that a model spends its time in first
-GUESSED_REGISTERS = 96  # per thread, before any kernel of the problem was compiled
+BEAM = 4  # of the fastest so far, around which a descent looks
 
 
 def rank(
     kernel: Kernel, problem: Any, target: Target, configs: Iterable[Any], registers: int = GUESSED_REGISTERS
 ) -> list[tuple[float, Any]]:
-    """(pre-predicted microseconds, config), fastest first; equals stay in the order given."""
-    us = _times(kernel, problem, target, registers)
-    timed = [(us(c), i, c) for i, c in enumerate(configs)]
-    timed.sort(key=lambda t: t[:2])
-    return [(us, c) for us, _, c in timed]
+    """(pre-predicted microseconds, config), fastest first; equals stay in the order given. registers: a thread's, where
+    the kernel's spec expects no number.
+    """
+    us = Remembered(kernel.config_type, expected_times(kernel, problem, target, registers))
+    return sorted(((us(c), c) for c in configs), key=itemgetter(0))
 
 
-def lower_bounds(kernel: Kernel, problem: Any, target: Target) -> Remembered[float]:
-    """What no compiled kernel of a configuration can be predicted to beat, by configuration: the fewest registers, no
-    spills.
+def rank_space(found: Candidates, registers: int = GUESSED_REGISTERS) -> list[tuple[float, Any]]:
+    """The same of what a search by the model weighs: a small space whole; of a large one what is `askable`, and what a
+    descent from there finds: of the BEAM fastest, all that differs in one or two fields, until none of it is faster.
+    What will spill takes for ever.
+    """
+    us = _times(found.kernel, found.problem, found.target, registers)
+    timed = {c: us(c) for c in found.askable}
+    if found.is_large:
+        left, asked = set[Any](), set(timed)
+        while fresh := [c for c in nsmallest(BEAM, timed, key=timed.__getitem__) if c not in left]:
+            left.update(fresh)
+            timed |= {c: us(c) for c in found.near(fresh, asked)}
+    return sorted(((us, c) for c, us in timed.items()), key=itemgetter(0))
+
+
+def expected_least(kernel: Kernel, problem: Any, target: Target) -> Callable[[Any], float]:
+    """What a configuration is expected to be predicted to take at least once it is compiled: by the registers that its
+    spec expects, and for ever where it will spill; where the spec expects no number, by the fewest, which is a bound.
     """
     return _times(kernel, problem, target, None)
 
@@ -51,9 +71,14 @@ def lower_bound_us(kernel: Kernel, problem: Any, config: Any, target: Target) ->
 
 
 def _times(kernel: Kernel, problem: Any, target: Target, registers: int | None) -> Remembered[float]:
-    """A problem's pre-predicted microseconds: configurations that differ in what the model does not see cost one."""
-    predictor = Predictor(kernel, problem, target)
-    return Remembered(kernel.config_type, lambda c: predictor.predict(c, registers=registers).latency_us)
+    return _remembered(kernel, problem, target, None if kernel.expects_registers else registers)
+
+
+@lru_cache(maxsize=2)  # a search ranks and asks what can win, of one problem
+def _remembered(kernel: Kernel, problem: Any, target: Target, registers: int | None) -> Remembered[float]:
+    """Pre-predicted microseconds: configurations that differ in what the model does not see cost one."""
+    us = expected_times(kernel, problem, target, registers)
+    return Remembered(kernel.config_type, lambda c: inf if kernel.will_spill(problem, c, target) else us(c))
 
 
 def urgency(item: Item, us: float) -> tuple[int, int, float]:

@@ -1,9 +1,9 @@
 """The search space of one problem: its valid configurations, and the reason why each other one is refused.
 
 `points` knows a space whole, by far fewer questions than it has points: why_invalid is a function, and what it answered
-holds for all configurations that agree in the fields that it read (field_tracing.py). That is for a search that ranks
-all of them. What a sampler weighs is `askable`, a part of a large space. Nothing is asked before it is needed: the
-default configuration is at hand at once, and `walk` gives valid ones as they are found.
+holds for all configurations that agree in the fields that it read (field_tracing.py). What a search weighs is
+`askable`, a part of a large space, and what lies `near` to its best. Nothing is asked before it is needed: the default
+configuration is at hand at once, and `walk` gives valid ones as they are found.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kerngen.tuning.field_tracing import leaves, traced
 
 MOST_CALLS = 1 << 19  # of why_invalid for one body: seconds. Today's largest space takes 114,432 for 1,935,360 points
 SAMPLE = 1 << 16  # points that stand for a body's space that takes more
-# Of a space of more points a sampler weighs a part: those near the kernel's candidates, and some that are drawn. To
+# Of a space of more points a search weighs a part: those near the kernel's candidates, and some that are drawn. To
 # know attn_decode's whole, up to 60,000 valid points, and time it by the cost model took 8 to 15 s of a core for each
 # of a model's 270 problems.
 WHOLE, MOST_NEAR, MOST_DRAWN = 1 << 13, 768, 256
@@ -76,6 +76,11 @@ class Candidates:
         self.kernel, self.problem, self.target, self.default = kernel, problem, target, default
 
     @property
+    def is_large(self) -> bool:
+        """Whether searches weigh a part of the space."""
+        return self.space_size > WHOLE
+
+    @property
     def are_known(self) -> bool:
         """Whether asking costs nothing any more."""
         return "points" in self.__dict__
@@ -107,21 +112,35 @@ class Candidates:
 
     @cached_property
     def askable(self) -> tuple[Any, ...]:
-        """What a sampler weighs: what is valid, and the default, wherever that lies. Of a space of more than WHOLE
+        """What a search weighs: what is valid, and the default, wherever that lies. Of a space of more than WHOLE
         points what differs in one or two fields from a candidate of the kernel, and points that a seed draws. In an
         order that is the same in every process.
         """
-        if self.space_size <= WHOLE:
+        if not self.is_large:
             return tuple(dict.fromkeys([*self.valid, self.default]))
         centers = [self.own(c) for c in self.kernel.candidates(self.problem, self.target)]
-        found = dict.fromkeys([self.default])
-        for config in _near(self, dict.fromkeys([self.default, *centers])):
-            found[config] = None
-            if len(found) > MOST_NEAR:
-                break
+        near = self.near(dict.fromkeys([self.default, *centers]), {self.default})
+        found = dict.fromkeys([self.default, *islice(near, MOST_NEAR)])
         for part in self.space:
             found |= dict.fromkeys(islice(_drawn(self, part), MOST_DRAWN // len(self.space)))
         return tuple(found)
+
+    def near(self, centers: Iterable[Any], asked: set[Any]) -> Iterator[Any]:
+        """The valid points that differ from a center, moved onto the grid, in no field, in one, and in two: first those
+        of all centers that differ in the fewest. asked: what is left out, to which all that is looked at is added.
+        """
+        bases = [(part, base) for c in centers for part in self.space if (base := _on_part(part, c)) is not None]
+        for num_fields in range(3):
+            walks = deque(_varied(part, base, num_fields) for part, base in bases)
+            while walks:  # in turn, so that no center has all
+                if (values := next(walks[0], None)) is None:
+                    walks.popleft()
+                    continue
+                walks.rotate(-1)
+                if (config := self.kernel.config_type(**values)) not in asked:
+                    asked.add(config)
+                    if self.is_valid(config):
+                        yield config
 
     def is_valid(self, config: Any) -> bool:
         return self.kernel.spec.why_invalid(self.problem, config, self.target) is None
@@ -133,25 +152,6 @@ class Candidates:
     @property
     def complete(self) -> bool:
         return self.points.complete
-
-
-def _near(found: Candidates, centers: Iterable[Any]) -> Iterator[Any]:
-    """The valid points that differ from a center, moved onto the grid, in no field, in one, and in two: first those of
-    all centers that differ in the fewest.
-    """
-    bases = [(part, base) for c in centers for part in found.space if (base := _on_part(part, c)) is not None]
-    cls, asked = found.kernel.config_type, set[Any]()
-    for num_fields in range(3):
-        walks = deque(_varied(part, base, num_fields) for part, base in bases)
-        while walks:  # in turn, so that no center has all
-            if (values := next(walks[0], None)) is None:
-                walks.popleft()
-                continue
-            walks.rotate(-1)
-            if (config := cls(**values)) not in asked:
-                asked.add(config)
-                if found.is_valid(config):
-                    yield config
 
 
 def _on_part(part: Part, config: Any) -> dict[str, Any] | None:

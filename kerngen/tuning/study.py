@@ -3,7 +3,7 @@
 First come the configurations that knowledge proposes: what runs today, the default, and winners of neighbouring
 problems. Where the
 objective says that the cost model is all there is to know (sampler "model") its ranking follows, down to where nothing
-that is left can win: such a search is exact. Else the sampler proposes, which learns what the model gets wrong
+that is left is expected to win. Else the sampler proposes, which learns what the model gets wrong
 (sampler.py). What else is valid is not asked before the first of these has been tried.
 
 The study lives in memory. Every outcome is in the tuning database, so a search that was killed is asked again
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kerngen.templates.kernel import Kernel, describe, fields_of
 from kerngen.tuning.features import described_space
 from kerngen.tuning.objective import Objective, Outcome
-from kerngen.tuning.plan import GUESSED_REGISTERS, rank
+from kerngen.tuning.plan import GUESSED_REGISTERS, rank_space
 from kerngen.tuning.space import Candidates, on_grid
 from kerngen.tuning_db.read.winner_table import why_unfit
 
@@ -94,7 +94,7 @@ class Search:
         if self._sampler is not None:
             left = min(left, self._sampler.num_left + len(self._open))
         elif self._ranked is not None:
-            left = min(left, len(self.candidates.valid) + 1 - len(self.outcomes))
+            left = min(left, len(self._ranked) + len(self._first) + len(self._open))
         return max(left, 0)
 
     @property
@@ -191,8 +191,8 @@ class Search:
         self._closed = self._is_cut_short = True
 
     def let_go(self) -> None:
-        """Of what the sampler holds: tens of megabytes, where nothing more is asked."""
-        self._sampler = self._describing = None
+        """Of what the sampler holds, or the ranking: tens of megabytes, where nothing more is asked."""
+        self._sampler = self._describing = self._ranked = None
         self._closed = True
 
     # -- where configurations come from
@@ -231,10 +231,8 @@ class Search:
 
     def _next_by_the_model(self, asked: list[Any]) -> Any | None:
         if self._ranked is None:
-            registers = self._registers or GUESSED_REGISTERS
-            to_beat, can_win = self._to_beat, self.objective.can_win  # who cannot by now never can
-            hopeful = [c for c in self.candidates.valid if can_win(self.kernel, self.problem, c, to_beat)]
-            self._ranked = rank(self.kernel, self.problem, self.target, hopeful, registers)[::-1]
+            ranked = rank_space(self.candidates, self._registers or GUESSED_REGISTERS)
+            self._ranked = [(us, c) for us, c in reversed(ranked) if self._can_win(c)]  # who cannot by now never can
         while self._ranked:
             _, config = self._ranked.pop()
             if config in self.outcomes or config in asked:

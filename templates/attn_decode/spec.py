@@ -182,10 +182,12 @@ def bound_threads(p: Problem, c: Config, arch: Arch) -> dict[str, int]:
 
 
 def expected_registers(p: Problem, c: Config, target: Target) -> int:
-    """Of a thread. With body=mma as many for the queries as for the accumulators, and 64 for the rest."""
+    """Of a thread. With body=mma as many for the queries as for the accumulators, and 64 for the rest; what is more
+    than there can be will be spilled.
+    """
     if c.warpgroups:
         return target.arch.registers_of(wgmma_ws.register_split(p, c, target.arch)[3])
-    return min(255, 64 + 2 * (c.block_m * p.head_dim // c.split_d // 32))
+    return 64 + 2 * (c.block_m * p.head_dim // c.split_d // 32)
 
 
 def tensor_map(p: Problem, c: Config, of: str, shape: tuple[int, ...]) -> TensorMap:

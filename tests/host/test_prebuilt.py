@@ -36,7 +36,7 @@ BOARDS = shipped_boards()
 PREDICTED_ON = [b.name for b in BOARDS if any(p.name.endswith(PREDICTED) for p in b.files())]
 CARRIED_ON = [b.name for b in BOARDS if any(p.name.endswith(CARRIED) for p in b.files())]
 # Whose predictions are still by the model before. python -m tools.prebuilt makes them anew.
-BEHIND = dict.fromkeys(("RTX5090", "B200", "L4", "T4"), "roofline-3")
+BEHIND = dict.fromkeys(("RTX5090", "B200", "T4"), "roofline-3")
 MOST_BYTES = 300_000  # of a board, without what was measured
 
 

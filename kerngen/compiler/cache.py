@@ -345,5 +345,5 @@ class CachedCompiler:
 def _no_process() -> ToolchainError:
     return ToolchainError(
         "the compiler processes end as they start",
-        hint="a script of yours keeps what it runs under: if __name__ == '__main__':; otherwise see: kerngen doctor",
+        hint="kerngen doctor says what this machine lacks",
     )

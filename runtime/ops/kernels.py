@@ -289,8 +289,7 @@ class KernelOps:
             if peers is None:
                 call = decode_layers(*given, stack)
             else:
-                by = peers.addresses, peers.rank, peers.max_rows
-                call = decode_layers_over_ranks(*given, not down_is_summand, *by, stack)
+                call = decode_layers_over_ranks(*given, not down_is_summand, peers.addresses, peers.rank, stack)
         except ProblemError:  # of sizes that the kernels of single layers may take
             return None
         return self.run_fused(call, "all layers")

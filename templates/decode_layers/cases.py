@@ -393,4 +393,4 @@ def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str,
         given[name] = [inputs[name][index] for index in sources(p.layers)]
     if p.ranks == 1:
         return asking(decode_layers, case, inputs, **given)
-    return asking(decode_layers_over_ranks, case, inputs, **given, max_rows=PEER_ROWS)
+    return asking(decode_layers_over_ranks, case, inputs, **given)

@@ -179,19 +179,17 @@ def decode_layers_over_ranks(
     mlp_is_whole: bool,
     addresses: Tensor,
     rank: int,
-    max_rows: int,
     stack: Stack,
 ) -> Call[Tensor]:
     """As decode_layers, of this rank's part of each layer: what out, down and the experts' down give is summed over the
     ranks. residual is the same on all, and so is what is returned, bit for bit.
 
     mlp_is_whole: the MLP is not divided, and its down is not summed: a drafter's; there are no experts.
-    addresses [ranks + 1] int64, rank and max_rows: as of `Peers`, memory for rows of H through which nothing else is
-    exchanged, of PEER_ROWS rows a slot. Every rank makes the same calls in the same order on one stream, with parts of
-    the same shapes and the same configuration. On the CPU, where no memory is shared, this rank's part stands for every
-    rank's.
+    addresses [ranks + 1] int64 and rank: as of `Peers`, memory for rows of H through which nothing else is exchanged,
+    of PEER_ROWS rows a slot. Every rank makes the same calls in the same order on one stream, with parts of the same
+    shapes and the same configuration. On the CPU, where no memory is shared, this rank's part stands for every rank's.
     """
-    peers = Peers(addresses, rank, max_rows)
+    peers = Peers(addresses, rank, PEER_ROWS)
     return _call(residual, ple, token, tensors, final_norm, layers, stack, peers, mlp_is_whole)
 
 
@@ -241,7 +239,6 @@ def _call(
         1 if peers is None else peers.addresses.shape[0] - 1, mlp_is_whole,
     )  # fmt: skip
     if peers is not None:
-        require(peers.max_rows == PEER_ROWS, f"the peers' memory has slots of {peers.max_rows} rows, not {PEER_ROWS}")
         require(0 <= peers.rank < problem.ranks, f"rank={peers.rank} is not in 0..{problem.ranks - 1}")
     for name, frequencies, dim in (
         ("inv_freq", token.inv_freq, problem.head_dim), ("full_inv_freq", token.full_inv_freq, problem.full_head_dim),

@@ -93,10 +93,10 @@ def test_a_profile_is_printed_in_80_columns_and_drawn(kerngen: Kerngen, monkeypa
 
 def test_a_ranks_sums_are_launches_with_bytes() -> None:
     model = find_model("gemma-4-31b").divided(World(0, 2))
-    calls = launch_counts(model, Step.decode(1, 512), find_arch("sm90"))
+    calls = launch_counts(model, Step.decode(32, 512), find_arch("sm90"))
     names = {name for name, _ in calls}
     assert "exchange_norm" in names
-    assert not names & {"w4a16_norm", "decode_layers"}
+    assert not names & {"w4a16_norm", "decode_layers"}, "of few tokens these sum over the ranks"
     times = 2 * len(model.target.layers)
     spans = [Span("exchange_norm", 4 * i, 4 * i + 4) for i in range(times)]
     (row,) = rows_of(spans, 1, calls, read_gbps=4000.0)

@@ -75,29 +75,19 @@ def inputs_of(problem: Any, seed: int, rank: int, **given: Any) -> dict[str, Any
     return {**shared, **{n: own[n] for n in exchange.own}, **{n: v for n, v in given.items() if n in shared}}
 
 
-class OneGpu:
-    """All ranks of a problem as streams of this GPU. The abort word ends launches that wait for ever."""
+class Streams:
+    """Ranks as streams of this GPU, each with memory of its own. The abort word ends launches that wait for ever."""
 
-    def __init__(self, problem: Any, max_rows: int, config: Any = None) -> None:
-        kernel = exchange_of(problem).kernel
-        self.ranks, self.max_rows, self.width = problem.ranks, max_rows, exchange_of(problem).width(problem)
-        size = exchange_bytes(problem.ranks, max_rows, self.width)
-        self.memory = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(problem.ranks)]
+    def __init__(self, ranks: int, max_rows: int, width: int) -> None:
+        self.ranks, self.max_rows, self.width = ranks, max_rows, width
+        size = exchange_bytes(ranks, max_rows, width)
+        self.memory = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(ranks)]
         self.abort = torch.zeros(4, dtype=torch.int32).pin_memory()
         addresses = [*(m.data_ptr() for m in self.memory), self.abort.data_ptr()]
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device="cuda")
-        self.streams = [torch.cuda.Stream() for _ in range(problem.ranks)]
-        self.function = load(kernel, problem, config or kernel.default_config(problem, target_here()))
-        torch.cuda._sleep(1)  # loaded before anything waits
+        self.streams = [torch.cuda.Stream() for _ in range(ranks)]
+        torch.cuda._sleep(1)  # loaded before anything waits: loading waits for what runs
         torch.cuda.synchronize()
-
-    def given(self, problem: Any, seed: int, two_shot_from: int = 0) -> list[dict[str, Any]]:
-        peers = {"addresses": self.addresses, "max_rows": self.max_rows, "two_shot_from": two_shot_from}
-        return [inputs_of(problem, seed, rank, **peers) for rank in range(self.ranks)]
-
-    def launch(self, problem: Any, inputs: dict[str, Any]) -> None:
-        """On torch's current stream."""
-        self.function.run(problem, inputs, in_forward=True, alone=True)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -116,6 +106,36 @@ class OneGpu:
         slots = 4 * self.ranks * self.max_rows * self.width
         for rank, memory in enumerate(self.memory):
             assert not memory[:slots].any(), f"rank {rank} has words left, which its next launch would take"
+
+    def require_leaving(self, launch: Callable[[], None]) -> None:
+        """launch: of rank 0 alone. It waits until it is told that the other is gone, and then ends at once."""
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self.streams[0]):
+            launch()
+        done = self.streams[0].record_event()
+        time.sleep(0.3)
+        assert not done.query(), "nobody has posted what it waits for"
+        self.abort.fill_(1)
+        start = time.monotonic()
+        done.synchronize()
+        assert time.monotonic() - start < 1.0
+
+
+class OneGpu(Streams):
+    """All ranks of a problem of exchange_norm or exchange_best."""
+
+    def __init__(self, problem: Any, max_rows: int, config: Any = None) -> None:
+        super().__init__(problem.ranks, max_rows, exchange_of(problem).width(problem))
+        kernel = exchange_of(problem).kernel
+        self.function = load(kernel, problem, config or kernel.default_config(problem, target_here()))
+
+    def given(self, problem: Any, seed: int, two_shot_from: int = 0) -> list[dict[str, Any]]:
+        peers = {"addresses": self.addresses, "max_rows": self.max_rows, "two_shot_from": two_shot_from}
+        return [inputs_of(problem, seed, rank, **peers) for rank in range(self.ranks)]
+
+    def launch(self, problem: Any, inputs: dict[str, Any]) -> None:
+        """On torch's current stream."""
+        self.function.run(problem, inputs, in_forward=True, alone=True)
 
 
 def require_right(problem: Any, of_ranks: list[dict[str, Any]], what: str) -> None:
@@ -169,6 +189,36 @@ class Repeated:
             for output, first in zip(self._outputs, self._first, strict=True):
                 self.wrong.add_((output != first).any())  # NaN differs from itself
         return graph
+
+
+def require_right_when_replayed(
+    gpu: OneGpu, problems: list[Any], each: list[list[dict[str, Any]]], draw: Random, replays: int
+) -> None:
+    """Launches of `problems` behind each other, of every rank as a graph that is replayed, with ranks that pause at
+    random. each: of a problem, the inputs of all ranks.
+    """
+    repeated = [Repeated(gpu.launch, problems, [given[r] for given in each], draw) for r in range(gpu.ranks)]
+    torch.cuda.synchronize()
+    with gpu.watched():
+        for rank, stream in enumerate(gpu.streams):
+            with torch.cuda.stream(stream):
+                repeated[rank].run()
+    for p, given in zip(problems, each, strict=True):
+        require_right(p, given, "first run")
+    for r in repeated:
+        r.keep()
+    graphs = [r.captured(stream) for r, stream in zip(repeated, gpu.streams, strict=True)]
+    with gpu.watched():
+        for replay in range(replays):
+            for rank in draw.sample(range(gpu.ranks), gpu.ranks):
+                with torch.cuda.stream(gpu.streams[rank]):
+                    if draw.random() < 0.3:
+                        torch.cuda._sleep(draw.randrange(60_000))
+                    graphs[rank].replay()
+            if replay % 50 == 49:
+                torch.cuda.synchronize()
+    assert [int(r.wrong) for r in repeated] == [0] * gpu.ranks, f"of {replays} replays"
+    gpu.require_clean()
 
 
 # ---- a process of each rank

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from exchange_ranks import Streams
 
 from kerngen.arch import Target
 from kerngen.compiler.cache import CompileCache
@@ -18,7 +19,6 @@ from kerngen.errors import LaunchError
 from kerngen.runtime.launcher import Function
 from kerngen.templates import find_kernel
 from kerngen.templates.decode_layers.spec import PEER_ROWS, Config, Problem, layer_tensors
-from kerngen.templates.exchange_norm.spec import exchange_bytes
 from kerngen.templates.kernel import Case
 from kerngen.timing.measure import check_function, compare, fresh, load, target_here
 
@@ -165,21 +165,19 @@ OF_DRAFTER = Problem(
 )  # fmt: skip
 
 
-class OneGpu:
-    """The ranks of a model as streams of this GPU, each with SMs enough of its own, and memory."""
+class OneGpu(Streams):
+    """The ranks of a model, each with SMs enough of its own."""
 
     def __init__(self, problem: Problem) -> None:
-        here, ranks = target_here(), problem.ranks
+        super().__init__(problem.ranks, PEER_ROWS, problem.hidden)
+        here = target_here()
         self.problem = problem
-        self.target = Target(here.arch, replace(here.device, num_sms=here.device.num_sms // ranks))
+        self.target = Target(here.arch, replace(here.device, num_sms=here.device.num_sms // problem.ranks))
         config = KERNEL.default_config(problem, self.target)
         image = CompileCache().get_or_compile(render(KERNEL, problem, config, self.target), here.arch).image
-        self.functions = [Function(KERNEL, config, self.target, image) for _ in range(ranks)]
-        size = exchange_bytes(ranks, PEER_ROWS, problem.hidden)
-        self.memory = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(ranks)]
-        self.abort = torch.zeros(4, dtype=torch.int32, device="cuda")
-        self.addresses = torch.tensor([m.data_ptr() for m in (*self.memory, self.abort)], device="cuda")
-        self.streams = [torch.cuda.Stream() for _ in range(ranks)]
+        self.functions = [Function(KERNEL, config, self.target, image) for _ in range(problem.ranks)]
+        for function in self.functions:
+            function.workspace(function.plan(problem)[1])  # allocated before anything waits
 
     def given(self, seed: int) -> list[dict[str, Any]]:
         """Of each rank; they have the residual, the norms, routers and scalars of the first."""
@@ -203,24 +201,8 @@ class OneGpu:
         return each
 
     def launch(self, rank: int, given: dict[str, Any]) -> None:
-        with torch.cuda.stream(self.streams[rank]):
-            self.functions[rank].run(self.problem, given, alone=True)
-
-    def wait(self, seconds: float = 30.0) -> None:
-        """Raises where a rank waits for ever; the launches leave then."""
-        ended = [stream.record_event() for stream in self.streams]
-        deadline = time.monotonic() + seconds
-        while not all(event.query() for event in ended):
-            if time.monotonic() > deadline:
-                self.abort.fill_(1)
-                raise AssertionError("ranks wait for each other")
-            time.sleep(0.001)
-
-    def require_clean(self) -> None:
-        """But for the count of layers."""
-        words = 2 * 2 * self.problem.ranks * PEER_ROWS * self.problem.hidden
-        for memory in self.memory:
-            assert not memory[:words].any(), "a word that is not zero would be taken for the next launch's"
+        """On torch's current stream."""
+        self.functions[rank].run(self.problem, given, alone=True)
 
 
 def _over_ranks(problem: Problem) -> OneGpu:
@@ -243,14 +225,13 @@ def test_ranks_sum_what_each_has(problem: Problem, ranks: int) -> None:
             for of_rank in given:
                 of_rank["out"].fill_(float("nan"))
         torch.cuda.synchronize()
-        for _ in range(4):
-            for given in each:
+        with gpu.watched():
+            for given in each * 4:
                 for rank in draw.sample(range(ranks), ranks):
-                    if draw.random() < 0.3:
-                        with torch.cuda.stream(gpu.streams[rank]):
+                    with torch.cuda.stream(gpu.streams[rank]):
+                        if draw.random() < 0.3:
                             torch.cuda._sleep(draw.randrange(200_000))
-                    gpu.launch(rank, given[rank])
-        gpu.wait()
+                        gpu.launch(rank, given[rank])
         for given, wanted in zip(each, expected, strict=True):
             for rank in range(ranks):
                 result = compare(KERNEL, case, given[rank], wanted[rank])
@@ -262,13 +243,5 @@ def test_ranks_sum_what_each_has(problem: Problem, ranks: int) -> None:
 def test_a_rank_alone_leaves_once_it_is_told() -> None:
     gpu = _over_ranks(replace(OVER_RANKS, ranks=2))
     given = gpu.given(1)
-    torch.cuda.synchronize()
-    gpu.launch(0, given[0])
-    done = gpu.streams[0].record_event()
-    time.sleep(0.3)
-    assert not done.query(), "nobody has posted what it waits for"
-    gpu.abort.fill_(1)
-    start = time.monotonic()
-    done.synchronize()
-    assert time.monotonic() - start < 1.0
+    gpu.require_leaving(lambda: gpu.launch(0, given[0]))
     assert given[0]["out"].isnan().all()

@@ -5,13 +5,12 @@ Its folder's cases (test_kernels.py) have one rank that is its own peers, on eve
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
-from exchange_ranks import OneGpu, Repeated, in_processes, require_right, sequence
+from exchange_ranks import OneGpu, in_processes, require_right, require_right_when_replayed, sequence
 
 from kerngen.templates import find_kernel
 from kerngen.templates.exchange_best.spec import Config, Problem
@@ -69,45 +68,14 @@ def test_a_thousand_replays_with_ranks_that_pause_at_random(ranks: int) -> None:
     gpu, draw = OneGpu(problem, 5), Random(ranks)
     problems = sequence(problem, (1, 3, 5, 1, 4))
     each = [gpu.given(p, i) for i, p in enumerate(problems)]
-    repeated = [Repeated(gpu.launch, problems, [given[r] for given in each], draw) for r in range(ranks)]
-    torch.cuda.synchronize()
-    with gpu.watched():
-        for rank, stream in enumerate(gpu.streams):
-            with torch.cuda.stream(stream):
-                repeated[rank].run()
-    for p, given in zip(problems, each, strict=True):
-        require_right(p, given, "first run")
-    for r in repeated:
-        r.keep()
-    graphs = [r.captured(stream) for r, stream in zip(repeated, gpu.streams, strict=True)]
-    with gpu.watched():
-        for replay in range(REPLAYS):
-            for rank in draw.sample(range(ranks), ranks):
-                with torch.cuda.stream(gpu.streams[rank]):
-                    if draw.random() < 0.3:
-                        torch.cuda._sleep(draw.randrange(60_000))
-                    graphs[rank].replay()
-            if replay % 50 == 49:
-                torch.cuda.synchronize()
-    assert [int(r.wrong) for r in repeated] == [0] * ranks, f"of {REPLAYS} replays"
-    gpu.require_clean()
+    require_right_when_replayed(gpu, problems, each, draw, REPLAYS)
 
 
 def test_a_rank_alone_chooses_no_token_once_it_is_told() -> None:
     problem = Problem(2, 512, target_here().arch.dtype, num_tokens=3)
     gpu = OneGpu(problem, 3)
     given = gpu.given(problem, 1)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(gpu.streams[0]):
-        gpu.launch(problem, given[0])
-    done = torch.cuda.Event()
-    done.record(gpu.streams[0])
-    time.sleep(0.3)
-    assert not done.query(), "nobody has posted what it waits for"
-    gpu.abort.fill_(1)
-    start = time.monotonic()
-    done.synchronize()
-    assert time.monotonic() - start < 1.0
+    gpu.require_leaving(lambda: gpu.launch(problem, given[0]))
     assert given[0]["ids"].tolist() == [-1, -1, -1]
 
 

@@ -7,7 +7,6 @@ Of several ranks one GPU is all, as in exchange_norm's cases: each seems to have
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from kerngen.templates.decode_layers.spec import (
     layer_tensors,
     sources,
 )
-from kerngen.templates.exchange_norm.spec import exchange_bytes
+from kerngen.templates.exchange_norm.cases import loopback
 from kerngen.templates.kernel import Case, asking
 
 NO_PAGE = 0x3FFFFFFF  # a table entry that faults if it is followed
@@ -209,24 +208,6 @@ def _over_ranks() -> tuple[Case, ...]:
     )
 
 
-@cache
-def _workspace(device: torch.device, ranks: int, hidden: int) -> Tensor:
-    """Of one rank, and behind it the abort word. Kept: see exchange_norm's cases."""
-    return torch.zeros(exchange_bytes(ranks, PEER_ROWS, hidden) + 16, dtype=torch.uint8, device=device)
-
-
-def loopback(p: Problem, rank: int, device: torch.device | str) -> Tensor | None:
-    """`Peers.addresses` of a rank that is its own peers: what it posts to p lies there as if p had posted it here."""
-    if p.ranks == 1:
-        return None
-    if torch.device(device).type != "cuda":
-        return torch.zeros(p.ranks + 1, dtype=torch.int64, device=device)
-    device = torch.device("cuda", torch.cuda.current_device())
-    own, part = _workspace(device, p.ranks, p.hidden).data_ptr(), 2 * 2 * p.hidden
-    abort = own + exchange_bytes(p.ranks, PEER_ROWS, p.hidden)
-    return torch.tensor([*(own + (r - rank) * part for r in range(p.ranks)), abort], dtype=torch.int64, device=device)
-
-
 CASES = (
     *_kinds(),
     *_over_ranks(),
@@ -298,7 +279,7 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         "inv_freq": inverse_frequencies(p.head_dim, p.num_rotated_pairs, device),
         "full_inv_freq": inverse_frequencies(p.full_head_dim, p.num_full_rotated_pairs, device),
         "eps": 1e-6,
-        "addresses": loopback(p, rank, device),
+        "addresses": loopback(p.ranks, rank, PEER_ROWS, p.hidden, device, 4 * p.hidden) if p.ranks > 1 else None,
         "rank": rank,
     }
 

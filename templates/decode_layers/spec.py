@@ -227,7 +227,6 @@ class Config:
     down_split_k: int = field(default=3, metadata={"filed": "down_parts"})
     max_peers: int = field(default=3, metadata={"filed": "slots"})  # blocks that may share an n-tile
     split_tiles: int = 1  # of keys, in a block, before more blocks take some
-    over_ranks: bool = False  # the body that adds up partial sums of several GPUs
     fused: bool = True  # False: in a step kernels one after the other are faster, and it asks those
 
     @property
@@ -258,25 +257,25 @@ _EXPERT_TENSORS = (
     "router_scale", "router", "per_expert_scale", "pre_expert_norm", "dense_norm", "expert_norm",
     *(f"{name}_{part}" for name in EXPERT_MATRICES for part in ("packed", "scales")),
 )  # fmt: skip
-_ARGS = (
-    Arg("out", "ptr"),
-    Arg("k_caches", "ptrs"),  # a layer each, as `layers`
-    Arg("v_caches", "ptrs"),
-    *args("ptr", "residual", "ple"),
-    Arg("layers", "ptrs"),  # layer_tensors(), layer after layer
-    Arg("final_norm", "ptr"),
-    Arg("positions", "ptr", align=8),
-    Arg("kv_lens", "ptr", align=4),
-    *args("ptr", "slots", "full_slots", align=8),
-    *args("ptr", "block_table", "full_block_table", align=4),
-    *args("ptr", "inv_freq", "full_inv_freq", "workspace"),
-    Arg("eps", "f32"),
-)
-_ARGS_OVER_RANKS = (*_ARGS, Arg("addresses", "ptr", align=8), Arg("rank", "i32"))
-BODIES = (
-    Body("kernel.cu.jinja", {"decode_layers": _ARGS}, SPACE, when={"over_ranks": False}),
-    Body("kernel.cu.jinja", {"decode_layers": _ARGS_OVER_RANKS}, SPACE, when={"over_ranks": True}),
-)
+ARGS = {
+    "decode_layers": (
+        Arg("out", "ptr"),
+        Arg("k_caches", "ptrs"),  # a layer each, as `layers`
+        Arg("v_caches", "ptrs"),
+        *args("ptr", "residual", "ple"),
+        Arg("layers", "ptrs"),  # layer_tensors(), layer after layer
+        Arg("final_norm", "ptr"),
+        Arg("positions", "ptr", align=8),
+        Arg("kv_lens", "ptr", align=4),
+        *args("ptr", "slots", "full_slots", align=8),
+        *args("ptr", "block_table", "full_block_table", align=4),
+        *args("ptr", "inv_freq", "full_inv_freq", "workspace"),
+        Arg("eps", "f32"),
+        Arg("addresses", "ptr", align=8),  # of several ranks, and null of one
+        Arg("rank", "i32"),
+    )
+}
+BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
 OUTPUTS = ("out", "k_caches", "v_caches")
 
 
@@ -521,8 +520,6 @@ def why_unsupported(problem: Problem, target: Target) -> str | None:
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     p, c, arch, blocks = problem, config, target.arch, num_blocks(problem, config, target)
     group = p.group_size // STRIP
-    if c.over_ranks != (p.ranks > 1):
-        return f"over_ranks={c.over_ranks} of ranks={p.ranks}"
     if c.stage_tiles % c.num_warps:
         return f"stage_tiles={c.stage_tiles} is no multiple of num_warps={c.num_warps}"
     if c.stage_tiles % (2 * group):
@@ -571,7 +568,7 @@ def candidates(problem: Problem, target: Target) -> Sequence[Config]:
     for down, out in product(downs, outs):
         peers = max(max_peers(p.hidden // STRIP, parts, blocks) for parts in (out, down))
         for tiles, stages in product((sizes[0], min(sizes)), (10, 8, 7, 6, 5, 4, 3)):
-            config = Config(warps, tiles, stages, 2, 2, out, down, peers, over_ranks=p.ranks > 1)
+            config = Config(warps, tiles, stages, 2, 2, out, down, peers)
             if smem_bytes(p, config, target) <= target.arch.max_smem_bytes:
                 break
         found += [replace(config, max_inflight_stages=n) for n in (2, 3) if n <= max(2, p.hidden // STRIP // tiles)]

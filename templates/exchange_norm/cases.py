@@ -58,12 +58,14 @@ def _workspace(device: torch.device, ranks: int, max_rows: int, hidden: int) -> 
     return torch.zeros(exchange_bytes(ranks, max_rows, hidden) + 16, dtype=torch.uint8, device=device)
 
 
-def loopback(ranks: int, rank: int, max_rows: int, hidden: int, device: torch.device | str) -> Tensor:
-    """`Peers.addresses` of a rank that is its own peers; zeros where no kernel runs."""
+def loopback(ranks: int, rank: int, max_rows: int, hidden: int, device: torch.device | str, stride: int = 0) -> Tensor:
+    """`Peers.addresses` of a rank that is its own peers; zeros where no kernel runs. stride: bytes between what two
+    ranks post, 0 for a slot.
+    """
     if torch.device(device).type != "cuda":
         return torch.zeros(ranks + 1, dtype=torch.int64, device=device)
     device = torch.device("cuda", torch.cuda.current_device())
-    own, slot = _workspace(device, ranks, max_rows, hidden).data_ptr(), 2 * max_rows * hidden
+    own, slot = _workspace(device, ranks, max_rows, hidden).data_ptr(), stride or 2 * max_rows * hidden
     abort = own + exchange_bytes(ranks, max_rows, hidden)
     return torch.tensor([*(own + (p - rank) * slot for p in range(ranks)), abort], dtype=torch.int64, device=device)
 

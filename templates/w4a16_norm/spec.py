@@ -94,7 +94,6 @@ class Config:
     blocks_per_sm: int = 1
     cta_pipeline: bool = field(default=False, metadata={"filed": "shared_ring"})
     cap_inflight: bool = field(default=False, metadata={"filed": "throughout"})
-    over_ranks: bool = False  # the bodies that add up what several GPUs have
     fused: bool = True  # False: in a step w4a16_gemm and add_norm are faster, and it asks those
 
     @property
@@ -137,18 +136,14 @@ ARGS = {
     "norm_of_posts": (
         *args("ptr", "residual_out", "out", "residual", "post_weight", "layer_scalar", "next_weight", "workspace"),
         Arg("eps", "f32"),
+        Arg("addresses", "ptr", align=8),  # of several ranks, and null of one
+        *args("i32", "rank", "max_rows"),
     ),
 }
-_OF_RANKS = (Arg("addresses", "ptr", align=8), *args("i32", "rank", "max_rows"))
-ARGS_OVER_RANKS = ARGS | {"norm_of_posts": (*ARGS["norm_of_posts"], *_OF_RANKS)}
-BODIES = tuple(
-    Body(template, with_args, space, when={**when, "over_ranks": over_ranks})
-    for over_ranks, with_args in ((False, ARGS), (True, ARGS_OVER_RANKS))
-    for template, space, when in (
-        ("stream.cu.jinja", SPACE, {"block_m": FEW_TOKENS, "cta_pipeline": False}),
-        ("block_stream.cu.jinja", CTA_PIPELINE_SPACE, {"block_m": FEW_TOKENS, "cta_pipeline": True}),
-        ("kernel.cu.jinja", MMA_SPACE, {"block_m": MOST_TOKENS}),
-    )
+BODIES = (
+    Body("stream.cu.jinja", ARGS, SPACE, when={"block_m": FEW_TOKENS, "cta_pipeline": False}),
+    Body("block_stream.cu.jinja", ARGS, CTA_PIPELINE_SPACE, when={"block_m": FEW_TOKENS, "cta_pipeline": True}),
+    Body("kernel.cu.jinja", ARGS, MMA_SPACE, when={"block_m": MOST_TOKENS}),
 )
 OUTPUTS = ("residual_out", "out")
 
@@ -197,8 +192,6 @@ def why_unsupported(problem: Problem, target: Target) -> str | None:
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
-    if config.over_ranks != (problem.ranks > 1):
-        return f"over_ranks={config.over_ranks} of ranks={problem.ranks}"
     if config.block_m not in (FEW_TOKENS, MOST_TOKENS) or config.block_m < problem.num_tokens:
         return (f"block_m={config.block_m} of num_tokens={problem.num_tokens}: all are in one tile, of {FEW_TOKENS} by "
                 f"bulk copies or of {MOST_TOKENS} by the ring")  # fmt: skip
@@ -257,7 +250,7 @@ def _with_norm(p: Problem, cut: gemm.Config, target: Target) -> Iterator[Config]
         return
     of_warps, of_block = (fewest_vecs(p.n, choices, MOST_THREADS) for choices in (VECS, VECS[1:]))
     for vecs in (of_warps,) if cut.body == "tma_warp" else (of_block, of_warps):
-        if why_invalid(p, config := replace(Config.of(cut, vecs), over_ranks=p.ranks > 1), target) is None:
+        if why_invalid(p, config := Config.of(cut, vecs), target) is None:
             yield config
             return
 

@@ -103,7 +103,7 @@ def test_two_phases_are_enough_and_one_is_not(tmp_path: Path) -> None:
     for folder in (tmp_path / "two", tmp_path / "one"):
         folder.mkdir()
     late_rank(Ranks(*PROBLEMS["logits"], tmp_path / "two"), 60.0)
-    one = Ranks(*PROBLEMS["logits"], tmp_path / "one", ("int64_t(epoch & 1) * RANKS * max_rows", "int64_t(0)"))
+    one = Ranks(*PROBLEMS["logits"], tmp_path / "one", ("int(phase & 1) * RANKS * slot", "int64_t(0)"))
     with pytest.raises(AssertionError):
         late_rank(one, 6.0)
 

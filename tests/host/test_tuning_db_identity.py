@@ -68,7 +68,7 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
          "dtype": "bf16", "residual_dtype": "bf16", "num_experts": 0, "top_k": 0, "expert_inner": 0,
          "ranks": 1, "mlp_is_whole": False},
         {"num_warps": 8, "stage_tiles": 24, "num_stages": 8, "in_flight": 4, "tiles_together": 3, "out_parts": 2,
-         "down_parts": 3, "slots": 3, "split_tiles": 1, "over_ranks": False, "fused": True},
+         "down_parts": 3, "slots": 3, "split_tiles": 1, "fused": True},
     ),
     "dense_gemv": (
         {"num_tokens": 1},
@@ -172,7 +172,7 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
          "ranks": 1},
         {"block_k": 2816, "warps_k": 8, "num_stages": 2, "split_k": 3, "in_flight": 0, "vecs_per_thread": 1,
          "block_m": 4, "block_n": 32, "blocks_per_sm": 1, "shared_ring": False, "throughout": False,
-         "over_ranks": False, "fused": True},
+         "fused": True},
     ),
     "w4a16_gemm": (
         {"num_tokens": 1},

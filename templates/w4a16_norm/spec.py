@@ -184,10 +184,11 @@ def _registers_per_vec(problem: Problem) -> int:
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
+    others = " and ".join(name for name, _ in replaces(problem))
     if not target.arch.has_tma:
-        return f"{target.arch} has no bulk copies; w4a16_gemm and add_norm serve it"
+        return f"{target.arch} has no bulk copies; {others} serve it"
     if problem.num_tokens > MOST_TOKENS:
-        return f"num_tokens={problem.num_tokens}: at most {MOST_TOKENS}; w4a16_gemm and add_norm serve more"
+        return f"num_tokens={problem.num_tokens}: at most {MOST_TOKENS}; {others} serve more"
     return why_no_dtype(target.arch, problem.dtype)
 
 

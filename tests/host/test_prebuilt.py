@@ -35,8 +35,6 @@ FILES = sorted(PREBUILT.rglob("*.txt"))
 BOARDS = shipped_boards()
 PREDICTED_ON = [b.name for b in BOARDS if any(p.name.endswith(PREDICTED) for p in b.files())]
 CARRIED_ON = [b.name for b in BOARDS if any(p.name.endswith(CARRIED) for p in b.files())]
-# Whose predictions are still by the model before. python -m tools.prebuilt makes them anew.
-BEHIND = dict.fromkeys(("RTX5090", "B200", "T4"), "roofline-3")
 MOST_BYTES = 300_000  # of a board, without what was measured
 
 
@@ -74,8 +72,7 @@ def test_a_file_is_as_it_is_written_and_says_who_says_so(path: Path) -> None:
     assert file.runs == ()
     assert Target.of(find_device(file.board)).device.num_sms == file.device["num_sms"]
     if suffix == PREDICTED:
-        model = BEHIND.get(file.board, MODEL)
-        assert [m.name for m in file.models] == [model], "predict it anew: python -m tools.prebuilt"
+        assert [m.name for m in file.models] == [MODEL], "predict it anew: python -m tools.prebuilt"
         assert file.carried == ()
         assert {(t.model, t.won) for t in trials} == {(0, True)}
     else:

@@ -93,6 +93,17 @@ def open_board(board: Board) -> Source:
     return in_memory(board)
 
 
+def prepare(board: Board) -> None:
+    """Make the file of `open_board` where it is not there yet. Why it cannot be made is said by whoever opens it."""
+    with contextlib.suppress(OSError, DatabaseError):
+        key = key_of(board)
+        path = path_of(board, key)
+        if not path.exists():
+            with _making(path):
+                if not path.exists():
+                    _make(board, key, path)
+
+
 def open_store(board: Board) -> Store:
     """As open_board, to look at all that it holds. Raises DatabaseError."""
     from kerngen.tuning_db.store.bundles import open_any

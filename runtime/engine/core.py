@@ -28,7 +28,6 @@ from kerngen.runtime.engine.scheduler import Chunk, Scheduler
 from kerngen.runtime.engine.sizing import PREFILL_CHUNK, CacheShape
 from kerngen.runtime.engine.warmup import warm_up
 from kerngen.runtime.executors import Say
-from kerngen.runtime.executors.layer_dedup import one_of_each_kind
 from kerngen.runtime.executors.trace import Trace
 from kerngen.runtime.logprobs import MOST_LOGPROBS, TokenLogprobs, read_logprobs
 from kerngen.runtime.model import Gemma4
@@ -162,7 +161,7 @@ class Engine:
         lengths = range(most + 1) if fixed is None else sorted({0, fixed})
 
         def ask(trace: Trace) -> None:
-            with one_of_each_kind(trace, self.model, self.drafter):
+            with self.runner.one_of_each_kind(trace):
                 warm_up(self.runner, lengths, self.prefill_chunk, mixed=self._mixes)
 
         self.model.ops.build_ahead(ask, say)

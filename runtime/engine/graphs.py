@@ -8,12 +8,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from kerngen.runtime.executors.layer_dedup import OneOfEachKind
+from kerngen.runtime.executors.trace import RunsOnce
+
 Captured = tuple[torch.cuda.CUDAGraph, Tensor]
 Left = TypeVar("Left")
 
 
 class Graphs:
-    def __init__(self) -> None:
+    def __init__(self, layers: OneOfEachKind) -> None:
+        """layers: of what is captured."""
+        self._layers = layers
         self._captured: list[torch.cuda.CUDAGraph] = []
         self._memory: Any = None  # the pool
 
@@ -29,14 +34,16 @@ class Graphs:
 
     def capture(self, run: Callable[[], Left], written: Sequence[Tensor]) -> tuple[torch.cuda.CUDAGraph, Left]:
         """`run` as a graph, and the tensors that a replay leaves its results in. written: what `run` changes that must
-        stay as it was; it is run twice before, so that whatever is loaded or chosen at first use is there.
+        stay as it was; it is run twice before, so that whatever is loaded or chosen at first use is there: one layer of
+        each kind does. What that leaves in the cache a replay writes anew.
         """
         saved = [tensor.clone() for tensor in written]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
-                run()
+                with self._layers(RunsOnce()):
+                    run()
                 for tensor, was in zip(written, saved, strict=True):
                     tensor.copy_(was)
         torch.cuda.current_stream().wait_stream(stream)

@@ -27,6 +27,7 @@ from kerngen.runtime.engine.logit_processors import LogitProcessors, Values
 from kerngen.runtime.engine.mixed_batches import ANY_SHAPE, MixedBatchGraphs, MixedBatchShapes, Shape
 from kerngen.runtime.engine.plan import DecodeRows, Limits, NewPage, PrefillChunk, RowUpdate, SamplingMode, StepPlan
 from kerngen.runtime.engine.prefill_graphs import SEQUENCES, PrefillGraphs
+from kerngen.runtime.executors.layer_dedup import OneOfEachKind
 from kerngen.runtime.logprobs import logprob_words
 from kerngen.runtime.model import Gemma4, Taps
 from kerngen.runtime.ops.fallbacks import GATHERED_ROWS
@@ -116,7 +117,8 @@ class Runner:
         self.logit_processors = LogitProcessors(max_batch, config.vocab_size, device, self._sent)
         self._steps: dict[tuple[int, int, SamplingMode, int], Captured] = {}
         self._reading = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._graphs = Graphs()
+        self.one_of_each_kind = OneOfEachKind(model, drafter)
+        self._graphs = Graphs(self.one_of_each_kind)
         self.prefill_graphs = PrefillGraphs(model, cache, self._graphs, max_kv_len, self._sent)
         self.mixed_graphs = MixedBatchGraphs()
         self._latest: torch.cuda.Event | None = None  # behind all that was handed in

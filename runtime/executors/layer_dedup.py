@@ -1,4 +1,4 @@
-"""Writes down a stack of layers by running one layer of each kind: layers that are alike make the same calls."""
+"""Runs one layer of each kind of a stack of layers: layers that are alike make the same calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kerngen.runtime.model import Attend, DecoderStack
 
 
 class Once(Protocol):
-    """An executor that writes calls down."""
+    """Decides which layers run."""
 
     def once(self, key: Hashable, make: Callable[[], tuple[Tensor, str]]) -> tuple[Tensor, str]:
         """What `make` returns; where it was made with an equal key before, a tensor of that form, and nothing runs."""
@@ -29,7 +29,7 @@ class DedupedLayers(DecoderStack):
 
     def __init__(self, of: DecoderStack, executor: Once) -> None:
         self.__dict__.update(of.__dict__)
-        self._executor = executor
+        self.executor = executor
         kinds: dict[Hashable, int] = {}
         self._kinds = [kinds.setdefault(self._kind(i), len(kinds)) for i in range(len(self.layers))]
 
@@ -52,23 +52,31 @@ class DedupedLayers(DecoderStack):
                 h = super(DedupedLayers, self).layer(index, residual, qkv, attend, ple, projects=projects)
             return h, self.ops.place
 
-        h, self.ops.place = self._executor.once(key, made)
+        h, self.ops.place = self.executor.once(key, made)
         return h
 
 
-@contextmanager
-def one_of_each_kind(executor: Once, *models: Any) -> Iterator[None]:
-    """Meanwhile the layers of `models`, whose calls `executor` gets, run once of each kind in a forward. A drafter
-    without a DecoderStack runs as ever.
+class OneOfEachKind:
+    """The stacks of `models`, of which a forward runs one layer of each kind. A drafter without a DecoderStack runs as
+    ever.
     """
-    stacks = [(m, m.stack) for m in models if isinstance(getattr(m, "stack", None), DecoderStack)]
-    for model, stack in stacks:
-        model.stack = DedupedLayers(stack, executor)
-    try:
-        yield
-    finally:
-        for model, stack in stacks:
-            model.stack = stack
+
+    def __init__(self, *models: Any) -> None:
+        self._models = [m for m in models if isinstance(getattr(m, "stack", None), DecoderStack)]
+        self._deduped: list[DedupedLayers] = []  # what is alike is looked for once
+
+    @contextmanager
+    def __call__(self, executor: Once) -> Iterator[None]:
+        """Meanwhile `executor` decides."""
+        self._deduped = self._deduped or [DedupedLayers(m.stack, executor) for m in self._models]
+        stacks = [m.stack for m in self._models]
+        for model, deduped in zip(self._models, self._deduped, strict=True):
+            deduped.executor, model.stack = executor, deduped
+        try:
+            yield
+        finally:
+            for model, stack in zip(self._models, stacks, strict=True):
+                model.stack = stack
 
 
 def _form(value: Any) -> Hashable:

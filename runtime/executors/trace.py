@@ -15,6 +15,25 @@ from kerngen.templates.call import Call
 R = TypeVar("R")
 
 
+class RunsOnce:
+    """Of forwards whose results nobody reads: what has run with an equal key does not run again."""
+
+    def __init__(self) -> None:
+        self._forms: dict[Hashable, tuple[dict[str, Any], str]] = {}  # what `once` returned
+
+    def once(self, key: Hashable, make: Callable[[], tuple[Tensor, str]]) -> tuple[Tensor, str]:
+        """What `make` returns, or, with a key that was there before, zeros of its tensor's form and nothing run: what
+        comes next meets numbers. No tensor is kept: it would have the size of a forward's.
+        """
+        if (known := self._forms.get(key)) is not None:
+            form, place = known
+            return torch.empty_strided(**form).zero_(), place
+        made, place = make()
+        form = {"size": made.shape, "stride": made.stride(), "dtype": made.dtype, "device": made.device}
+        self._forms[key] = form, place
+        return made, place
+
+
 class Trace(InOrder):
     """Stands for `of`, another executor. Results are what their memory holds, numbers that stand for tokens or places
     zeros: torch reads at those.
@@ -28,7 +47,7 @@ class Trace(InOrder):
         self.peers, self.layer_peers = of.peers, of.layer_peers
         self.collectives: Collectives = Noted(of.collectives.world, lambda *_: None)
         self.asked: dict[tuple[str, Any], None] = {}
-        self._forms: dict[Hashable, tuple[dict[str, Any], str]] = {}  # what `once` returned
+        self.once = RunsOnce().once
 
     def fuses(self, call: Call[Any], where: str) -> bool:
         return self._of.fuses(call, where)
@@ -38,18 +57,6 @@ class Trace(InOrder):
             self.asked[call.kernel, call.problem] = None
         _clear(call.result)
         return call.result
-
-    def once(self, key: Hashable, make: Callable[[], tuple[Tensor, str]]) -> tuple[Tensor, str]:
-        """What `make` returns, or, with a key that was there before, memory of its tensor's form and nothing run. No
-        tensor is kept: it would have the size of a forward's.
-        """
-        if (known := self._forms.get(key)) is not None:
-            form, place = known
-            return torch.empty_strided(**form), place
-        made, place = make()
-        form = {"size": made.shape, "stride": made.stride(), "dtype": made.dtype, "device": made.device}
-        self._forms[key] = form, place
-        return made, place
 
 
 def _clear(result: Any) -> None:

@@ -111,14 +111,20 @@ def test_a_soak_of_a_divided_model_finds_nothing() -> None:
 
 
 @needs_two
-def test_a_profile_has_rank_0s_launches() -> None:
-    """In a process of its own: of each layer two sums over the ranks, and of the choice one launch; nothing of NCCL."""
-    command = [sys.executable, "-m", "kerngen", "bench", "profile", str(TINY), "--tensor-parallel", "2", "--json"]
+@pytest.mark.parametrize(
+    ("batch", "summing", "launches"),
+    [(1, "decode_layers", 1), (16, "exchange_norm", 2 * len(read_model_config(TINY).layers))],
+)
+def test_a_profile_has_rank_0s_launches(batch: int, summing: str, launches: int) -> None:
+    """In a process of its own: one token goes through all layers in one launch, more have two sums over the ranks a
+    layer; the choice is one launch, and nothing is NCCL's.
+    """
+    command = [sys.executable, "-m", "kerngen", "bench", "profile", str(TINY), "--tensor-parallel", "2",
+               "--batch", str(batch), "--json"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-2000:]
-    report = json.loads(done.stdout)
-    rows = {row["kernel"]: row for row in report["rows"]}
-    assert rows["exchange_norm"]["launches"] == 2 * len(read_model_config(TINY).layers)
-    assert rows["exchange_norm"]["bytes"] > 0
+    rows = {row["kernel"]: row for row in json.loads(done.stdout)["rows"]}
+    assert rows[summing]["launches"] == launches
+    assert rows[summing]["bytes"] > 0
     assert rows["exchange_best"]["launches"] == 1
     assert not [name for name in rows if "nccl" in name.lower()]

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from sqlalchemy import func, select
 from kerngen.arch import Target, find_device
 from kerngen.cli.process import settle_notes
 from kerngen.errors import DatabaseError
+from kerngen.runtime.serve.engine_start import prepare_databases
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import default_stores, lookup, shipped
 from kerngen.tuning_db.dist.results_parser import parse
@@ -63,6 +65,30 @@ def _fields() -> Mapping[str, Any]:
 def here() -> boards.Board:
     (board,) = boards.shipped_boards()
     return board
+
+
+def test_the_engine_makes_it_beside_its_imports(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    board = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, total_memory=int(139.8 * 2**30))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: board)
+    prepare_databases()
+    (path,) = cache.glob("*.kgdb")
+    made = path.stat().st_mtime_ns
+    prepare_databases()
+    assert path.stat().st_mtime_ns == made
+    assert open_board(here()).where == str(path)
+
+
+def test_what_the_engine_cannot_make_beside_them_is_said_by_who_opens_it(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (cache.parent).mkdir()
+    cache.write_text("no folder")
+    shipped.prepare(here())
+    assert not caplog.records
+    open_board(here())
+    assert "cannot be kept" in caplog.text
 
 
 def test_the_first_use_makes_it_and_the_next_reads_it(cache: Path, caplog: pytest.LogCaptureFixture) -> None:

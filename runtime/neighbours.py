@@ -141,3 +141,14 @@ def preferred(
             return n
     us, at = min((us, i) for i, (us, _) in enumerate(timed))
     return near[at] if us * (1 if ranks_candidates else 1 + PREDICTED_MARGIN) < default_us else None
+
+
+def is_slower(kernel: Kernel, problem: Any, target: Target, config: Any, default: Any) -> bool:
+    """Whether a prediction puts `default` in the place of `config`, which was measured at another size."""
+    from kerngen.cost.choose import ranked  # see above
+    from kerngen.tuning_db.store.winners import PREDICTED_MARGIN
+
+    if why_unfit(kernel, problem, default, target) is not None:
+        return False
+    (default_us, _), (us, _) = ranked(kernel, problem, target, [default, config])
+    return us > default_us * (1 + PREDICTED_MARGIN)

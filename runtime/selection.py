@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Target
 from kerngen.compiler import source_digest
+from kerngen.compiler.cache import compiling_is_forbidden
 from kerngen.errors import ConfigRefused, ProblemError
-from kerngen.runtime.neighbours import Neighbour, Neighbourhood, preferred
+from kerngen.runtime.neighbours import Neighbour, Neighbourhood, is_slower, preferred
 from kerngen.templates.kernel import Kernel, fields_of
 from kerngen.tuning_db.read.canonical_fields import FINER_STEPS, round_up
 from kerngen.tuning_db.read.ids import bucketed, coordinates
@@ -80,6 +81,7 @@ class KernelSelector:
         self.kernel, self.target, self._table = kernel, target, table
         self._neighbourhood = neighbourhood
         self._tuned: dict[int, tuple[Winner, Choice]] = {}  # by the winner's identity; held, so that it stays its own
+        self._remote: dict[tuple[Any, ...], Choice] = {}  # by winner, cell and length: see `_weighed`
         self._defaults: dict[tuple[Any, ...], Choice] = {}
         self._nearby: dict[tuple[Any, ...], dict[Any, Choice]] = {}  # by length: others near it
         self._preferred: dict[tuple[Any, ...], Choice] = {}  # by length, a multiple of COMPARED_EVERY
@@ -90,12 +92,36 @@ class KernelSelector:
         winner = self._table.answer(problem) if self._table is not None else None
         if winner is None:
             return self._default(problem)
+        tuned = self._tuned_choice(problem, winner)
+        return self._weighed(problem, winner, tuned) if self._is_remote(problem, winner) else tuned
+
+    def _tuned_choice(self, problem: Any, winner: Winner) -> Choice:
         if (known := self._tuned.get(id(winner))) is None:
             config = self.kernel.config_type(**winner.config)
             source = f"{winner.source} ({winner.provenance})"
             choice = Choice(self.kernel, problem, config, self.target, source, winner.provenance, winner.cubin, winner)
             known = self._tuned[id(winner)] = winner, choice
         return known[1]
+
+    def _is_remote(self, problem: Any, winner: Winner) -> bool:
+        """Whether the winner is of a longer length than those near this one."""
+        if not problem.DYNAMIC or winner.problem.dynamic is None:
+            return False
+        return winner.problem.dynamic > _coarse(getattr(problem, problem.DYNAMIC))
+
+    def _weighed(self, problem: Any, winner: Winner, tuned: Choice) -> Choice:
+        """`tuned`, or the default where a prediction puts that in its place: a tune that was cut short, or that knows a
+        model's own steps alone, leaves gaps.
+        """
+        size = _coarse(getattr(problem, problem.DYNAMIC))
+        key = id(winner), coordinates(bucketed(self.kernel, problem)), size
+        if (known := self._remote.get(key)) is None:
+            at = _moved(problem, {problem.DYNAMIC: size})
+            default = self._default(at)
+            is_there = default.cubin is not None or not compiling_is_forbidden()
+            loses = is_there and is_slower(self.kernel, at, self.target, tuned.config, default.config)
+            known = self._remote[key] = default if loses else tuned
+        return known
 
     def tuned_lengths(self, problem: Any) -> Sequence[int]:
         """Where something is tuned along the dynamic field, for the other runtime fields that `problem` has."""
@@ -175,6 +201,11 @@ def describe_shape(winner: Winner, problem: Any) -> str:
     asked = fields_of(problem)
     differing = " ".join(f"{k}={v}" for k, v in winner.problem.flat.items() if asked.get(k) != v)
     return f"winner of {differing}" if differing else "winner of this very problem"
+
+
+def _coarse(length: int) -> int:
+    """What stands for lengths up to it, where the cost model compares."""
+    return max(ceil(length / COMPARED_EVERY) * COMPARED_EVERY, round_up(length, FINER_STEPS))
 
 
 def between(power: int) -> list[int]:

@@ -86,7 +86,9 @@ def serve(
     from kerngen.system.progress import Reporter
 
     are_several = replicas > 1 or where["tensor_parallel"] > 1 or "," in (where["device"] or "")
-    asks_shipped = not (where["db_url"] or where["bundle"] or "KERNGEN_BUNDLE" in os.environ or where["backend"] == "torch")
+    asks_shipped = not (
+        where["db_url"] or where["bundle"] or "KERNGEN_BUNDLE" in os.environ or where["backend"] == "torch"
+    )
     engine = None if are_several else click.get_current_context().with_resource(begun(prepares=asks_shipped))
     try:
         from kerngen.runtime.serve.server import Settings, run

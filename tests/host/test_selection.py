@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from sheets import measured_store
+from test_fused import store_with
 
 from kerngen.arch import Target, find_arch, find_device
+from kerngen.cli.db.inspect import explain
 from kerngen.compiler import render as rendering
 from kerngen.compiler.builds import choices
 from kerngen.runtime import selection as selection_module
@@ -203,3 +206,27 @@ def test_what_is_tuned_between_the_lengths_of_a_workload_is_built_too(tmp_path: 
         found = {p.num_tokens: choice.config.threads for p, choice in choices(load, selector, Counter())}
         assert found == {64: 64, 80: 128, 128: 256}
         assert selector.choice(gate, replace(problems[0], num_tokens=70)).config.threads == 128
+
+
+def test_a_row_of_many_more_tokens_gives_way_to_a_default_that_is_predicted_to_be_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tune knows 64 tokens and 128, and none between: of 80 a tile of 128 rows wastes a third."""
+    at_128 = GEMM.problem_type(n=16384, k=5376, num_tokens=128)
+    path = tmp_path / "short.db"
+    for tokens in (64, 128):
+        store_with(path, GEMM, replace(at_128, num_tokens=tokens))
+    with Store.open(path) as store:
+        chosen = {n: Selector([store], H200).choice(GEMM, replace(at_128, num_tokens=n)) for n in (128, 127, 72, 80)}
+        assert [chosen[n].winner is not None for n in (128, 127, 72, 80)] == [True, True, False, False]
+        assert chosen[128].config.block_m == 128
+        assert (chosen[80].config.block_m, chosen[80].source) == (80, DEFAULT)
+        monkeypatch.setenv("KERNGEN_NO_COMPILE", "1")
+        kept = Selector([store], H200).choice(GEMM, replace(at_128, num_tokens=80))
+        assert kept.config.block_m == 128, "its machine code is there, and the default's cannot be made"
+    monkeypatch.delenv("KERNGEN_NO_COMPILE")
+    asked = ["w4a16_gemm", "--problem", "n=16384,k=5376,num_tokens=80", "--device", "H200", "--db", str(path)]
+    said = CliRunner().invoke(explain, asked)
+    told = " ".join(said.output.split())
+    assert "at num_tokens=80 the cost model prefers: default configuration" in told
+    assert "block_m=80" in told

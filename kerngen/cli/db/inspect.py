@@ -290,7 +290,12 @@ def find(
     if winner is None:
         raise UsageError(f"no winner serves {subject}")
     store = next(s for s in stores if winner.source.startswith(f"{s.name}: "))
-    return store, replace(winner, why=store.winner(winner.id).why)
+    winner = replace(winner, why=store.winner(winner.id).why)
+    runs = Selector(stores, target).choice(kernel, problem)
+    if runs.winner is None and problem.DYNAMIC:
+        reason = f"{winner.reason}; at {problem.DYNAMIC}={getattr(problem, problem.DYNAMIC)} the cost model prefers: "
+        winner = replace(winner, reason=f"{reason}{runs.source}, {describe(runs.config)}")
+    return store, winner
 
 
 def _observed(store: Store, winner: Winner) -> list[Observation]:

@@ -9,6 +9,6 @@ FALLBACKS = {
     "dense matrices": "more than 16 tokens: cuBLAS through torch, a well-kept library where kerngen adds nothing",
     "dense experts": "no grouped kernel for 16-bit weights yet: torch multiplies one expert after the other",
     # of a divided model alone
-    "sums of routed experts": "they are added before ranks exchange them; moe_combine adds them with all that follows",
+    "sums of routed experts": "ranks without shared memory, or of many tokens, exchange sums; else exchange_norm adds",
     "the chosen token's logit": "ranks without shared memory compare choices by it; exchange_best does so for others",
 }

@@ -168,7 +168,8 @@ def _calls(world: World, tokens: int, hidden: int, dtype: str, *peers: Any) -> d
                 return exchange_norm(residual.clone(), h, weights[0], None, weights[1], 1e-6, given)
 
             call = asked()
-            _check(world, call, expected_of(call.problem, call.arguments, _of_ranks(world, h), []))
+            given = [{**call.arguments, "h": of} for of in _of_ranks(world, h)]
+            _check(world, call, expected_of(call.problem, given))
             found[name] = _loaded(asked())
         call = exchange_best(x, head, rows, first, of_choices)
         _check(world, call, best(_of_ranks(world, logit_of(x, head, rows)), _of_ranks(world, rows + first)))

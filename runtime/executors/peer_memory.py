@@ -129,8 +129,8 @@ class PeerMemory:
         memory: Memory | None = None,
         device: torch.device | str = "cuda",
     ) -> None:
-        """hidden: 16-bit elements of a row. max_rows: of an exchange; a token takes one, of pairs two. two_shot_from:
-        see Peers; None for what the sizes say. memory: of torch's current GPU where none is given.
+        """hidden: 16-bit elements of a row. max_rows: of an exchange; a token takes one, with experts two.
+        two_shot_from: see Peers; None for what the sizes say. memory: of torch's current GPU where none is given.
 
         Raises DeviceError on every rank, with the boards of the two, where one rank cannot reach another's memory.
         """

@@ -372,14 +372,14 @@ class KernelOps:
         norms: ResidualNorms,
     ) -> Tensor:
         if moe.down.is_summand:
-            self.went_outside("sums of routed experts")
-            summed = fallbacks.routed_sum(routed, topk_weights)
             if (peers := self._peers(dense, dense.shape[1], 2)) is not None:
                 pair = exchange_pair_norm(
-                    residual, dense, summed, moe.dense_norm, moe.post_norm, norms.post_weight, norms.layer_scalar,
-                    norms.next_weight, norms.eps, peers,
+                    residual, dense, routed, topk_weights, moe.dense_norm, moe.post_norm, norms.post_weight,
+                    norms.layer_scalar, norms.next_weight, norms.eps, peers,
                 )  # fmt: skip
                 return self.run(pair, "end of layer, summed over ranks")
+            self.went_outside("sums of routed experts")
+            summed = fallbacks.routed_sum(routed, topk_weights)
             both = self.collectives.all_reduce(torch.stack((dense, summed)))
             dense, routed = both[0], both[1][:, None]
             topk_weights = torch.ones_like(topk_weights[:, :1])

@@ -478,7 +478,7 @@ def replaces(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
                 "num_experts": p.num_experts, "top_k": p.top_k, "hidden": p.hidden, "inner": p.expert_inner,
                 "group_size": p.group_size, "dtype": p.dtype,
             }  # fmt: skip
-            yield ("moe_combine", row | {"top_k": p.top_k}) if p.ranks == 1 else added(pairs=True, has_scalar=True)
+            yield ("moe_combine", row | {"top_k": p.top_k}) if p.ranks == 1 else added(top_k=p.top_k, has_scalar=True)
         elif p.ple_width:
             yield "ple_block", row | {"width": p.ple_width}
         else:

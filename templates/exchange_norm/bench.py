@@ -17,7 +17,7 @@ from kerngen.templates.kernel import Case
 
 BENCH_CASES: tuple[Case, ...] = (
     *(case_for(Problem(ranks, num_tokens=t)) for ranks in (2, 4) for t in (1, 4, 8, 32, 128, 512)),
-    *(case_for(Problem(2, 2816, pairs=True, has_scalar=True, num_tokens=t)) for t in (1, 32)),
+    *(case_for(Problem(2, 2816, top_k=8, has_scalar=True, num_tokens=t)) for t in (1, 32)),
 )
 
 
@@ -30,8 +30,9 @@ def baselines(case: Case, inputs: dict[str, Any]) -> dict[str, Callable[[], obje
 
     def run() -> Tensor:
         h = inputs["h"] * p.ranks
-        if p.pairs:
-            h = norm(h, "h_norm") + norm(inputs["second"] * p.ranks, "second_norm")
+        if p.top_k:
+            experts = (inputs["routed"].float() * inputs["topk_weights"][..., None]).sum(1).to(h.dtype)
+            h = norm(h, "h_norm") + norm(experts * p.ranks, "routed_norm")
         stream = inputs["residual"] + norm(h, "post_weight")
         if p.has_scalar:
             stream = stream * inputs["layer_scalar"]

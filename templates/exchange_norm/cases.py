@@ -22,7 +22,7 @@ from kerngen.templates.kernel import Case, asking
 
 def case_for(problem: Problem, **options: Any) -> Case:
     p = problem
-    parts = (("pairs", p.pairs), ("scalar", p.has_scalar), ("last", not p.has_next), *options.items())
+    parts = ((f"k{p.top_k}", p.top_k), ("scalar", p.has_scalar), ("last", not p.has_next), *options.items())
     words = [f"n{p.ranks}_h{p.hidden}_{p.residual_dtype}-{p.dtype}", *(n for n, on in parts if on), f"t{p.num_tokens}"]
     return Case("_".join(words), p, p.hidden + p.num_tokens + p.ranks, options)
 
@@ -42,9 +42,10 @@ CASES = (
     *_cases(2, 5376, 1, 8, 129),
     *_cases(4, 5376, 1, 32, 64, in_place=True, has_scalar=True),
     *_cases(8, 5376, 3),
-    *_cases(2, 2816, 1, 8, pairs=True, has_scalar=True),
-    *_cases(8, 2816, 3, pairs=True, in_place=True, has_scalar=True),
-    *_cases(3, 264, 2, pairs=True),
+    *_cases(2, 2816, 1, 8, top_k=8, has_scalar=True),
+    *_cases(8, 2816, 3, top_k=8, in_place=True, has_scalar=True),
+    *_cases(3, 264, 2, top_k=3),
+    *_cases(4, 2816, 65, top_k=1),
     *_cases(2, 8, 9000),  # more rows than blocks: each takes several
     case_for(Problem(4, 3840, "fp16", "fp16", num_tokens=5)),
 )
@@ -71,7 +72,9 @@ def loopback(ranks: int, rank: int, max_rows: int, hidden: int, device: torch.de
 
 
 def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
-    """Every argument. Rows and residual normal, weights about 1; outputs NaN, or residual itself with in_place."""
+    """Every argument. Rows and residual normal, weights about 1, topk_weights as a router gives them; outputs NaN, or
+    residual itself with in_place.
+    """
     p: Problem = case.problem
     draw = Draw(case.seed, device)
     shape = p.num_tokens, p.hidden
@@ -87,9 +90,9 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         "out": poisoned(*shape, dtype=p.dtype, device=device) if p.has_next else None,
         "residual": residual,
         "h": draw.normal(*shape, dtype=p.dtype, std=0.5),
-        "second": draw.normal(*shape, dtype=p.dtype, std=0.7) if p.pairs else None,
-        "h_norm": weight(p.pairs),
-        "second_norm": weight(p.pairs),
+        "routed": draw.normal(p.num_tokens, p.top_k, p.hidden, dtype=p.dtype, std=0.7) if p.top_k else None,
+        "h_norm": weight(p.top_k > 0),
+        "routed_norm": weight(p.top_k > 0),
         "post_weight": weight(),
         "layer_scalar": draw.normal(1, dtype=p.dtype, mean=0.7, std=0.1) if p.has_scalar else None,
         "next_weight": weight(p.has_next),
@@ -99,10 +102,11 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         "max_rows": max_rows,
         "two_shot_from": 0,
         "num_tokens": p.num_tokens,
+        "topk_weights": torch.softmax(draw.normal(p.num_tokens, p.top_k, dtype="fp32"), dim=-1) if p.top_k else None,
     }
 
 
 def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]] | None:
     """The op that asks for this case, and its arguments."""
     p = case.problem
-    return asking(exchange_pair_norm if p.pairs else exchange_norm if p.has_next else exchange_post_norm, case, inputs)
+    return asking(exchange_pair_norm if p.top_k else exchange_norm if p.has_next else exchange_post_norm, case, inputs)

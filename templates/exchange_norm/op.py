@@ -10,6 +10,7 @@ from kerngen.templates.call import Call, op
 from kerngen.templates.common.rows.spec import require
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, empty
 from kerngen.templates.exchange_norm.spec import Problem
+from kerngen.templates.moe_combine.spec import MAX_TOP_K
 from kerngen.templates.values import Peers
 
 _TAKES = {"residual": "R[T, H]", "h": "D[T, H]", "post_weight": "D[H]", "layer_scalar": "D[1]", "addresses": "int64[N]"}
@@ -28,7 +29,7 @@ def exchange_norm(
     On the CPU, where no memory is shared, h stands for every rank's.
     """
     out = empty(h, *h.shape)
-    asked = _asked(residual, h, (None, None, None), post_weight, layer_scalar, next_weight, eps, peers, out)
+    asked = _asked(residual, h, None, post_weight, layer_scalar, next_weight, eps, peers, out)
     return Call("exchange_norm", *asked, out)
 
 
@@ -37,47 +38,53 @@ def exchange_post_norm(
     residual: Tensor, h: Tensor, post_weight: Tensor, layer_scalar: Tensor | None, eps: float, peers: Peers
 ) -> Call[None]:
     """As exchange_norm, where no norm follows: residual alone is written."""
-    asked = _asked(residual, h, (None, None, None), post_weight, layer_scalar, None, eps, peers, None)
+    asked = _asked(residual, h, None, post_weight, layer_scalar, None, eps, peers, None)
     return Call("exchange_norm", *asked, None)
 
 
 @op(
     mutates=("residual",),
-    takes={**_TAKES, "second": "D[T, H]", "h_norm": "D[H]", "second_norm": "D[H]", "next_weight": "D[H]"},
-)
+    takes={
+        **_TAKES, "routed": "D[T, K, H]", "topk_weights": "fp32[T, K]", "h_norm": "D[H]", "routed_norm": "D[H]",
+        "next_weight": "D[H]",
+    },
+)  # fmt: skip
 def exchange_pair_norm(
-    residual: Tensor, h: Tensor, second: Tensor, h_norm: Tensor, second_norm: Tensor, post_weight: Tensor,
-    layer_scalar: Tensor | None, next_weight: Tensor, eps: float, peers: Peers,
+    residual: Tensor, h: Tensor, routed: Tensor, topk_weights: Tensor, h_norm: Tensor, routed_norm: Tensor,
+    post_weight: Tensor, layer_scalar: Tensor | None, next_weight: Tensor, eps: float, peers: Peers,
 ) -> Call[Tensor]:  # fmt: skip
-    """As exchange_norm of norm(sum of h; h_norm) + norm(sum of second; second_norm), both summed over the ranks.
+    """As exchange_norm of norm(sum of h; h_norm) + norm(sum of experts; routed_norm), both summed over the ranks.
 
-    The end of a layer with experts: h is the dense MLP's output, second [T, H] the weighted sum of the experts'.
+    The end of a layer with experts: h is the dense MLP's output, a rank's experts are sum_k topk_weights_k routed_k, in
+    fp32 and rounded before they are exchanged. routed [T, K, H] in h's dtype, topk_weights [T, K] fp32, K in 1..8.
     """
     out = empty(h, *h.shape)
-    pair = second, h_norm, second_norm
-    asked = _asked(residual, h, pair, post_weight, layer_scalar, next_weight, eps, peers, out)
+    require(routed.shape[1] > 0, f"top_k=0 is not in 1..{MAX_TOP_K}")
+    experts = routed, topk_weights, h_norm, routed_norm
+    asked = _asked(residual, h, experts, post_weight, layer_scalar, next_weight, eps, peers, out)
     return Call("exchange_norm", *asked, out)
 
 
 def _asked(
-    residual: Tensor, h: Tensor, pair: tuple[Tensor | None, Tensor | None, Tensor | None], post_weight: Tensor,
+    residual: Tensor, h: Tensor, experts: tuple[Tensor, Tensor, Tensor, Tensor] | None, post_weight: Tensor,
     layer_scalar: Tensor | None, next_weight: Tensor | None, eps: float, peers: Peers, out: Tensor | None,
 ) -> tuple[Problem | None, dict[str, Any]]:  # fmt: skip
     tokens, hidden = residual.shape
-    second, h_norm, second_norm = pair
+    routed, topk_weights, h_norm, routed_norm = (None, None, None, None) if experts is None else experts
     problem = None
     if tokens:
         problem = Problem(
             peers.addresses.shape[0] - 1, hidden, DTYPE_NAME[h.dtype], DTYPE_NAME[residual.dtype],
-            second is not None, layer_scalar is not None, next_weight is not None, tokens,
+            0 if routed is None else routed.shape[1], layer_scalar is not None, next_weight is not None, tokens,
         )  # fmt: skip
         require(tokens * problem.rows <= peers.max_rows,
                 f"{tokens} tokens of {problem.rows} rows; the peers' memory has slots of {peers.max_rows}")  # fmt: skip
         require(0 <= peers.rank < problem.ranks, f"rank={peers.rank} is not in 0..{problem.ranks - 1}")
     arguments = {
-        "residual_out": residual, "out": out, "residual": residual, "h": h, "second": second, "h_norm": h_norm,
-        "second_norm": second_norm, "post_weight": post_weight, "layer_scalar": layer_scalar,
+        "residual_out": residual, "out": out, "residual": residual, "h": h, "routed": routed, "h_norm": h_norm,
+        "routed_norm": routed_norm, "post_weight": post_weight, "layer_scalar": layer_scalar,
         "next_weight": next_weight, "addresses": peers.addresses, "eps": eps, "rank": peers.rank,
         "max_rows": peers.max_rows, "two_shot_from": peers.two_shot_from, "num_tokens": tokens,
+        "topk_weights": topk_weights,
     }  # fmt: skip
     return problem, arguments

@@ -16,6 +16,11 @@ from kerngen.templates.kernel import Tolerance
 from kerngen.templates.moe_combine.spec import Problem
 
 
+def routed_sum(routed: Tensor, topk_weights: Tensor, dtype: str) -> Tensor:
+    """routed [T, k, H] weighted by topk_weights [T, k] and added in fp32: [T, H] in fp32, holding values of `dtype`."""
+    return rounded((routed.float() * topk_weights[..., None]).sum(1), dtype)
+
+
 def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """residual_out and out: [num_tokens, hidden] in fp32, holding values of their dtypes."""
     p = problem
@@ -23,7 +28,7 @@ def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
     def norm(x: Tensor, weight: str) -> Tensor:
         return rounded(rms_norm(x, inputs[weight], inputs["eps"]), p.dtype)
 
-    routed = rounded((inputs["routed"].float() * inputs["topk_weights"][..., None]).sum(1), p.dtype)
+    routed = routed_sum(inputs["routed"], inputs["topk_weights"], p.dtype)
     h = rounded(norm(inputs["dense"], "dense_norm") + norm(routed, "routed_norm"), p.dtype)
     stream = rounded(inputs["residual"].float() + norm(h, "post_norm"), p.residual_dtype)
     stream = rounded(stream * inputs["layer_scalar"].float(), p.residual_dtype)

@@ -23,7 +23,7 @@ from kerngen.runtime.world import World
 from kerngen.templates import Case, Kernel, find_kernel
 from kerngen.templates.exchange_best import spec as best
 from kerngen.templates.exchange_norm import spec as norm
-from kerngen.templates.exchange_norm.spec import exchange_bytes
+from kerngen.templates.exchange_norm.spec import NUM_PHASES, exchange_bytes
 from kerngen.timing.measure import compare, load, target_here
 
 PATIENCE_S = 60.0
@@ -46,15 +46,14 @@ class Exchange:
         return found
 
 
-def _expected_of_norm(problem: Any, of_ranks: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    h, second = ([inputs[n] for inputs in of_ranks] for n in ("h", "second"))
-    found: dict[str, Tensor] = find_kernel("exchange_norm").reference.expected_of(problem, of_ranks[0], h, second)
-    return found
-
-
 _NORM, _BEST = find_kernel("exchange_norm"), find_kernel("exchange_best")
 EXCHANGES = {
-    norm.Problem: Exchange(_NORM, ("h", "second", "out", "residual_out"), lambda p: int(p.hidden), _expected_of_norm),
+    norm.Problem: Exchange(
+        _NORM,
+        ("h", "routed", "topk_weights", "out", "residual_out"),
+        lambda p: int(p.hidden),
+        _NORM.reference.expected_of,
+    ),
     best.Problem: Exchange(
         _BEST, ("x", "table", "rows", "ids", "values"), lambda _: best.POSTED, _BEST.reference.expected_of
     ),
@@ -102,10 +101,12 @@ class Streams:
         assert not self.abort[0], "ranks waited for each other for ever"
 
     def require_clean(self) -> None:
-        """No word is left in any slot."""
+        """No word is left in any slot that another rank posts to."""
         slots = 4 * self.ranks * self.max_rows * self.width
         for rank, memory in enumerate(self.memory):
-            assert not memory[:slots].any(), f"rank {rank} has words left, which its next launch would take"
+            of_ranks = memory[:slots].view(NUM_PHASES, self.ranks, -1)
+            left = of_ranks[:, [r for r in range(self.ranks) if r != rank]]
+            assert not left.any(), f"rank {rank} has words left, which its next launch would take"
 
     def require_leaving(self, launch: Callable[[], None]) -> None:
         """launch: of rank 0 alone. It waits until it is told that the other is gone, and then ends at once."""

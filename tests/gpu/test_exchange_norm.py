@@ -31,13 +31,10 @@ def _problem(ranks: int, tokens: int, dtypes: tuple[str, str], **fields: Any) ->
     return problem
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("tokens", [1, 3, 8, 32, 64, 129])
-@pytest.mark.parametrize("dtypes", DTYPE_PAIRS, ids="-".join)
-@pytest.mark.parametrize("two_shot_from", [0, 1], ids=["one-shot", "two-shots"])
-def test_ranks_on_one_gpu(ranks: int, tokens: int, dtypes: tuple[str, str], two_shot_from: int) -> None:
-    problem = _problem(ranks, tokens, dtypes, has_scalar=True)
-    gpu = OneGpu(problem, tokens)
+def _require_right_behind_each_other(problem: Problem, two_shot_from: int) -> None:
+    """Three launches, with ranks that start late."""
+    ranks, tokens = problem.ranks, problem.num_tokens
+    gpu = OneGpu(problem, tokens * problem.rows)
     each = [gpu.given(problem, seed, two_shot_from) for seed in range(3)]
     torch.cuda.synchronize()
     draw = Random(tokens)
@@ -52,18 +49,34 @@ def test_ranks_on_one_gpu(ranks: int, tokens: int, dtypes: tuple[str, str], two_
     gpu.require_clean()
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 32, 64, 129])
+@pytest.mark.parametrize("dtypes", DTYPE_PAIRS, ids="-".join)
+@pytest.mark.parametrize("two_shot_from", [0, 1], ids=["one-shot", "two-shots"])
+def test_ranks_on_one_gpu(ranks: int, tokens: int, dtypes: tuple[str, str], two_shot_from: int) -> None:
+    _require_right_behind_each_other(_problem(ranks, tokens, dtypes, has_scalar=True), two_shot_from)
+
+
+@pytest.mark.parametrize(("ranks", "top_k", "tokens"), [(2, 8, 32), (3, 3, 1), (8, 1, 1), (2, 8, 65), (8, 8, 9)])
+@pytest.mark.parametrize("two_shot_from", [0, 1], ids=["one-shot", "two-shots"])
+def test_each_rank_sums_its_experts_first(ranks: int, top_k: int, tokens: int, two_shot_from: int) -> None:
+    dtypes = target_here().arch.dtype, "fp32"
+    problem = _problem(ranks, tokens, dtypes, top_k=top_k, has_scalar=True)
+    _require_right_behind_each_other(problem, two_shot_from)
+
+
 @pytest.mark.parametrize("two_shot_from", [0, 1], ids=["one-shot", "two-shots"])
 @pytest.mark.parametrize(
     ("fields", "config"),
     [
-        ({"pairs": True, "has_scalar": True}, None),
+        ({"top_k": 8, "has_scalar": True}, None),
         ({"has_next": False}, Config(2)),
         ({"hidden": 256}, Config(1, 4)),
         ({"hidden": 8}, Config(1, 2)),
     ],
     ids=str,
 )
-def test_pairs_last_layers_and_rows_that_share_a_block(
+def test_experts_last_layers_and_rows_that_share_a_block(
     fields: dict[str, Any], config: Config | None, two_shot_from: int
 ) -> None:
     dtype = target_here().arch.dtype

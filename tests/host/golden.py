@@ -120,7 +120,7 @@ PROBLEMS = {
     "exchange_best": (("num_tokens=1", "ranks=4,width=2816,num_tokens=64", "width=131072,source=logits"), ("H200",)),
     "exchange_norm": (
         ("ranks=2,num_tokens=1", "ranks=4,num_tokens=64", "ranks=8,num_tokens=1",
-         "hidden=2816,pairs=True,has_scalar=True,num_tokens=8"), ("H200",),
+         "hidden=2816,top_k=8,has_scalar=True,num_tokens=8"), ("H200",),
     ),
     "ple_block": (tuple(f"num_tokens={m}" for m in (1, 2, 8, 16, 17, 64)), ("H200",)),
 }  # fmt: skip

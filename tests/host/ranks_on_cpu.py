@@ -17,7 +17,7 @@ from torch import Tensor
 from kerngen.arch import Target, find_arch
 from kerngen.compiler.render import render
 from kerngen.templates import Kernel
-from kerngen.templates.exchange_norm.spec import exchange_bytes
+from kerngen.templates.exchange_norm.spec import NUM_PHASES, exchange_bytes
 
 TARGET = Target.of(find_arch("sm80"))
 Given = Sequence[list[dict[str, Any]]]  # by launch and rank
@@ -92,5 +92,7 @@ class RanksOnCpu:
             self.memory.zero_()
 
     def words_left(self) -> int:
-        """Bytes of all slots that are not zero."""
-        return int(self.memory[:, : self._slots].count_nonzero())
+        """Bytes that are not zero, of all slots that another rank posts to."""
+        ranks = self.problem.ranks
+        slots = self.memory[:, : self._slots].view(ranks, NUM_PHASES, ranks, -1)
+        return int(slots.count_nonzero()) - int(slots.diagonal(dim1=0, dim2=2).count_nonzero())

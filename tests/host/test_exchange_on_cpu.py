@@ -28,11 +28,11 @@ class Ranks(RanksOnCpu):
                          most_blocks=3, changed=changed)  # fmt: skip
 
     def inputs(self, seed: int, tokens: int, two_shot_from: int) -> list[dict[str, Any]]:
-        """Of each rank: another h, and another second, of the same case otherwise."""
+        """Of each rank: another h, and other experts' rows, of the same case otherwise."""
         problem = replace(self.problem, num_tokens=tokens)
         cases = [replace(KERNEL.cases.case_for(problem), seed=100 * seed + r) for r in range(problem.ranks)]
         each = [KERNEL.cases.inputs(case, "cpu") for case in cases]
-        own = ("h", "second", "out", "residual_out")
+        own = ("h", "routed", "topk_weights", "out", "residual_out")
         given = {"addresses": self.addresses, "max_rows": self.max_rows, "two_shot_from": two_shot_from}
         return [{**each[0], **{n: e[n] for n in own}, **given, "rank": r} for r, e in enumerate(each)]
 
@@ -41,7 +41,7 @@ PROBLEMS = {
     "one-warp": (Problem(2, 264, residual_dtype="fp32"), Config(2)),
     "three-ranks": (Problem(3, 520, has_scalar=True), Config(1)),
     "five-ranks": (Problem(5, 264, has_next=False), Config(2, 2)),
-    "pairs": (Problem(3, 520, pairs=True, has_scalar=True), Config(2)),
+    "experts": (Problem(3, 520, top_k=8, has_scalar=True), Config(2)),
 }
 
 
@@ -54,8 +54,7 @@ def require_right(ranks: Ranks, launches: list[tuple[int, int]], given: list[lis
     """launches: tokens and two_shot_from."""
     for each, of in zip(given, launches, strict=True):
         problem = replace(ranks.problem, num_tokens=of[0])
-        h, second = ([inputs[n] for inputs in each] for n in ("h", "second"))
-        expected = KERNEL.reference.expected_of(problem, each[0], h, second)
+        expected = KERNEL.reference.expected_of(problem, each)
         for inputs in each:
             result = compare(KERNEL, KERNEL.cases.case_for(problem), inputs, expected)
             assert result.ok, f"rank {inputs['rank']}, (tokens, two_shot_from) {of}: {result.message}"

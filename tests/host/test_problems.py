@@ -53,6 +53,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str | None]]] = {
     "exchange_norm": [
         ({"ranks": 1}, "ranks=1 is not in 2..8"), ({"ranks": 9}, "ranks=9 is not in 2..8"),
         ({"hidden": 100}, f"hidden=100 {OF_8}"), ({"dtype": "fp64"}, f"{DTYPES}fp16, bf16, fp32"),
+        ({"top_k": 9}, "top_k=9 is not in 0..8"),
     ],
     "moe_combine": [({"top_k": 9}, "top_k=9 is not in 1..8")],
     "moe_route": [({"num_experts": 257}, "num_experts=257 is not in 1..256"),

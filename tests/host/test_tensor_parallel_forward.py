@@ -130,11 +130,12 @@ class Exchanging(Reference):
                 given[name].copy_(value)
             self.chosen[call.problem] += 1
             return call.result
-        h, second = (
-            self.collectives.all_gather(given[name], 0).chunk(size) if given[name] is not None else ()
-            for name in ("h", "second")
-        )
-        for name, value in kernel.reference.expected_of(call.problem, dict(given), h, second).items():
+        of_ranks: list[dict[str, Any]] = [dict(given) for _ in range(size)]
+        for name in ("h", "routed", "topk_weights"):
+            if given[name] is not None:
+                for of, part in zip(of_ranks, self.collectives.all_gather(given[name], 0).chunk(size), strict=True):
+                    of[name] = part
+        for name, value in kernel.reference.expected_of(call.problem, of_ranks).items():
             given[name].copy_(value)
         self.exchanged[call.problem] += 1
         return call.result
@@ -162,7 +163,7 @@ def test_the_end_of_a_layer_with_experts_is_one_exchange(tokens: int, has_scalar
     residual = normal(tokens, hidden).to(residual_dtype(dtype))
     parts = [(normal(tokens, hidden), normal(tokens, top_k, hidden)) for _ in range(size)]
     routes = torch.rand(tokens, top_k, generator=draw)
-    problem = Problem(size, hidden, DTYPE_NAME[dtype], DTYPE_NAME[residual.dtype], True, has_scalar, num_tokens=tokens)
+    problem = Problem(size, hidden, DTYPE_NAME[dtype], DTYPE_NAME[residual.dtype], top_k, has_scalar, num_tokens=tokens)
     is_one = 2 * tokens <= MOST_ROWS
     threads = Threads(size)
 
@@ -184,6 +185,7 @@ def test_the_end_of_a_layer_with_experts_is_one_exchange(tokens: int, has_scalar
             threads.stop()
             raise
         assert executor.exchanged == (Counter([problem]) if shares and is_one else Counter())
+        assert ("sums of routed experts" in ops.outside()) == (not (shares and is_one))
         return stream, out
 
     with ThreadPoolExecutor(size) as pool:
@@ -220,11 +222,11 @@ def test_a_forward_is_the_same_bits_by_exchanges_and_by_sums(folders: tuple[Path
     with ThreadPoolExecutor(size) as pool:
         shared, summed = (list(pool.map(work, range(size), [shares] * size)) for shares in (True, False))
     config = read_model_config(folders[0])
-    ends = Counter(dict.fromkeys((True, False), 0))
+    ends = Counter[int]()
     for problem, count in shared[0][1].items():
-        ends[problem.pairs] += count
+        ends[problem.top_k] += count
     layers = 2 * len(config.layers)  # of a prefill and a step
-    assert ends == ({True: layers, False: layers} if config.num_experts else {True: 0, False: 2 * layers})
+    assert ends == Counter([config.top_k_experts, 0] * layers)
     for (made, exchanged), (want, none) in zip(shared, summed, strict=True):
         assert exchanged == shared[0][1]
         assert not none
@@ -258,7 +260,7 @@ def test_a_steps_exchanges_are_two_a_layer_and_one_of_the_choice(name: str, size
     model, arch = find_model(name), find_arch("sm90")
     rank = model.divided(World(size - 1, size))
     layers, row = len(model.target.layers), 2 * model.target.hidden_size
-    experts = bool(model.target.num_experts)
+    top_k = model.target.top_k_experts
     assert rank.drafter is not None
 
     def exchanged(step: Step) -> tuple[Counter[tuple[str, int]], Counter[Any], list[Any]]:
@@ -272,9 +274,9 @@ def test_a_steps_exchanges_are_two_a_layer_and_one_of_the_choice(name: str, size
                 launched["decode_layers"] += 1
             if kernel == "w4a16_norm":
                 assert problem.ranks == size, "a norm needs the whole sum"
-                launched[problem.ranks, problem.n, False, problem.num_tokens] += 1
+                launched[problem.ranks, problem.n, 0, problem.num_tokens] += 1
             if kernel == "exchange_norm":
-                launched[problem.ranks, problem.hidden, problem.pairs, problem.num_tokens] += 1
+                launched[problem.ranks, problem.hidden, problem.top_k, problem.num_tokens] += 1
             elif kernel == "exchange_best":
                 chosen.append(problem)
 
@@ -285,13 +287,13 @@ def test_a_steps_exchanges_are_two_a_layer_and_one_of_the_choice(name: str, size
     chosen = [BestProblem(size, hidden)]
     assert exchanged(Step.decode(1, 512)) == (Counter(), Counter(["decode_layers"]), chosen)
     for step, tokens in ((Step.decode(2, 512), 2), (Step.verify(2, 4, 512), 8)):
-        launches = Counter({(size, hidden, False, tokens): layers}) + Counter({(size, hidden, experts, tokens): layers})
+        launches = Counter({(size, hidden, 0, tokens): layers}) + Counter({(size, hidden, top_k, tokens): layers})
         assert exchanged(step) == (Counter(), launches, [BestProblem(size, hidden, num_tokens=tokens)])
-    ends = 2 * row if experts else row
+    ends = 2 * row if top_k else row
     sums = Counter({("all_reduce", 512 * row): layers}) + Counter({("all_reduce", 512 * ends): layers})
     assert exchanged(Step.prefill(512, 512)) == (sums, Counter(), [])
     text = rank.drafter.text
-    of_draft = Counter({(size, text.hidden_size, False, 1): len(text.layers)})  # its MLP is whole on every rank
+    of_draft = Counter({(size, text.hidden_size, 0, 1): len(text.layers)})  # its MLP is whole on every rank
     chosen = [BestProblem(size, text.hidden_size)]
     assert exchanged(Step.draft(1, 512)) == (Counter(), of_draft, chosen)
     rank = find_model(name, None, "int4").divided(World(size - 1, size))
@@ -306,12 +308,12 @@ def test_a_divided_models_workload_is_of_its_own_sizes() -> None:
         widths[rank] = {item.problem.inner for item in load.items if item.kernel == "moe_w4a16"}
         heads = {item.problem.num_q_heads for item in load.items if item.kernel == "attn_decode"}
         assert heads == {4}
-        sums = {(p.pairs, p.num_tokens): p for p in (i.problem for i in load.items if i.kernel == "exchange_norm")
+        sums = {(p.top_k, p.num_tokens): p for p in (i.problem for i in load.items if i.kernel == "exchange_norm")
                 if p.hidden == model.target.hidden_size}  # fmt: skip
-        # a token of a pair takes two of MOST_ROWS
+        # a token of a layer with experts takes two of MOST_ROWS
         assert {key for key in sums if key[1] & (key[1] - 1) == 0} == {
-            (pairs, 1 << e) for pairs in (False, True) for e in range(7 if pairs else 8)
+            (top_k, 1 << e) for top_k in (0, 8) for e in range(7 if top_k else 8)
         }
-        for (pairs, tokens), problem in sums.items():
-            assert problem == Problem(4, 2816, "bf16", "bf16", pairs, pairs, num_tokens=tokens)
+        for (top_k, tokens), problem in sums.items():
+            assert problem == Problem(4, 2816, "bf16", "bf16", top_k, top_k > 0, num_tokens=tokens)
     assert widths == {0: {192}, 3: {160}}

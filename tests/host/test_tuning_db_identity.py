@@ -93,7 +93,7 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "exchange_norm": (
         {"num_tokens": 1},
-        {"ranks": 2, "hidden": 5376, "dtype": "bf16", "residual_dtype": "bf16", "pairs": False, "has_scalar": False,
+        {"ranks": 2, "hidden": 5376, "dtype": "bf16", "residual_dtype": "bf16", "top_k": 0, "has_scalar": False,
          "has_next": True},
         {"vecs_per_thread": 1, "rows_per_block": 1},
     ),

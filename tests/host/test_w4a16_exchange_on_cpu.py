@@ -98,7 +98,7 @@ def test_what_has_arrived_is_summed_over_ranks_and_normed(ranks: int, vecs: int,
         asked = Exchange(ranks, N, "bf16", "fp32", has_scalar=True, num_tokens=len(residual))
         given = {"residual": residual, "post_weight": on.norms[0], "layer_scalar": on.scalar,
                  "next_weight": on.norms[1], "eps": 1e-6}  # fmt: skip
-        for name, want in expected_of(asked, given, list(y), []).items():
+        for name, want in expected_of(asked, [given | {"h": h} for h in y]).items():
             for rank in range(ranks):
                 torch.testing.assert_close(made[rank][i][name].float(), want, rtol=2**-6, atol=2**-6)
                 assert torch.equal(made[rank][i][name], made[0][i][name]), "bits differ from rank to rank"

@@ -21,6 +21,7 @@ from kerngen.cli.doctor_model import examine, print_model, target_of
 from kerngen.cli.draft_options import draft_weights_option
 from kerngen.cli.model_options import tensor_parallel_option
 from kerngen.errors import KerngenError, UsageError
+from kerngen.system.gpus import has_driver
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +101,7 @@ def _torch_build() -> tuple[str, str | None]:
 
 def _sees_gpu() -> bool:
     """Whether torch has a GPU to use. Only where there is a driver is it imported to say so."""
-    import ctypes
-
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
+    if not has_driver():
         return False
     import torch
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import inf
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kerngen.arch import Arch, Device, Target, arch_of_capability
 from kerngen.errors import KerngenError, UnknownName
+from kerngen.system.gpus import gpus_here
 from kerngen.system.interrupts import result_of
 from kerngen.system.processes import ProcessDied, Processes
 from kerngen.templates.kernel import Kernel, spread
@@ -520,21 +522,7 @@ def _timed_in_turn(
 
 def present_arch() -> Arch | None:
     """The arch of this machine's first GPU, asked of the driver alone; None where there is no driver or no GPU."""
-    import ctypes
-
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    compute_capability_major, compute_capability_minor = 75, 76  # CUdevice_attribute
-    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
-        return None
-    if driver.cuDeviceGetAttribute(ctypes.byref(major), compute_capability_major, device):
-        return None
-    if driver.cuDeviceGetAttribute(ctypes.byref(minor), compute_capability_minor, device):
-        return None
-    try:
-        return arch_of_capability(major.value, minor.value)
-    except UnknownName:
-        return None
+    for gpu in gpus_here()[:1]:
+        with suppress(UnknownName):
+            return arch_of_capability(*gpu.capability)
+    return None

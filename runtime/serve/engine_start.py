@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import atexit
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+
+from kerngen.system.gpus import gpus_here, has_driver
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,9 +34,12 @@ def begin(*, prepares: bool = False) -> BegunEngine:
     """prepares: the databases that it will probably ask (`prepare_databases`)."""
     context = get_context("spawn")
     connection, theirs = context.Pipe()
-    process = context.Process(target=_engine, args=(theirs, prepares), name="kerngen-engine")
-    process.start()  # no daemon: those may have no processes of their own, and compilers are some
-    atexit.register(process.kill)  # before what waits for it
+    process = context.Process(target=_engine, args=(theirs,), name="kerngen-engine")
+    is_of_use = prepares and has_driver()
+    beside = [context.Process(target=prepare_databases, name="kerngen-prepare")] if is_of_use else []
+    for started in (*beside, process):
+        started.start()  # no daemon: those may have no processes of their own, and compilers are some
+        atexit.register(started.kill)  # before what waits for it
     theirs.close()  # so that its end is seen here
     return BegunEngine(process, connection)
 
@@ -50,11 +54,9 @@ def begun(*, prepares: bool = False) -> Iterator[BegunEngine]:
         engine.end()
 
 
-def _engine(connection: Connection, prepares: bool) -> None:
+def _engine(connection: Connection) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # a group gets them together, and it is the other that stops
         signal.signal(number, signal.SIG_IGN)
-    if prepares:
-        threading.Thread(target=prepare_databases, daemon=True, name="kerngen-prepare").start()
     import kerngen.runtime.executors.launch
     import kerngen.runtime.ops.kernels
     import kerngen.runtime.session  # noqa: F401
@@ -73,17 +75,11 @@ def prepare_databases() -> None:
     """Make the databases of what is shipped for this machine's GPUs, where nobody did so before: it takes all cores
     some seconds, in which others import and load weights.
     """
-    import torch
-
     from kerngen.boards import identify
     from kerngen.tuning_db.read.boards import nearest_board
     from kerngen.tuning_db.shipped import prepare
 
-    if not torch.cuda.is_available():
-        return
-    kinds = {(p.name, p.multi_processor_count, round(p.total_memory / 2**30, 1))
-             for p in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))}  # fmt: skip
-    for kind in kinds:
-        profile = identify(*kind)
+    for name, num_sms, mem_gib in sorted({gpu[:3] for gpu in gpus_here()}):
+        profile = identify(name, num_sms, mem_gib)
         if profile is not None and (board := nearest_board(profile)) is not None:
             prepare(board)

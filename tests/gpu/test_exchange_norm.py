@@ -22,10 +22,10 @@ KERNEL = find_kernel("exchange_norm")
 REPLAYS = 1000
 
 
-def _problem(ranks: int, tokens: int, dtypes: tuple[str, str], **fields: Any) -> Problem:
+def _problem(ranks: int, tokens: int, dtypes: tuple[str, str], hidden: int = 5376, **fields: Any) -> Problem:
     """Rows of a model where all ranks' blocks are resident at once, as they are on GPUs of their own; else short."""
     fits = ranks * tokens <= target_here().device.num_sms * 3 // 4  # a block of 672 threads has an SM
-    problem = Problem(ranks, 5376 if fits else 256, *dtypes, num_tokens=tokens, **fields)
+    problem = Problem(ranks, hidden if fits else 256, *dtypes, num_tokens=tokens, **fields)
     if (why := KERNEL.why_unsupported(problem, target_here())) is not None:
         pytest.skip(why)
     return problem
@@ -61,7 +61,7 @@ def test_ranks_on_one_gpu(ranks: int, tokens: int, dtypes: tuple[str, str], two_
 @pytest.mark.parametrize("two_shot_from", [0, 1], ids=["one-shot", "two-shots"])
 def test_each_rank_sums_its_experts_first(ranks: int, top_k: int, tokens: int, two_shot_from: int) -> None:
     dtypes = target_here().arch.dtype, "fp32"
-    problem = _problem(ranks, tokens, dtypes, top_k=top_k, has_scalar=True)
+    problem = _problem(ranks, tokens, dtypes, hidden=2816, top_k=top_k, has_scalar=True)
     _require_right_behind_each_other(problem, two_shot_from)
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,9 @@ from kerngen.arch import Target, find_device
 from kerngen.cli.process import settle_notes
 from kerngen.errors import DatabaseError
 from kerngen.runtime.serve.engine_start import prepare_databases
+from kerngen.system.gpus import Gpu, gpus_here
 from kerngen.templates import find_kernel
+from kerngen.tuning.worker import present_arch
 from kerngen.tuning_db import default_stores, lookup, shipped
 from kerngen.tuning_db.dist.results_parser import parse
 from kerngen.tuning_db.read import boards, places
@@ -62,16 +65,28 @@ def _fields() -> Mapping[str, Any]:
     return file.fields(*next(iter(file.points())))
 
 
+def told(value: int, where: Any) -> int:
+    """What a function of the driver does."""
+    where._obj.value = value
+    return 0
+
+
 def here() -> boards.Board:
     (board,) = boards.shipped_boards()
     return board
 
 
 def test_the_engine_makes_it_beside_its_imports(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    board = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, total_memory=int(139.8 * 2**30))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: board)
+    driver = SimpleNamespace(
+        cuInit=lambda flags: 0, cuDeviceGetCount=partial(told, 2),
+        cuDeviceGet=lambda device, index: told(index, device),
+        cuDeviceGetName=lambda name, size, device: setattr(name, "value", b"NVIDIA H200"),
+        cuDeviceGetAttribute=lambda number, attribute, device: told({16: 132, 75: 9, 76: 0}[attribute], number),
+        cuDeviceTotalMem_v2=lambda size, device: told(int(139.8 * 2**30), size),
+    )  # fmt: skip
+    monkeypatch.setattr("ctypes.CDLL", lambda name: driver)
+    assert gpus_here() == [Gpu("NVIDIA H200", 132, 139.8, (9, 0))] * 2
+    assert present_arch() == H200.arch
     prepare_databases()
     (path,) = cache.glob("*.kgdb")
     made = path.stat().st_mtime_ns

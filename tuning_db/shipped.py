@@ -167,8 +167,7 @@ def _make(board: Board, key: str, path: Path) -> None:
     log.info("preparing what is shipped for %s, once for this version: some ten seconds (%s)", board.name, path)
     with shipment() as made:
         _fill(board, made.store)
-        about = {"prebuilt": key, "contents": made.contents() | {"models": []}}
-        made.seal(path, about, (), has_lines=True)
+        made.seal(path, {"prebuilt": key}, (), has_lines=True)
     for old in path.parent.glob(f"{board.name}-*{SUFFIX}"):
         if old != path:
             with contextlib.suppress(OSError):  # another kerngen's, perhaps of another user

@@ -1,20 +1,31 @@
-"""`kerngen run --plan`: what a model takes on a GPU, and how many sequences of which context fit beside it."""
+"""`kerngen run --plan`: what a model takes on a GPU, how many sequences of which context fit beside it, and what its
+steps are predicted to take on a board.
+"""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
 
+from kerngen.errors import UsageError
+
 if TYPE_CHECKING:
+    from kerngen.arch import Device
     from kerngen.runtime.footprint import Plan
+    from kerngen.workload.workload import Model
 
 
-def print_plan(model: str, draft: str | None, draft_weights: str, num_ranks: int = 1, *, as_json: bool) -> None:
+def print_plan(
+    model: str, draft: str | None, draft_weights: str, num_ranks: int = 1, board: str | None = None, *, as_json: bool
+) -> None:
     """For the released model or the folder `model`, with its drafter; of a model that is divided among ranks what the
-    first of them has, which is the most. Raises as find_model does, and UsageError for ranks that do not divide it.
+    first of them has, which is the most. board: the name of a board (`kerngen arch ls`), whose steps are predicted.
+    Raises as find_model does, UsageError for ranks that do not divide it and for a board that is none.
     """
     import torch
 
@@ -22,13 +33,16 @@ def print_plan(model: str, draft: str | None, draft_weights: str, num_ranks: int
     from kerngen.runtime.world import World
     from kerngen.workload.workload import find_model
 
+    device = None if board is None else _board(board)
     found = find_model(model, draft, draft_weights).divided(World(0, num_ranks))
     plans = {"as released": plan(found.target, found.drafter, torch.bfloat16)}
     if found.target.quant is not None:
         plans["unquantized"] = plan(found.target, found.drafter, torch.bfloat16, dense=True)
+    steps = {} if device is None else dict(_predicted(found, device))
     if as_json:
+        predicted = {} if device is None else {"predicted": {"board": device.name, "step_ms": steps}}
         click.echo(json.dumps({"model": found.name, "tensor_parallel": num_ranks, "reserve_bytes": RESERVE_BYTES}
-                              | {what: asdict(p) for what, p in plans.items()}))  # fmt: skip
+                              | {what: asdict(p) for what, p in plans.items()} | predicted))  # fmt: skip
         return
     for what, p in plans.items():
         _print(f"{found.name}, {what}" + (f", on each of {num_ranks} GPUs" if num_ranks > 1 else ""), p)
@@ -36,6 +50,49 @@ def print_plan(model: str, draft: str | None, draft_weights: str, num_ranks: int
                "CUDA, activations and graphs; - where none does. More wait for their turn. head: what the output heads "
                "take in few bits beside the weights, from which greedy tokens are chosen; - where memory is short."
                )  # fmt: skip
+    if device is not None:
+        links = ", nor what the links between GPUs take" if num_ranks > 1 else ""
+        boards = device.name if num_ranks == 1 else f"{num_ranks} {device.name}s"
+        click.echo(f"\nPredicted on {boards} of {device.mem_gib:g} GiB, ms a step: kernels alone, not the host{links}")
+        for name, ms in steps.items():
+            click.echo(f"  {name:42} {ms:9.2f}")
+
+
+def _board(name: str) -> Device:
+    from kerngen.arch import find_device
+    from kerngen.errors import UnknownName
+
+    try:
+        return find_device(name)
+    except UnknownName as e:
+        raise UsageError(
+            f"--plan --device {name}: {e.message}", hint=e.hint or "kerngen arch ls lists boards"
+        ) from None
+
+
+def _predicted(model: Model, device: Device) -> Iterator[tuple[str, float]]:
+    """(step, milliseconds) of steps of the released weights, by the configurations that a run would choose there."""
+    from kerngen.arch import Target
+    from kerngen.cost.choose import ranked
+    from kerngen.runtime.selection import Selector
+    from kerngen.templates import find_kernel
+    from kerngen.tuning_db import sources_for
+    from kerngen.workload.steps import Step, sequence
+
+    target = Target.of(device)
+    selector = Selector(sources_for(None), target)
+    of_drafter = () if model.drafter is None else (Step.verify(1, 4, 512), Step.draft(1, 512))
+    decode = (Step.decode(1, 512), Step.decode(1, 8192), Step.decode(8, 2048), Step.decode(32, 2048))
+    for step in (*decode, *of_drafter, Step.prefill(2048, 2048), Step.prefill(8192, 8192)):
+        if step.context > model.target.max_positions:
+            continue
+        launched = sequence(model, step, target.arch, selector.fuses)
+        us = 0.0
+        for (name, problem), times in Counter((each.kernel, each.problem) for each in launched).items():
+            kernel = find_kernel(name)
+            chosen = selector.choice(kernel, problem).config
+            us += times * ranked(kernel, problem, target, [chosen])[0][0]
+        yield step.name, us / 1e3
 
 
 def _print(title: str, plan: Plan) -> None:

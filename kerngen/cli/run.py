@@ -49,7 +49,9 @@ if TYPE_CHECKING:
               help="In a chat: keep nothing of what is typed on disk. Default: $KERNGEN_NO_HISTORY.")  # fmt: skip
 @click.option("--control-tokens", is_flag=True,
               help="Take what looks like a control token in the prompt (<turn|>) for one, not text.")  # fmt: skip
-@click.option("--plan", is_flag=True, help="Print what MODEL takes and what fits on GPUs of 16 to 141 GB, and no more.")
+@click.option("--plan", is_flag=True,
+              help="Print what MODEL takes and what fits on GPUs of 16 to 141 GB, and no more; with a board's name as "
+              "--device also what its steps are predicted to take there.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming.")
 def run(
     model: Path,
@@ -89,7 +91,7 @@ def run(
         from kerngen.cli.plan import print_plan
 
         print_plan(str(model), None if draft is None else str(draft), draft_weights, where["tensor_parallel"],
-                   as_json=as_json)  # fmt: skip
+                   where["device"], as_json=as_json)  # fmt: skip
         return
     arguments = load_arguments(model, draft=draft, draft_weights=draft_weights, **where)
     if said is not None and prompt is not None:

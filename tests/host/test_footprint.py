@@ -138,6 +138,10 @@ def test_run_prints_the_plan(kerngen: Kerngen) -> None:
     text = kerngen("run", model, "--plan")[1]
     assert f"{expected.sequences[141][2048]:,}" in text
     assert "unquantized" in text
+    assert "Predicted" not in text
+    assert "Predicted on T4 of 16 GiB, ms a step" in kerngen.ok("run", model, "--plan", "--device", "T4")
+    code, _, err = kerngen("run", model, "--plan", "--device", "cuda:0")
+    assert (code, "unknown device 'cuda:0'" in err) == (2, True)
     code, _, err = kerngen("run", "no-such-model", "--plan")
     assert code != 0
     assert "unknown model 'no-such-model'" in err

@@ -81,10 +81,13 @@ def until(holds: Callable[[], bool], within_s: float = 60.0) -> None:
 
 
 def test_a_plan_is_of_what_each_gpu_has(kerngen: Kerngen) -> None:
-    """Two V100s hold the 31B, and one does not."""
-    whole, half = (
-        json.loads(kerngen.ok("run", "gemma-4-31b", "--plan", "--json", "--tensor-parallel", n)) for n in ("1", "2")
-    )
+    """Two GPUs of 16 GB hold the 31B, and one does not; of two V100s each reads half of it a step."""
+    asked = "run", "gemma-4-31b", "--plan", "--json", "--device", "V100", "--tensor-parallel"
+    whole, half = (json.loads(kerngen.ok(*asked, n)) for n in ("1", "2"))
+    alone, two = (plan["predicted"]["step_ms"] for plan in (whole, half))
+    assert two.keys() == alone.keys() >= {"decode, batch 1, context 512", "prefill 8192 tokens of 8192"}
+    assert all(0.45 < two[step] / alone[step] < 1.3 for step in two)
+    assert two["decode, batch 1, context 512"] < 0.6 * alone["decode, batch 1, context 512"]
     assert (whole["tensor_parallel"], half["tensor_parallel"]) == (1, 2)
     assert whole["as released"]["longest"]["16"] == 0 < half["as released"]["longest"]["16"]
     assert half["as released"]["token_bytes"] * 2 == whole["as released"]["token_bytes"]

@@ -5,17 +5,28 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from kerngen.arch import find_arch
+from kerngen.runtime.batch import Batch
+from kerngen.runtime.cache import KVCache
+from kerngen.runtime.config import read_model_config
+from kerngen.runtime.executors.layer_dedup import OneOfEachKind
 from kerngen.runtime.executors.record import Record
+from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.executors.shapes import ShapesAlone
+from kerngen.runtime.executors.trace import RunsOnce
+from kerngen.runtime.model import Gemma4
+from kerngen.runtime.ops.kernels import KernelOps
+from kerngen.runtime.weights.synthetic import synthetic_model
 from kerngen.workload.steps import Recorder, Step
 from kerngen.workload.workload import MODELS, find_model
 
+TINY = Path(__file__).parents[2] / "examples" / "tiny" / "gemma-4-tiny-w4a16"
 STEPS = (Step.decode(1, 512), Step.verify(8, 5, 2048), Step.prefill(512, 2048), Step.draft(32, 512))
 
 
@@ -48,6 +59,43 @@ def test_what_was_met_in_a_step_is_forgotten_with_it() -> None:
         lens: list[int] = []
         recorder.record(Step.decode(8, context), lambda _, p, __, lens=lens: lens.append(getattr(p, "kv_len", 0)))
         assert max(lens) == context
+
+
+class Listening(Reference):
+    """The reference executor, and what it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[tuple[str, Any]] = []
+
+    def run(self, call: Any, where: str) -> Any:
+        self.ran.append((call.kernel, call.problem))
+        return super().run(call, where)
+
+
+def test_one_layer_of_each_kind_runs_all_that_a_step_needs() -> None:
+    """What runs before a step is captured: each kernel of it at each problem, and the step's result is as without."""
+    config, executor = read_model_config(TINY), Listening()
+    ops = KernelOps(executor, torch.bfloat16)
+    model = Gemma4(config, synthetic_model(config, ops, 0), ops)
+    cache = KVCache.whole(config, ops, batch=2, max_len=32, page_size=16)
+    ids, lengths = torch.tensor([[3], [5]]), torch.tensor([4, 9])
+
+    def step() -> tuple[torch.Tensor, list[tuple[str, Any]]]:
+        executor.ran.clear()
+        return model.forward(Batch.decode(ids, lengths, cache, 32, ops), cache), list(executor.ran)
+
+    stack, (hidden, whole) = model.stack, step()
+    layers = OneOfEachKind(model, None)
+    for _ in range(2):
+        with layers(RunsOnce()):
+            zeros, few = step()
+        assert model.stack is stack
+        assert zeros.isfinite().all()
+        assert set(few) == set(whole)
+        assert len(few) < len(whole)
+    again, _ = step()
+    assert torch.equal(again, hidden)
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:

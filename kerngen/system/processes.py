@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from multiprocessing import get_context, parent_process, resource_tracker
+from multiprocessing import current_process, get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
 from types import ModuleType
@@ -136,6 +136,20 @@ def _no_script() -> Iterator[None]:
             sys.modules["__main__"] = script
 
 
+@contextmanager
+def _as_no_daemon() -> Iterator[None]:
+    """Within it a daemonic process may start others. multiprocessing forbids that, since nobody would end them; ours
+    end with the process that started them. Workers of vLLM are daemonic.
+    """
+    config: dict[str, object] = current_process()._config  # type: ignore[attr-defined]
+    before = config.pop("daemon", None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            config["daemon"] = before
+
+
 class _Process:
     def __init__(self) -> None:
         context = get_context("spawn")
@@ -144,7 +158,7 @@ class _Process:
         resource_tracker.ensure_running()  # which otherwise starts with the process, and lets signals through
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_PARENT)  # until it can ignore them
         try:
-            with _no_script():
+            with _no_script(), _as_no_daemon():
                 self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

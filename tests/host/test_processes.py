@@ -11,8 +11,10 @@ import sys
 import threading
 import time
 from concurrent.futures import CancelledError, Future
+from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -55,6 +57,22 @@ def test_a_process_is_kept_between_calls() -> None:
     with Processes(1) as processes:
         first, second = processes.submit(os.getpid), processes.submit(os.getpid)
         assert first.result(30) == second.result(30) != os.getpid()
+
+
+def _from_a_daemon(answers: Any) -> None:
+    with Processes(1) as processes:
+        answers.put((current_process().daemon, processes.submit(os.getpid).result(30) != os.getpid()))
+
+
+def test_a_daemonic_process_may_have_them() -> None:
+    """A worker of vLLM is one, to which multiprocessing gives no children; it stays one."""
+    context = get_context("spawn")
+    answers = context.Queue()
+    worker = context.Process(target=_from_a_daemon, args=(answers,), daemon=True)
+    worker.start()
+    assert answers.get(timeout=60) == (True, True)
+    worker.join(30)
+    assert worker.exitcode == 0
 
 
 def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,11 +24,11 @@ import torch
 
 from kerngen.arch import Device, Target, arch_of_capability, borrowed
 from kerngen.boards import identify, plain_name
-from kerngen.compiler.cache import CachedCompiler, CompileCache
+from kerngen.compiler.cache import CachedCompiler, CompileCache, compiling_is_forbidden
 from kerngen.errors import DeviceError, KerngenError, LaunchError, ToolchainError
 from kerngen.runtime import tensor_maps
 from kerngen.runtime.selection import Choice, Selector
-from kerngen.system.files import make_room_for_cupy
+from kerngen.system.files import locked, make_folder, make_room_for_cupy
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
 from kerngen.templates.kernel import Arg, Kernel, Launch, describe
@@ -403,6 +404,34 @@ class Launcher:
                 say(i, len(building), name)
                 with suppress(KerngenError):
                     made.result()
+
+    def load_ahead(self, asked: Iterable[tuple[Kernel, Any]], most: int, jobs: int) -> list[Function]:
+        """Compile in `jobs` processes, load, and give its scratch memory, what serves these (kernel, problem) at every
+        value from 1 to `most` of their dynamic field. Such a launch then compiles, loads and allocates nothing: it may
+        come while a CUDA graph is being captured. Returns what serves them.
+
+        Processes of a machine that share a compile cache do this one after the other: what one compiles, the next ones
+        read. Raises TuningMiss where KERNGEN_NO_COMPILE forbids building one, CompileError, ConfigRefused.
+        """
+        every = [
+            (kernel, replace(problem, **{problem.DYNAMIC: length}))
+            for kernel, problem in asked
+            for length in self._selector.telling_lengths(kernel, problem, most)
+        ]
+        if not compiling_is_forbidden():
+            with ExitStack() as stack:
+                with suppress(OSError):  # a folder that cannot be written to keeps nothing for the others either
+                    make_folder(self._cache.dir)
+                    stack.enter_context(locked(self._cache.dir / "building"))
+                self.build(every, jobs)
+        scratch: dict[Function, int] = {}
+        for kernel, problem in every:
+            function = self.function(kernel, problem)
+            scratch[function] = max(scratch.get(function, 0), function.plan(problem)[1])
+        for function, num_bytes in scratch.items():
+            if num_bytes:
+                function.workspace(num_bytes)
+        return list(scratch)
 
     def launch(self, call: Call[Any], *, in_forward: bool = False, alone: bool = False) -> None:
         """Run `call` on torch's current stream. in_forward, alone: see Function.run."""

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 DEFAULT = "default configuration"
 COMPARED_EVERY = 16  # of a field between two powers: defaults are compared where it is a multiple of so many
+EACH_UP_TO = 256  # lengths that `telling_lengths` has all of
 CHOICES_KEPT = 8192  # a dozen kernels' for several hundred lengths of context
 
 
@@ -126,6 +127,14 @@ class KernelSelector:
     def tuned_lengths(self, problem: Any) -> Sequence[int]:
         """Where something is tuned along the dynamic field, for the other runtime fields that `problem` has."""
         return () if self._table is None else self._table.lengths(problem)
+
+    def telling_lengths(self, problem: Any, most: int) -> list[int]:
+        """Values of the dynamic field whose choices are all that there are for those from 1 to `most`."""
+        found = {*range(1, min(most, EACH_UP_TO) + 1), *range(COMPARED_EVERY, most + 1, COMPARED_EVERY), most}
+        reach = getattr(problem, "REACH", 1)
+        for tuned in self.tuned_lengths(problem):  # a winner serves down to the one below it, or to its reach
+            found |= {tuned, tuned + 1, ceil(tuned / reach)}
+        return sorted(length for length in found if 0 < length <= most)
 
     def _default(self, problem: Any) -> Choice:
         """The default of the next power of two on the dynamic axis, or the problem's own where that cannot run it.
@@ -251,6 +260,10 @@ class Selector:
     def tuned_lengths(self, kernel: Kernel, problem: Any) -> Sequence[int]:
         """See KernelSelector.tuned_lengths."""
         return self._selector(kernel, problem).tuned_lengths(problem)
+
+    def telling_lengths(self, kernel: Kernel, problem: Any, most: int) -> list[int]:
+        """See KernelSelector.telling_lengths."""
+        return self._selector(kernel, problem).telling_lengths(problem, most)
 
     def fuses(self, kernel: Kernel, problem: Any) -> bool:
         """Whether a step asks `kernel` for `problem`; if not, it asks the kernels that this one replaces."""

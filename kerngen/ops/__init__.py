@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kerngen.ops import library
-from kerngen.ops.devices import use_stores
+from kerngen.ops.devices import load_ahead, use_stores
 from kerngen.ops.w4 import W4Weights, pack_w4, w4a16_gemm
 from kerngen.templates.common.screen.screen import head_screen
 
@@ -117,6 +117,7 @@ __all__ = [
     "gelu_mul",
     "greedy_head",
     "head_screen",
+    "load_ahead",
     "moe_combine",
     "moe_route",
     "moe_router",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,30 +14,35 @@ from kerngen.errors import DeviceError
 from kerngen.runtime.executors.launch import Launch
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.launcher import Launcher
+from kerngen.system.cores import usable_cores
+from kerngen.templates import find_kernel
 
 if TYPE_CHECKING:
+    from kerngen.bundles.bundle import Bundle
+    from kerngen.compiler.cache import CompileCache
     from kerngen.tuning_db import Source, Store
     from kerngen.tuning_db.read.boards import PerBoard
 
 CPU = Reference()
 _lock = Lock()
-_sources: tuple[Source | PerBoard, ...] | None = (
-    None  # None: the default ones, opened when the first kernel is asked for
-)
+# Databases, the cache behind them, the bundle if it is one. None: $KERNGEN_BUNDLE, or the usual places, opened when the
+# first kernel is asked for.
+_looked_in: tuple[Sequence[Source | PerBoard], CompileCache | None, Bundle | None] | None = None
 _on_gpu: dict[int, Launch] = {}
 _replaced: list[Launch] = []  # CUDA graphs may hold their kernels
 
 
 def use_stores(stores: Sequence[Store | str | os.PathLike[str]] | None = None) -> None:
-    """Look winners up in these tuning databases, in this order, from the next call on; None for the usual places.
+    """Look winners up in these tuning databases, in this order, from the next call on; None for the bundle that
+    $KERNGEN_BUNDLE names, or else the usual places.
 
     A store may be given open, or as a path or URL, which is opened read-only. With none in the list every kernel runs
     its default configuration. What is captured in CUDA graphs stays as it is. Raises DatabaseError.
     """
-    global _sources
-    chosen = None if stores is None else tuple(_opened(s) for s in stores)
+    global _looked_in
+    chosen = None if stores is None else (tuple(_opened(s) for s in stores), None, None)
     with _lock:
-        _sources = chosen
+        _looked_in = chosen
         _replaced.extend(_on_gpu.values())
         _on_gpu.clear()
 
@@ -57,13 +63,30 @@ def executor(device: torch.device) -> Launch | Reference:
     return _on_gpu.get(index) or _open(index)
 
 
+def load_ahead(asked: Iterable[tuple[str, Any]], most: int, device: torch.device) -> Counter[str]:
+    """Have everything on a CUDA `device` that serves these (kernel, problem) at 1 to `most` of their dynamic field: no
+    such call of an op compiles, loads or allocates scratch memory then, so that it may be captured in a CUDA graph.
+
+    Returns how many configurations each source gave, as `Launcher.load_ahead` raises. Raises DeviceError for a CPU.
+    """
+    if not isinstance(on := executor(device), Launch):
+        raise DeviceError(f"nothing is loaded ahead on {device}: kernels run on CUDA")
+    with torch.cuda.device(device):
+        loaded = on.launcher.load_ahead(((find_kernel(n), p) for n, p in asked), most, usable_cores())
+    return Counter(function.source for function in loaded)
+
+
 def _open(index: int) -> Launch:
-    global _sources
+    global _looked_in
     with _lock:
         if (found := _on_gpu.get(index)) is None:
-            if _sources is None:
-                from kerngen.tuning_db import default_sources
+            if _looked_in is None:
+                from kerngen.bundles.bundle import sources_for
 
-                _sources = tuple(default_sources())
-            found = _on_gpu[index] = Launch(Launcher(_sources, index=index))
+                _looked_in = sources_for(None, None)
+            sources, cache, bundle = _looked_in
+            launcher = Launcher(sources, cache, index=index)
+            if bundle is not None:
+                bundle.require(launcher.target.arch)
+            found = _on_gpu[index] = Launch(launcher)
     return found

@@ -110,6 +110,39 @@ def test_inside_a_cuda_graph() -> None:
         assert torch.equal(made, expected)
 
 
+def test_what_was_loaded_ahead_is_captured_without_a_call_before() -> None:
+    """At every number of tokens: a capture fails where something is loaded in it, and so would a grown workspace."""
+    import kerngen
+    from kerngen.ops import devices
+    from kerngen.templates.w4a16_gemm.spec import Problem
+
+    n, k, most = 352, 1056, 300
+    draw = torch.Generator().manual_seed(3)
+    words = torch.randint(-(2**31), 2**31, (n, k // 8), generator=draw).int()
+    w = kerngen.ops.pack_w4(words, torch.rand(n, k // 32, generator=draw) / 50).to("cuda", torch.float16)
+    x = torch.randn(most, k, generator=draw).to("cuda", torch.float16)
+    torch.cuda.synchronize()
+    kerngen.ops.use_stores([])  # nothing of it was loaded before
+    try:
+        sources = devices.load_ahead([("w4a16_gemm", Problem(n, k, 32, "fp16"))], most, x.device)
+        assert sources.total() > 1
+        for tokens in (1, 2, 7, 16, 33, 100, 129, 256, most):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                made = kerngen.ops.w4a16_gemm(x[:tokens], w)
+            for _ in range(3):
+                graph.replay()
+            expected = x[:tokens].float() @ w.dense().T
+            torch.testing.assert_close(made.float(), expected, rtol=2**-8, atol=2**-8 * expected.abs().max().item())
+        loaded = len(devices.executor(x.device).launcher.functions)
+        for tokens in range(1, most + 1):
+            kerngen.ops.w4a16_gemm(x[:tokens], w)
+        assert len({f for _, _, f in devices.executor(x.device).launcher.functions}) == sources.total()
+        assert loaded >= sources.total()
+    finally:
+        kerngen.ops.use_stores(None)
+
+
 def test_stores_are_chosen() -> None:
     import kerngen
     from kerngen.ops import devices

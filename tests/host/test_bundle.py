@@ -8,12 +8,13 @@ import shutil
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from command import ROOT, Kerngen
 
 import kerngen.compiler.cache as cache_module
@@ -22,7 +23,9 @@ from kerngen.arch import Target, find_arch, find_device
 from kerngen.bundles.bundle import Bundle, BundleCache, sources_for
 from kerngen.compiler import render
 from kerngen.compiler.builds import choices, lengths_between, workload_builds
-from kerngen.errors import DatabaseError, TrustError, TuningMiss, UsageError
+from kerngen.errors import DatabaseError, DeviceError, TrustError, TuningMiss, UsageError
+from kerngen.ops import devices
+from kerngen.runtime import launcher
 from kerngen.runtime.selection import Choice, Selector
 from kerngen.templates import find_kernel
 from kerngen.tuning_db import Store, default_stores, lookup, stores_for
@@ -139,6 +142,43 @@ def test_what_a_bundle_lacks_is_an_error_where_nothing_may_be_compiled(
     with pytest.raises(TuningMiss, match=r"bundle\.kgdb.*KERNGEN_NO_COMPILE") as caught:
         BundleCache(bundle).get_or_compile(choice.text, target.arch)
     assert caught.value.hint == "say what it lacks: kerngen doctor --model gemma-4-31b --bundle bundle.kgdb"
+
+
+def test_the_ops_of_the_library_run_what_a_bundle_holds(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, which is played: $KERNGEN_BUNDLE counts for them as it does for a model."""
+    assert kerngen("compile", "--device", "H200", *SMALL, "-o", "bundle.kgdb")[0] == 0
+    assert kerngen("compile", "--arch", "sm70", *SMALL, "-o", "other.kgdb")[0] == 0
+    _alone(kerngen, monkeypatch)
+
+    class Loaded:
+        def __init__(self, kernel: Any, config: Any, target: Target, image: bytes, source: str, index: int) -> None:
+            self.source = source
+
+        def plan(self, problem: Any) -> tuple[tuple[()], int]:
+            return (), 0
+
+    monkeypatch.setattr(launcher, "Function", Loaded)
+    monkeypatch.setattr(launcher, "probe_device", lambda index=0: find_device("H200"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    gpu, asked = torch.device("cuda", 0), find_kernel("gelu_gate").problem_type(width=8192)
+    try:
+        monkeypatch.setenv("KERNGEN_BUNDLE", "bundle.kgdb")
+        devices.use_stores(None)
+        sources = devices.load_ahead([("gelu_gate", asked)], 32, gpu)
+        assert all(source.startswith("bundle") for source in sources)
+        assert sources.total() > 0
+        with pytest.raises(TuningMiss, match=r"bundle\.kgdb.*KERNGEN_NO_COMPILE"):
+            devices.load_ahead([("gelu_gate", OTHER)], 1, gpu)
+        monkeypatch.setenv("KERNGEN_BUNDLE", "other.kgdb")
+        devices.use_stores(None)
+        with pytest.raises(UsageError, match="was made for sm70, not for sm90"):
+            devices.load_ahead([("gelu_gate", asked)], 1, gpu)
+        with pytest.raises(DeviceError, match="on cpu"):
+            devices.load_ahead([("gelu_gate", asked)], 1, torch.device("cpu"))
+    finally:
+        monkeypatch.undo()
+        devices.use_stores(None)
 
 
 def test_without_that_the_users_cache_stands_behind_a_bundle(kerngen: Kerngen) -> None:

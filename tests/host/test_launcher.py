@@ -77,6 +77,35 @@ def test_what_is_asked_for_is_compiled_ahead(tmp_path: Path) -> None:
     assert here.function(KERNEL, PROBLEM).image == built.image
 
 
+def test_what_serves_all_lengths_is_loaded_ahead_with_its_scratch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, resolve: Any
+) -> None:
+    """Then no launch of any of them compiles, loads or allocates."""
+    kernel = find_kernel("w4a16_gemm")
+    problem, most = kernel.problem_type(n=64, k=128), 40
+    scratch: dict[Any, int] = {}
+
+    class Planned(Played):
+        def plan(self, problem: Any) -> tuple[tuple[()], int]:
+            return (), kernel.workspace_bytes(problem, self.config, here.target)
+
+        def workspace(self, num_bytes: int) -> None:
+            assert self not in scratch, "it would grow, and the smaller one be kept for graphs"
+            scratch[self] = num_bytes
+
+    monkeypatch.setattr(launcher, "Function", Planned)
+    cache = CompileCache(tmp_path)
+    monkeypatch.setattr(cache, "get_or_compile", lambda text, arch: cache.find(text, arch))  # all were built before
+    here = launcher.Launcher([], cache)
+    loaded = here.load_ahead([(kernel, problem)], most, jobs=2)
+    for tokens in range(1, most + 1):
+        asked = replace(problem, num_tokens=tokens)
+        assert (function := here.function(kernel, asked)) in loaded, f"{tokens} tokens"
+        assert function.plan(asked)[1] <= scratch.get(function, 0), f"{tokens} tokens"
+    assert len(loaded) > 1
+    assert len(scratch) > 0
+
+
 def test_without_a_winner_the_default_is_compiled(resolve: Any) -> None:
     found = resolve()
     assert found.config == KERNEL.default_config(PROBLEM, Target.of(SM90))

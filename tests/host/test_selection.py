@@ -88,6 +88,23 @@ def test_between_two_defaults_the_kernel_prefers_one_of_them() -> None:
     assert all(selector.choice(GEMM, replace(problem, num_tokens=1 << i)).config == defaults[1 << i] for i in range(14))
 
 
+@pytest.mark.parametrize("problem", [
+    GEMM.problem_type(n=5376, k=8192), DOWN, GEMM.problem_type(n=1056, k=352), BETWEEN,
+], ids=["tuned", "tuned, long rows", "of no model", "rmsnorm"])  # fmt: skip
+def test_telling_lengths_have_every_choice_up_to_the_most(stores: list[Source], problem: Any) -> None:
+    kernel, most = (NORM if problem is BETWEEN else GEMM), 5000
+    for sources in (stores, []):
+        selector = Selector(sources, H200)
+        lengths = selector.telling_lengths(kernel, problem, most)
+        assert lengths == sorted(set(lengths))
+        assert (lengths[0], lengths[-1]) == (1, most)
+        assert len(lengths) < most / 5, "or one could ask for all of them"
+        by_length = [selector.choice(kernel, replace(problem, num_tokens=t)) for t in range(1, most + 1)]
+        told = {id(by_length[t - 1]) for t in lengths}
+        assert [t for t, choice in enumerate(by_length, 1) if id(choice) not in told] == []
+        assert selector.telling_lengths(kernel, problem, 3) == [1, 2, 3]
+
+
 def test_a_default_does_not_depend_on_who_asked_first() -> None:
     """Batches of 19 and 20 share one, and 19's own would deal each sequence's keys out to more blocks."""
     few, many = (replace(GLOBAL, batch=batch, kv_len=8192) for batch in (19, 20))

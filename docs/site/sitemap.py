@@ -21,6 +21,7 @@ HOME = "index.md"
 
 # Page -> the file that it is a copy of.
 COPIED = {HOME: "README.md", "examples.md": "examples/README.md", "cluster.md": "examples/cluster/README.md",
+          "in-vllm.md": "examples/vllm/README.md",
           "shipped.md": "tuning_db/prebuilt/README.md", "contributing.md": "CONTRIBUTING.md",
           "changelog.md": "CHANGELOG.md", "security.md": "SECURITY.md"}  # fmt: skip
 COPIED |= {path.name: f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))}
@@ -48,7 +49,7 @@ NAVIGATION: Mapping[str, Mapping[str, str]] = {
         **{page: "" for page in MADE if page.startswith("experiments/")},
     },
     "Run": {"runtime.md": "", "library.md": "As a library"},
-    "Serve": {"serving.md": "An OpenAI-compatible server"},
+    "Serve": {"serving.md": "An OpenAI-compatible server", "vllm.md": "", "in-vllm.md": ""},
     "Tune": {"tuning.md": "", "prediction.md": "", "tuning-database.md": "", "cluster.md": ""},
     "Ship": {"shipping.md": "", "shipped.md": ""},
     "Extend": {"architecture.md": "Architecture", "kernels.md": "", "add-a-kernel.md": "", "contributing.md": ""},

@@ -41,6 +41,8 @@ def command(python: str, folder: str, length: int, *, generated: bool) -> list[s
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """By which vLLM finds the plugin that `generated` left in `folder`."""
+    """By which vLLM finds the plugin that `generated` left in `folder`. Where kerngen's own is installed beside it,
+    vLLM runs its own kernels, unless $KERNGEN_VLLM says otherwise.
+    """
     places = (str(folder), str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
-    return {"PYTHONPATH": os.pathsep.join(filter(None, places))}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, places)), "KERNGEN_VLLM": os.environ.get("KERNGEN_VLLM", "")}

@@ -1,0 +1,137 @@
+"""vLLM's W4A16 linear layers by w4a16_gemm. For all releases in `plugin.PARTS`: what they call differs in no name.
+
+vLLM asks its list of kernels, in order, for each quantised matrix of a model, which one takes it; the first that does
+loads and multiplies it. q, k and v are one matrix by then, as are gate and up, and with tensor parallelism a matrix is
+the rank's part. Source of the contract: vLLM, model_executor/kernels/linear/mixed_precision/MPLinearKernel.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS, MPLinearKernel, MPLinearLayerConfig
+from vllm.model_executor.layers.quantization.utils import replace_parameter
+from vllm.platforms import PlatformEnum, current_platform
+from vllm.scalar_type import scalar_types
+
+from kerngen.arch import Target, arch_of_capability, default_device
+from kerngen.errors import ProblemError, UnknownName
+from kerngen.ops import load_ahead, pack_w4
+from kerngen.templates import find_kernel
+from kerngen.templates.common.rows.torch_rows import DTYPE_NAME
+from kerngen.templates.w4a16_gemm.spec import Problem
+
+log = logging.getLogger("vllm.kerngen")
+MOST_TOKENS = 8192  # of a forward, where no configuration of vLLM's says it
+
+
+def install() -> None:
+    """Put the kernel before vLLM's own for CUDA, once. vLLM's `register_linear_kernel` would put it behind them."""
+    kernels = _POSSIBLE_KERNELS[PlatformEnum.CUDA]
+    if KerngenLinearKernel not in kernels:
+        kernels.insert(0, KerngenLinearKernel)
+
+
+class KerngenLinearKernel(MPLinearKernel):
+    """Symmetric int4 weights in groups of 32, 64 or 128 along K, times fp16 or bf16 activations, summed in fp32.
+
+    VLLM_DISABLED_KERNELS=KerngenLinearKernel leaves all layers to vLLM's kernels.
+    """
+
+    _asked: ClassVar[dict[Problem, None]] = {}  # of the matrices of this process whose kernels are not loaded yet
+    _most_tokens: ClassVar[int] = 0  # of a forward of theirs
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Of the GPU, as vLLM counts: 70 is Volta. bf16 takes 80, which `can_implement` says."""
+        return 70
+
+    @classmethod
+    def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
+        """Whether kerngen serves such a matrix on the GPU at hand, and if not, why."""
+        why = _why_not(c)
+        return why is None, why
+
+    def __init__(self, c: MPLinearLayerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(c, *args, **kwargs)
+        cls = type(self)
+        cls._asked[_problem(c)] = None
+        config = get_current_vllm_config_or_none()
+        tokens = MOST_TOKENS if config is None else int(config.scheduler_config.max_num_batched_tokens)
+        cls._most_tokens = max(cls._most_tokens, tokens)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Pack the layer's weights, in place of those that it loaded, and have its kernels loaded.
+
+        vLLM makes all layers of a model before it comes here, and comes here before it runs any forward: to measure
+        memory, to compile, or to capture CUDA graphs. The first layer has the kernels of all of them built beside each
+        other, for any number of tokens, so that none of those forwards compiles, loads or allocates for a kernel.
+        Raises ProblemError for weights in an order that is not of vLLM's contract, TuningMiss as `load_ahead`.
+        """
+        loaded, scales = (_rows_first(getattr(layer, name)) for name in (self.w_q_name, self.w_s_name))
+        k, n = self.config.partition_weight_shape
+        if loaded.shape != (n, k // 8) or scales.shape != (n, k // self.config.group_size):
+            raise ProblemError(
+                f"{self.w_q_name} is {tuple(loaded.shape)} and {self.w_s_name} {tuple(scales.shape)}, rows first; a W "
+                f"of {n} x {k} in groups of {self.config.group_size} is packed along its rows",
+                hint=f"leave this model to vLLM's kernels: VLLM_DISABLED_KERNELS={type(self).__name__}",
+            )
+        packed = pack_w4(loaded, scales.to(self.config.act_type))
+        for name, made in ((self.w_q_name, packed.w_packed), (self.w_s_name, packed.scales)):
+            replace_parameter(layer, name, torch.nn.Parameter(made, requires_grad=False))
+        if loaded.is_cuda:
+            torch.cuda.synchronize(loaded.device)  # kernels may read weights before the one that wrote them has ended
+            self._load_kernels(loaded.device)
+
+    def _load_kernels(self, device: torch.device) -> None:
+        cls = type(self)
+        if not cls._asked:
+            return
+        began, problems = time.monotonic(), list(cls._asked)
+        sources = load_ahead((("w4a16_gemm", problem) for problem in problems), cls._most_tokens, device)
+        cls._asked.clear()
+        log.info("kerngen: %d kernels for %d shapes of W4A16 matrices, up to %d tokens, in %.1f s: %s",
+                 sources.total(), len(problems), cls._most_tokens, time.monotonic() - began,
+                 ", ".join(f"{count} of {source}" for source, count in sources.most_common()))  # fmt: skip
+
+    def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., K] times W^T, and the bias [N]: [..., N] in x's dtype."""
+        packed, scales = getattr(layer, self.w_q_name), getattr(layer, self.w_s_name)
+        out: Tensor = torch.ops.kerngen.w4a16_gemm(x.reshape(-1, x.shape[-1]), packed, scales)
+        if bias is not None:
+            out = out + bias
+        return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+def _rows_first(weights: Tensor) -> Tensor:
+    """A parameter as [N, ...], contiguous. What GPTQ checkpoints store has K first, and says so."""
+    return (weights.data.t() if getattr(weights, "output_dim", 0) == 1 else weights.data).contiguous()
+
+
+def _problem(c: MPLinearLayerConfig) -> Problem:
+    """Raises ProblemError for shapes that the kernel does not take."""
+    k, n = c.partition_weight_shape
+    return Problem(n, k, c.group_size, DTYPE_NAME[c.act_type])
+
+
+def _why_not(c: MPLinearLayerConfig) -> str | None:
+    if c.weight_type != scalar_types.uint4b8 or c.zero_points:
+        zeros = " with zero points" if c.zero_points else ""
+        return f"kerngen multiplies symmetric int4 weights (uint4b8), not {c.weight_type}{zeros}"
+    if getattr(c, "has_g_idx", False):  # gone in 0.30
+        return "kerngen takes columns in their order, without g_idx"
+    if c.act_type not in (torch.float16, torch.bfloat16) or c.out_type not in (None, c.act_type):
+        return f"kerngen's activations and results are both fp16 or bf16, not {c.act_type} and {c.out_type}"
+    capability = current_platform.get_device_capability()
+    if capability is None:
+        return "kerngen finds no GPU"
+    try:
+        arch = arch_of_capability(*capability)
+        return find_kernel("w4a16_gemm").why_unsupported(_problem(c), Target(arch, default_device(arch)))
+    except (ProblemError, UnknownName) as e:
+        return f"kerngen: {e.message}"

@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 MODEL  := examples/tiny/gemma-4-tiny-w4a16
 BUDGET ?= 6m
 
-.PHONY: demo test test-clients test-gpu golden lint docs clean
+.PHONY: demo test test-clients test-vllm test-gpu golden lint docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/kerngen doctor
@@ -30,6 +30,10 @@ lint: $(VENV)/.installed-dev
 # Clients of the two APIs in environments of their own, whose pins contradict each other's and constraints.txt.
 test-clients: $(VENV)/.installed-dev
 	$(BIN)/python examples/serving/clients/run.py openai anthropic langchain litellm
+
+# kerngen.vllm beside the Python of each release of vLLM that it supports, which is downloaded into build/vllm.
+test-vllm: $(VENV)/.installed-dev
+	$(BIN)/python tests/in_vllm/run.py
 
 # Rewrites what tests compare with: default configurations, and machine code (tests/host/machine_code.py).
 golden: $(VENV)/.installed-dev

@@ -1,0 +1,67 @@
+"""vLLM's Python without a GPU, played as CUDA once its modules are imported. `make test-vllm` says where it lies."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+if find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+    def pytest_report_header() -> str:
+        return "tests/in_vllm: vLLM is not installed here; make test-vllm brings it"
+
+
+def capability(major: int, minor: int) -> Any:
+    """A platform's method that says so of every GPU."""
+    from vllm.platforms.interface import DeviceCapability
+
+    return classmethod(lambda cls, device_id=0: DeviceCapability(major, minor))
+
+
+@pytest.fixture(scope="session")
+def vllm_on_h100() -> Iterator[None]:
+    """vLLM believes that it runs on an H100: a rank of one. Modules that ask for compiled code come before that."""
+    importlib.import_module(
+        "vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16"
+    )
+    from vllm.distributed import parallel_state
+    from vllm.platforms import PlatformEnum, current_platform
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(current_platform), "_enum", PlatformEnum.CUDA)
+        patch.setattr(type(current_platform), "get_device_capability", capability(9, 0))
+        patch.setattr(parallel_state, "_TP", SimpleNamespace(rank_in_group=0, world_size=1))
+        yield
+
+
+@pytest.fixture(scope="session")
+def registered(vllm_on_h100: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """By vLLM's own search for plug-ins, in what pyproject.toml says, twice."""
+    import tomllib
+
+    from vllm import plugins
+
+    project = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text())["project"]
+    folder = tmp_path_factory.mktemp("installed")
+    info = folder / "kerngen_here-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kerngen-here\nVersion: 0\n")
+    lines = [f"{name} = {value}" for name, value in project["entry-points"]["vllm.general_plugins"].items()]
+    (info / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines, ""]))
+    sys.path.insert(0, str(folder))
+    try:
+        for _ in range(2):
+            plugins.plugins_loaded = False
+            plugins.load_general_plugins()
+        yield
+    finally:
+        sys.path.remove(str(folder))

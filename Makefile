@@ -33,7 +33,7 @@ test-clients: $(VENV)/.installed-dev
 
 # kerngen.vllm beside the Python of each release of vLLM that it supports, which is downloaded into build/vllm.
 test-vllm: $(VENV)/.installed-dev
-	$(BIN)/python tests/in_vllm/run.py
+	$(BIN)/python tests/in_vllm/run.py $(RELEASES)
 
 # Rewrites what tests compare with: default configurations, and machine code (tests/host/machine_code.py).
 golden: $(VENV)/.installed-dev

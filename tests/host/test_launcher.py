@@ -20,6 +20,7 @@ from kerngen.errors import LaunchError
 from kerngen.runtime import launcher
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Arg, fields_of
+from kerngen.tuning_db import problem_key
 
 KERNEL = find_kernel("rmsnorm")
 PROBLEM = KERNEL.problem_type(hidden=5376)
@@ -56,7 +57,8 @@ def resolve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 def _winner(**changes: Any) -> Any:
     cubin = compile_cubin(render(KERNEL, PROBLEM, CONFIG, Target.of(SM90)), SM90)
-    fields = {"config": fields_of(CONFIG), "cubin": cubin, "stale": False, "source": "user", "provenance": "measured"}
+    fields = {"config": fields_of(CONFIG), "cubin": cubin, "stale": False, "source": "user", "provenance": "measured",
+              "problem": problem_key(KERNEL, PROBLEM)}  # fmt: skip
     return SimpleNamespace(**fields | changes)
 
 

@@ -382,9 +382,14 @@ class Launcher:
         return self._selector.fuses(kernel, problem)
 
     def build(
-        self, asked: Iterable[tuple[Kernel, Any]], jobs: int, say: Callable[[int, int, str], None] = lambda *_: None
+        self,
+        groups: Iterable[Iterable[tuple[Kernel, Any]]],
+        jobs: int,
+        say: Callable[[int, int, str], None] = lambda *_: None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """Compile in `jobs` processes what serves these (kernel, problem) and is not built yet.
+        """Compile in `jobs` processes what serves these (kernel, problem) and is not built yet, group by group: what
+        the first asks for is there before `meanwhile` is called, all when this returns.
 
         say: done, of all, what. What cannot be compiled is left to `function`, which says why.
         """
@@ -392,18 +397,25 @@ class Launcher:
 
         with CachedCompiler(jobs, self._cache) as compiler:
             building: dict[str, tuple[str, Future[Cubin]]] = {}
-            rendered = Renderer()
-            for kernel, problem in asked:
-                with suppress(KerngenError):
-                    choice = self._selector.choice(kernel, problem)
-                    if choice.cubin is None and choice not in self._by_choice:
-                        text = rendered(kernel, choice.problem, choice.config, self.target)
-                        if text not in building:
-                            building[text] = kernel.name, compiler.submit(text, self.target.arch)
+            rendered, ends = Renderer(), []
+            for group in groups:
+                for kernel, problem in group:
+                    with suppress(KerngenError):
+                        choice = self._selector.choice(kernel, problem)
+                        if choice.cubin is None and choice not in self._by_choice:
+                            text = rendered(kernel, choice.problem, choice.config, self.target)
+                            if text not in building:
+                                building[text] = kernel.name, compiler.submit(text, self.target.arch)
+                ends.append(len(building))
+            first = ends[0] if ends else 0
             for i, (name, made) in enumerate(building.values()):
+                if i == first:
+                    meanwhile()
                 say(i, len(building), name)
                 with suppress(KerngenError):
                     made.result()
+            if first == len(building):
+                meanwhile()
 
     def load_ahead(self, asked: Iterable[tuple[Kernel, Any]], most: int, jobs: int) -> list[Function]:
         """Compile in `jobs` processes, load, and give its scratch memory, what serves these (kernel, problem) at every
@@ -423,7 +435,7 @@ class Launcher:
                 with suppress(OSError):  # a folder that cannot be written to keeps nothing for the others either
                     make_folder(self._cache.dir)
                     stack.enter_context(locked(self._cache.dir / "building"))
-                self.build(every, jobs)
+                self.build([every], jobs)
         scratch: dict[Function, int] = {}
         for kernel, problem in every:
             function = self.function(kernel, problem)

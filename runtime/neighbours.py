@@ -57,6 +57,13 @@ class Shape:
                 sizes.append(log2(max(value, 1)))
         return Shape(tuple(kind), tuple(sizes))
 
+    def is_near(self, other: Shape) -> bool:
+        """Whether no size is further apart than FAR; both are of one kind. all() takes twice as long."""
+        for a, b in zip(self.sizes, other.sizes, strict=True):  # noqa: SIM110
+            if not -FAR <= a - b <= FAR:
+                return False
+        return True
+
     def octaves(self, other: Shape) -> tuple[float, ...]:
         """How far apart each size is; both are of one kind."""
         return tuple(abs(a - b) for a, b in zip(self.sizes, other.sizes, strict=True))
@@ -109,9 +116,9 @@ class Neighbourhood:
         """
         shape = Shape.of(fields_of(problem))
         found = [
-            Neighbour(winner, config, octaves)
+            Neighbour(winner, config, shape.octaves(other))
             for other, config, winner in self._of_kind.get(shape.kind, ())
-            if max(octaves := shape.octaves(other), default=0.0) <= FAR
+            if shape.is_near(other)
         ]
         found.sort(key=lambda n: (sum(n.octaves), n.winner.id))
         nearest: dict[Any, Neighbour] = {}

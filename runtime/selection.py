@@ -118,11 +118,21 @@ class KernelSelector:
         key = id(winner), coordinates(bucketed(self.kernel, problem)), size
         if (known := self._remote.get(key)) is None:
             at = _moved(problem, {problem.DYNAMIC: size})
-            default = self._default(at)
-            is_there = default.cubin is not None or not compiling_is_forbidden()
-            loses = is_there and is_slower(self.kernel, at, self.target, tuned.config, default.config)
-            known = self._remote[key] = default if loses else tuned
+            known = tuned
+            if self._loses(at, tuned.config):
+                default = self._default(at)
+                if default.cubin is not None or not compiling_is_forbidden():
+                    known = default
+            self._remote[key] = known
         return known
+
+    def _loses(self, problem: Any, config: Any) -> bool:
+        """Whether a prediction puts the kernel's own choice in the place of `config`, which was measured elsewhere."""
+        try:
+            own = self.kernel.default_config(problem, self.target)
+        except ProblemError:
+            return False
+        return own != config and is_slower(self.kernel, problem, self.target, config, own)
 
     def tuned_lengths(self, problem: Any) -> Sequence[int]:
         """Where something is tuned along the dynamic field, for the other runtime fields that `problem` has."""

@@ -89,7 +89,7 @@ def kernel(
     if shipped is not None:
         shipped.require(launcher.target.arch)
     with Reporter("bench", quiet=as_json) as bar:
-        launcher.build([(k, case.problem) for k, case in cases], jobs or usable_cores(), bar.update)
+        launcher.build([[(k, case.problem) for k, case in cases]], jobs or usable_cores(), bar.update)
         limit, rows = ceilings(), []
         if not as_json:
             _print_head(limit, bar)

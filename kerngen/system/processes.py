@@ -120,6 +120,8 @@ class Processes:
 def _kill(processes: Sequence[_Process]) -> None:
     for process in processes:
         process.kill()
+    for process in processes:
+        process.join()
 
 
 @contextmanager
@@ -188,6 +190,8 @@ class _Process:
     def kill(self) -> None:
         if self.is_alive():
             self._process.kill()
+
+    def join(self) -> None:
         self._process.join(_REAP_S)
 
 

@@ -26,7 +26,7 @@ from kerngen.runtime.engine.request import Event, Generation, Handle, Load, Requ
 from kerngen.runtime.engine.runner import Runner, Wait
 from kerngen.runtime.engine.scheduler import Chunk, Scheduler
 from kerngen.runtime.engine.sizing import PREFILL_CHUNK, CacheShape
-from kerngen.runtime.engine.warmup import warm_up
+from kerngen.runtime.engine.warmup import warm_up, warm_up_captured
 from kerngen.runtime.executors import Say
 from kerngen.runtime.executors.trace import Trace
 from kerngen.runtime.logprobs import MOST_LOGPROBS, TokenLogprobs, read_logprobs
@@ -160,17 +160,24 @@ class Engine:
         fixed, most = self._fixed, self._lengths.longest
         lengths = range(most + 1) if fixed is None else sorted({0, fixed})
 
-        def ask(trace: Trace) -> None:
-            with self.runner.one_of_each_kind(trace):
-                warm_up(self.runner, lengths, self.prefill_chunk, mixed=self._mixes)
-
-        self.model.ops.build_ahead(ask, say)
         usually = sorted({0, min(FIRST_LENGTH, most)}) if fixed is None else [fixed]
         modes = sorted({SamplingMode(), SamplingMode.for_sampling([usual or Sampling()])})
-        self.runner.capture(usually, modes)
-        if self._mixes:
-            self.runner.capture_mixed(modes)
-        self._budget.know(self.runner.time_short_prefills())
+
+        def ask_captured(trace: Trace) -> None:
+            with self.runner.one_of_each_kind(trace):
+                warm_up_captured(self.runner, usually, mixed=self._mixes)
+
+        def ask_others(trace: Trace) -> None:
+            with self.runner.one_of_each_kind(trace):
+                warm_up(self.runner, lengths, self.prefill_chunk)
+
+        def capture() -> None:
+            self.runner.capture(usually, modes)
+            if self._mixes:
+                self.runner.capture_mixed(modes)
+            self._budget.know(self.runner.time_short_prefills())
+
+        self.model.ops.build_ahead((ask_captured, ask_others), say, capture)
 
     # -- many requests
 

@@ -19,27 +19,37 @@ from kerngen.runtime.engine.runner import Runner
 from kerngen.runtime.selection import between
 
 
-def warm_up(runner: Runner, draft_lengths: Sequence[int], longest_chunk: int, *, mixed: bool = False) -> None:
-    """Run every kind of step on rows that belong to no request. draft_lengths: numbers of drafts of a step; unusual
-    ones are run for the longest sequences alone. longest_chunk: tokens of a prefill at most. mixed: mixed batches too.
+def warm_up_captured(runner: Runner, draft_lengths: Sequence[int], *, mixed: bool = False) -> None:
+    """Run the steps that an engine captures as it starts on rows that belong to no request: those of the longest
+    sequences, and short prefills. draft_lengths: numbers of drafts of a step. mixed: mixed batches too.
     """
-    kv_lens, page_size = runner.kv_lens, runner.cache.page_size
+    longest = runner.kv_lens[-1]
+    for batch in runner.batches:
+        for num_drafts in draft_lengths:
+            for mode in (SamplingMode(), SamplingMode(sampled=True)):
+                runner.step(batch, num_drafts, mode, longest)
+    for size in runner.short_sizes:
+        for outputs in OUTPUTS:
+            runner.prefill_graphs.forward(size, outputs)
+    for shape in runner.mixed_shapes_to_capture([SamplingMode()]) if mixed else ():
+        runner.mixed_step_of(shape)
+
+
+def warm_up(runner: Runner, draft_lengths: Sequence[int], longest_chunk: int) -> None:
+    """Run every other kind of step on such rows. draft_lengths: numbers of drafts of a step; unusual ones are run for
+    the longest sequences alone. longest_chunk: tokens of a prefill at most.
+    """
+    hidden, kv_lens, page_size = runner.hidden, runner.kv_lens, runner.cache.page_size
+    for size, keys, count in _chunks(longest_chunk, runner.max_kv_len, len(hidden)):  # which take longest to compile
+        tables = torch.zeros(len(KINDS), count, -(-keys // page_size), dtype=torch.int32, device=hidden.device)
+        forward, cache = runner.chunks([0] * size, [keys - size // count] * count, [size // count] * count, tables)
+        runner.forward(forward, cache, "last")
     for batch in runner.batches:
         for num_drafts in draft_lengths:
             is_usual = num_drafts in (0, FIRST_LENGTH) or len(draft_lengths) <= 2
             for max_kv_len in kv_lens if is_usual else kv_lens[-1:]:
                 runner.step(batch, num_drafts, SamplingMode(), max_kv_len)
             runner.step(batch, num_drafts, SamplingMode(sampled=True), kv_lens[-1])
-    for size in runner.short_sizes:
-        for outputs in OUTPUTS:
-            runner.prefill_graphs.forward(size, outputs)
-    for shape in runner.mixed_shapes_to_capture([SamplingMode()]) if mixed else ():
-        runner.mixed_step_of(shape)
-    hidden = runner.hidden
-    for size, keys, count in _chunks(longest_chunk, runner.max_kv_len, len(hidden)):
-        tables = torch.zeros(len(KINDS), count, -(-keys // page_size), dtype=torch.int32, device=hidden.device)
-        forward, cache = runner.chunks([0] * size, [keys - size // count] * count, [size // count] * count, tables)
-        runner.forward(forward, cache, "last")
     for count in _lengths(len(hidden)):  # of sequences whose last chunks end together
         rows = slice(0, count)
         runner.first_tokens(hidden[rows], rows, SamplingMode())

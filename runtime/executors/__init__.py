@@ -66,8 +66,10 @@ class Executor(Protocol):
     def sources(self) -> dict[str, int]:
         """Who chose the configurations that ran so far ("user: exact device (measured)"), and of how many kernels."""
 
-    def build(self, asked: Iterable[tuple[str, Any]], say: Say) -> None:
-        """Have what serves these (kernel, problem) compiled before it is asked for, where anything is compiled."""
+    def build(self, groups: Iterable[Iterable[tuple[str, Any]]], say: Say, meanwhile: Callable[[], None]) -> None:
+        """Have what serves these (kernel, problem) compiled before it is asked for, where anything is compiled: the
+        first group before `meanwhile` is called, all when this returns. say: done, of all, what.
+        """
 
 
 def run_inline(work: Callable[[], R]) -> Callable[[], R]:
@@ -101,5 +103,6 @@ class InOrder:
     def sources(self) -> dict[str, int]:
         return {}
 
-    def build(self, asked: Iterable[tuple[str, Any]], say: Say) -> None:
-        """Nothing is compiled."""
+    def build(self, groups: Iterable[Iterable[tuple[str, Any]]], say: Say, meanwhile: Callable[[], None]) -> None:
+        """Nothing is compiled, and no group is looked at."""
+        meanwhile()

@@ -137,5 +137,6 @@ class Launch:
     def sources(self) -> dict[str, int]:
         return dict(Counter(function.source for _, _, function in self.launcher.functions).most_common())
 
-    def build(self, asked: Iterable[tuple[str, Any]], say: Say) -> None:
-        self.launcher.build(((find_kernel(name), problem) for name, problem in asked), usable_cores(), say)
+    def build(self, groups: Iterable[Iterable[tuple[str, Any]]], say: Say, meanwhile: Callable[[], None]) -> None:
+        kernels = ([(find_kernel(name), problem) for name, problem in group] for group in groups)
+        self.launcher.build(kernels, max(usable_cores() - 1, 1), say, meanwhile)  # one core is for `meanwhile`

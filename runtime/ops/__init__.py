@@ -134,9 +134,10 @@ class Ops(Protocol):
     def outside(self) -> dict[str, str]:
         """What was computed so far that no kernel of ours serves, each with the reason (see ops/fallbacks.py)."""
 
-    def build_ahead(self, warm_up: Callable[[Trace], None], say: Say) -> None:
-        """Compile what `warm_up`, which runs the model, asks for and is not compiled yet. Nothing is computed
-        meanwhile: its results mean nothing. It is given what listens. say: done, of all, what.
+    def build_ahead(self, warm_ups: Sequence[Callable[[Trace], None]], say: Say, meanwhile: Callable[[], None]) -> None:
+        """Compile what each of `warm_ups`, which run the model, asks for and is not compiled yet. Nothing is computed
+        meanwhile: their results mean nothing. They are given what listens. What the first asks for is there before
+        `meanwhile` is called, all when this returns. say: done, of all, what.
         """
 
     def overlap(self, work: Callable[[], Made]) -> Callable[[], Made]:

@@ -63,8 +63,9 @@ class TorchOps:
     def outside(self) -> dict[str, str]:
         return {"everything": "the torch backend is eager torch, on any machine"}
 
-    def build_ahead(self, warm_up: Callable[[Trace], None], say: Say) -> None:
+    def build_ahead(self, warm_ups: Sequence[Callable[[Trace], None]], say: Say, meanwhile: Callable[[], None]) -> None:
         """Nothing is compiled."""
+        meanwhile()
 
     def overlap(self, work: Callable[[], Made]) -> Callable[[], Made]:
         return run_inline(work)

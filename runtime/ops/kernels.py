@@ -7,7 +7,7 @@ backend; the recording and the reference executor run the very same code with no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -127,15 +127,20 @@ class KernelOps:
     def _at(self, what: str) -> str:
         return f"{what} ({self.place})" if self.place else what
 
-    def build_ahead(self, warm_up: Callable[[Trace], None], say: Say) -> None:
+    def build_ahead(self, warm_ups: Sequence[Callable[[Trace], None]], say: Say, meanwhile: Callable[[], None]) -> None:
         executor = self.executor
-        self.executor = listening = Trace(executor)
-        self.collectives = listening.collectives
-        try:
-            warm_up(listening)
-        finally:
-            self.executor, self.collectives = executor, executor.collectives
-        executor.build(listening.asked, say)
+        listening = Trace(executor)
+
+        def asked(warm_up: Callable[[Trace], None]) -> list[tuple[str, Any]]:
+            known = len(listening.asked)
+            self.executor, self.collectives = listening, listening.collectives
+            try:
+                warm_up(listening)
+            finally:
+                self.executor, self.collectives = executor, executor.collectives
+            return list(listening.asked)[known:]
+
+        executor.build(map(asked, warm_ups), say, meanwhile)
 
     def overlap(self, work: Callable[[], Made]) -> Callable[[], Made]:
         return self.executor.overlap(work)

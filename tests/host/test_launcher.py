@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,11 +73,39 @@ def test_the_winner_is_loaded_as_it_was_stored(resolve: Any) -> None:
 def test_what_is_asked_for_is_compiled_ahead(tmp_path: Path) -> None:
     cache, said = CompileCache(tmp_path), []
     here = launcher.Launcher([], cache)
-    here.build([(KERNEL, PROBLEM), (KERNEL, PROBLEM)], 1, lambda *told: said.append(told))
+    here.build([[(KERNEL, PROBLEM), (KERNEL, PROBLEM)]], 1, lambda *told: said.append(told))
     assert said == [(0, 1, KERNEL.name)]
     text = render(KERNEL, PROBLEM, KERNEL.default_config(PROBLEM, here.target), here.target)
     assert (built := cache.find(text, SM90)) is not None
     assert here.function(KERNEL, PROBLEM).image == built.image
+
+
+@pytest.mark.usefixtures("resolve")
+def test_the_first_group_is_there_meanwhile_and_the_others_at_the_end(tmp_path: Path) -> None:
+    cache, steps = CompileCache(tmp_path), list[str]()
+    here = launcher.Launcher([], cache)
+    problems = [PROBLEM, replace(PROBLEM, hidden=72)]
+
+    def is_built(problem: Any) -> bool:
+        text = render(KERNEL, problem, KERNEL.default_config(problem, here.target), here.target)
+        return cache.find(text, SM90) is not None
+
+    def groups() -> Iterator[list[tuple[Any, Any]]]:
+        for problem in problems:
+            steps.append("asked")
+            yield [(KERNEL, problem)]
+
+    def meanwhile() -> None:
+        assert is_built(problems[0])
+        steps.append("meanwhile")
+
+    here.build(groups(), 1, meanwhile=meanwhile)
+    assert steps == ["asked", "asked", "meanwhile"]
+    assert all(map(is_built, problems))
+    steps.clear()
+    here.build(groups(), 1, meanwhile=meanwhile)  # all of it is in the cache
+    here.build([], 1, meanwhile=meanwhile)
+    assert steps == ["asked", "asked", "meanwhile", "meanwhile"]
 
 
 def test_what_serves_all_lengths_is_loaded_ahead_with_its_scratch(

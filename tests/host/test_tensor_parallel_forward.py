@@ -140,8 +140,9 @@ class Exchanging(Reference):
         self.exchanged[call.problem] += 1
         return call.result
 
-    def build(self, asked: Any, say: Any) -> None:
-        self.built += asked
+    def build(self, groups: Any, say: Any, meanwhile: Any) -> None:
+        self.built += [asked for group in groups for asked in group]
+        meanwhile()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -177,7 +178,7 @@ def test_the_end_of_a_layer_with_experts_is_one_exchange(tokens: int, has_scalar
             return ops.moe_combine(stream, *parts[rank], routes, moe, norms)
 
         try:
-            ops.build_ahead(lambda _: combine(), lambda *_: None)
+            ops.build_ahead([lambda _: combine()], lambda *_: None, lambda: None)
             assert (("exchange_norm", problem) in executor.built) == (shares and is_one)
             stream.copy_(residual)
             out = combine()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,10 @@ class Judging(Reference):
         config = self._selector.choice(find_kernel(name), problem).config
         return name, tuple(static_fields(problem).items()), config
 
-    def build(self, asked: Iterable[tuple[str, Any]], say: Say) -> None:
-        self.built |= {self._key(name, problem) for name, problem in asked}
+    def build(self, groups: Iterable[Iterable[tuple[str, Any]]], say: Say, meanwhile: Callable[[], None]) -> None:
+        for group in groups:
+            self.built |= {self._key(name, problem) for name, problem in group}
+        meanwhile()
 
     def run(self, call: Call[Any], where: str) -> Any:
         if call.problem is not None:
@@ -93,4 +95,6 @@ def test_who_listens_computes_nothing_and_leaves_no_rubbish_where_torch_reads_pl
 
 
 def test_where_nothing_is_compiled_nothing_is_rehearsed() -> None:
-    TorchOps(torch.device("cpu"), torch.float32).build_ahead(lambda _: pytest.fail("rehearsed"), lambda *_: None)
+    TorchOps(torch.device("cpu"), torch.float32).build_ahead(
+        [lambda _: pytest.fail("rehearsed")], lambda *_: None, lambda: None
+    )

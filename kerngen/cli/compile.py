@@ -14,7 +14,7 @@ import click
 
 from kerngen.arch import Target, find_device, parse_arches
 from kerngen.cli.draft_options import draft_weights_option
-from kerngen.cli.model_options import tensor_parallel_option
+from kerngen.cli.model_options import engine_option, tensor_parallel_option
 from kerngen.cli.signing import signers, signing_options
 from kerngen.cli.tables import echo
 from kerngen.compiler.compile import Cubin
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 @click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
 @draft_weights_option
 @tensor_parallel_option
+@engine_option
 @click.option("--kernel", "kernels", multiple=True, help="Only this kernel; may be given several times.")
 @click.option("--cases", is_flag=True, help="Compile the kernels' test cases instead of a model's workload.")
 @click.option("--ptx", is_flag=True, help="Make PTX, which newer GPUs run through the driver, instead of cubins.")
@@ -56,6 +57,7 @@ def compile(
     draft: str | None,
     draft_weights: str,
     tensor_parallel: int,
+    engine: str,
     kernels: tuple[str, ...],
     cases: bool,
     ptx: bool,
@@ -102,13 +104,13 @@ def compile(
     cache = CompileCache()
     stores: list[Store] = []
     models: list[Model] = []
-    if cases and tensor_parallel > 1:
-        raise UsageError("--tensor-parallel goes with --model NAME: test cases are of no model")
+    if cases and (tensor_parallel > 1 or engine != "kerngen"):
+        raise UsageError("--tensor-parallel and --engine go with --model NAME: test cases are of no model")
     if cases:
         builds = [b for target in targets for b in case_builds(target, names, notes)]
     else:
         stores = [] if untuned else stores_for(db_url or None, targets, own=True)
-        models = find_model(str(model), draft, draft_weights).ranks(tensor_parallel)
+        models = [rank.on(engine) for rank in find_model(str(model), draft, draft_weights).ranks(tensor_parallel)]
         builds = models_builds(models, targets, stores, notes, chosen, names)
     require_allowed(builds, cache, ptx=ptx, what=CASES if cases else f"--model {model}")
     keys: list[SecretKey] = []

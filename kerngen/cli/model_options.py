@@ -26,6 +26,10 @@ tensor_parallel_option = click.option(
     "--tensor-parallel", "--tensor-parallel-size", type=click.IntRange(1), default=1, show_default=True, metavar="N",
     help="Divide the model among N GPUs of this host, from --device on.",
 )  # fmt: skip
+engine_option = click.option(
+    "--engine", type=click.Choice(["kerngen", "vllm"]), default="kerngen", show_default=True,
+    help="What runs the model: vllm for what it asks of kerngen.vllm, its W4A16 linear layers.",
+)  # fmt: skip
 _OPTIONS = (
     click.option("--draft", type=click.Path(path_type=Path), default=None,
                  help="The drafter, as MODEL. Default: MODEL/assistant or MODEL-assistant, if there is one."),

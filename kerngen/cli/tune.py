@@ -17,7 +17,7 @@ import click
 from kerngen.arch import Arch, Target, find_arch, find_device
 from kerngen.cli.draft_options import draft_weights_option
 from kerngen.cli.duration import Duration
-from kerngen.cli.model_options import tensor_parallel_option
+from kerngen.cli.model_options import engine_option, tensor_parallel_option
 from kerngen.cli.tables import Table, new_console, say
 from kerngen.cli.tune_cluster import Needed, kind_for, show, submitted
 from kerngen.cli.tune_objective import objective_for, worker_for
@@ -42,6 +42,7 @@ BEGUN_S = 10.0  # that it takes to record a model and to start the process that 
 @click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
 @draft_weights_option
 @tensor_parallel_option
+@engine_option
 @click.option("--kernel", "kernels", multiple=True, help="Only this kernel; may be given several times.")
 @click.option(
     "--objective",
@@ -78,6 +79,7 @@ def tune(
     draft: str | None,
     draft_weights: str,
     tensor_parallel: int,
+    engine: str,
     kernels: tuple[str, ...],
     objective: str,
     device_name: str | None,
@@ -124,8 +126,13 @@ def tune(
     if "" in asked:
         raise UsageError(f"--model {model} names no model before or after a comma",
                          hint=f"known: {', '.join(MODELS)}, all, or a model folder")  # fmt: skip
+    if engine != "kerngen" and objective == "step":
+        raise UsageError(f"--objective step times steps of kerngen's own engine, not of {engine}",
+                         hint="--objective measured times each kernel alone")  # fmt: skip
     models = [
-        rank for name in dict.fromkeys(asked) for rank in find_model(name, draft, draft_weights).ranks(tensor_parallel)
+        rank.on(engine)
+        for name in dict.fromkeys(asked)
+        for rank in find_model(name, draft, draft_weights).ranks(tensor_parallel)
     ]
     if page is not None:
         require_page_place(page)

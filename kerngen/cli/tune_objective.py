@@ -72,6 +72,8 @@ def objective_for(
     here = f"on this machine's {worker.device()}"
     if wanted == "measured" or (wanted == "auto" and not whole):
         return Measured(worker, lock), f"{here}, each kernel alone: --kernel names a part of the model"
+    if model.engine != "kerngen":
+        return Measured(worker, lock), f"{here}, each kernel alone: no steps of {model.engine} are timed"
     fuses = Selector(default_sources(), worker.target()).fuses  # as a run on this board asks
     steps = timed_steps(worker, model, load, fuses)
     if wanted == "auto" and not steps:

@@ -19,7 +19,8 @@ from kerngen.errors import UnknownName, UsageError
 from kerngen.runtime.config import DrafterConfig, ModelConfig, read_drafter_config, read_model_config
 from kerngen.runtime.world import World
 from kerngen.templates import find_kernel
-from kerngen.workload.steps import Kind, Recorder, Step, recorder
+from kerngen.templates.kernel import Kernel
+from kerngen.workload.steps import Fuses, Kind, Recorder, Step, recorder
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 VERIFY_LENS = (4, 5)  # tokens a sequence at every batch and context: the last known one and 3 or 4 drafts
@@ -34,6 +35,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, *PREFILL_TOKENS)  # points of num_to
 MOST_KEYS = 1 << 20  # of all sequences together: more KV than that fits no GPU at 31B
 RELEASED = Path(__file__).resolve().parents[1] / "runtime" / "released"
 MODELS = tuple(sorted(p.name for p in RELEASED.iterdir() if (p / "config.json").is_file()))
+ENGINES = ("kerngen", "vllm")  # that run models; inside vLLM kerngen serves W4A16 linear layers (kerngen.vllm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +144,23 @@ def _place(problem: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A target with the drafter that goes with it, if any."""
+    """A target with the drafter that goes with it, if any. engine: of ENGINES, which runs it."""
 
     name: str
     target: ModelConfig
     drafter: DrafterConfig | None
+    engine: str = ENGINES[0]
+
+    def on(self, engine: str) -> Model:
+        """The same on that engine; inside vLLM its drafter is another model. Raises UsageError for what is not served
+        there.
+        """
+        if engine == self.engine:
+            return self
+        if self.target.quant is None:
+            raise UsageError(f"{self.name} has no W4A16 layers: kerngen serves nothing of it inside vLLM",
+                             hint="a W4A16 checkpoint of the model, or --engine kerngen")  # fmt: skip
+        return replace(self, name=f"{self.name}-vllm", drafter=None, engine=engine)
 
     def divided(self, world: World) -> Model:
         """What a rank has of it. Raises UsageError where it does not divide among so many."""
@@ -217,7 +231,24 @@ def require_among(names: Iterable[str], have: Sequence[str], who: str, verb: str
 
 def workload(model: Model, arch: Arch) -> Workload:
     """Every problem that `model` needs on `arch`, in its dtype (fp16 on sm70 and sm75, else bf16), each once."""
+    if model.engine == "vllm":
+        return _inside_vllm(model, arch)
     return Workload(model.name, arch.name, *_recorded(recorder(model.target, model.drafter, arch)))
+
+
+def _inside_vllm(model: Model, arch: Arch) -> Workload:
+    """What kerngen.vllm asks: the linear layers' products one by one. vLLM multiplies gate and up without the gate, and
+    keeps K once more as V where V is K.
+    """
+    layers = tuple(replace(layer, v_is_k=False) for layer in model.target.layers)
+    items, _, steps = _recorded(recorder(replace(model.target, layers=layers), None, arch), _never)
+    products = (replace(i, problem=replace(i.problem, gated=False)) for i in items if i.kernel == "w4a16_gemm")
+    return Workload(model.name, arch.name, tuple(products), (), steps)
+
+
+def _never(kernel: Kernel, problem: Any) -> bool:
+    """Of what replaces several kernels: nothing does."""
+    return False
 
 
 def joined(loads: Sequence[Workload]) -> Workload:
@@ -290,13 +321,15 @@ def _on_grid(problem: Any) -> Any:
 
 
 @cache
-def _recorded(model: Recorder) -> tuple[tuple[Item, ...], tuple[str, ...], tuple[Step, ...]]:
-    """The items of one model, what went past the kernels, and the steps."""
+def _recorded(
+    model: Recorder, fuses: Fuses | None = None
+) -> tuple[tuple[Item, ...], tuple[str, ...], tuple[Step, ...]]:
+    """The items of one model, what went past the kernels, and the steps. fuses: as in Recorder.record."""
     steps = tuple(_steps(model.config, model.has_drafter, model.max_decode_len))
     notes = _Notes()
     for step in steps:
         notes.begin(step)
-        model.record(step, notes.call, notes.beside, other=notes.beside)
+        model.record(step, notes.call, notes.beside, other=notes.beside, fuses=fuses)
     return tuple(notes.items()), tuple(model.outside), steps
 
 

@@ -124,7 +124,7 @@ def test_tune_is_of_what_ranks_have(kerngen: Kerngen) -> None:
         (("run", "gemma-4-31b", "--plan", "--tensor-parallel", "5"), "it can among 2 or 3 or 4 or 8"),
         ((*RUN, "--tensor-parallel", "3", "--prompt", "x"), "cannot be divided among 3 ranks"),
         ((*RUN, *DIVIDED, "--keep-repacked", "--prompt", "x"), "--keep-repacked keeps the weights of a whole model"),
-        (("compile", "--cases", "--arch", "sm90", *DIVIDED), "--tensor-parallel goes with --model NAME"),
+        (("compile", "--cases", "--arch", "sm90", *DIVIDED), "--tensor-parallel and --engine go with --model NAME"),
         (("doctor", *DIVIDED), "go with a --model"),
         ((*RUN, "--tensor-parallel", "0", "--prompt", "x"), "x>=1"),
     ],

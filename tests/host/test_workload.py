@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,28 @@ def test_a_folder_gives_its_own_shapes() -> None:
     embeds = {i.problem.hidden for i in load.items if i.kernel == "embed"}
     assert embeds == {config["hidden_size"]}
     assert {u.phase for i in load.items for u in i.uses} == {"decode", "verify", "prefill", "draft"}
+
+
+def test_inside_vllm_a_model_asks_each_product_by_itself() -> None:
+    """Gate and up without the gate, K once more as V in full layers; one token too, and nothing of a drafter."""
+    model = find_model("gemma-4-31b").on("vllm")
+    items = workload(model, find_arch("sm90")).items
+    problems = [item.problem for item in items]
+    assert {item.kernel for item in items} == {"w4a16_gemm"}
+    assert len(set(problems)) == len(problems)
+    sliding, full = (32 + 2 * 16) * 256, (32 + 2 * 4) * 512
+    assert {(p.n, p.k) for p in problems} == {
+        (sliding, 5376), (full, 5376), (5376, 32 * 256), (5376, 32 * 512), (2 * 21504, 5376), (5376, 21504),
+    }  # fmt: skip
+    assert not any(p.gated or p.row_invariant for p in problems)
+    assert {p.num_tokens for p in problems} >= {1, 2, 8, 64, 8192}
+    assert {u.where for item in items for u in item.uses if u.count} >= {"down_proj (sliding)", "down_proj (full)"}
+    (rank,) = find_model("gemma-4-31b").ranks(2)
+    halves = workload(rank.on("vllm"), find_arch("sm90")).items
+    assert {(i.problem.n, i.problem.k) for i in halves} >= {(21504, 5376), (5376, 10752), (full // 2, 5376)}
+    dense = replace(model, target=replace(model.target, quant=None), engine="kerngen")
+    with pytest.raises(UsageError, match="no W4A16 layers"):
+        dense.on("vllm")
 
 
 def test_what_does_not_exist_is_named() -> None:

@@ -5,7 +5,8 @@ The launcher, `kerngen compile` and `kerngen doctor` share `Selector`. It has a 
 gets what won for one near in shape, where the cost model holds that for good (neighbours.py), else the kernel's
 default. That is chosen at powers of two of the dynamic field (between two of them a kernel may prefer another's) and of
 the other runtime fields, or at finer steps of those. Then a new problem costs a bisection and a known one a dict
-lookup: a prompt's forward selects hundreds of times.
+lookup: a prompt's forward selects hundreds of times. Fields that change addresses alone (Problem.ADDRESSING) need no
+tuning of their own: what serves the problem with their defaults gives the configuration.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class Choice:
 class KernelSelector:
     """Selection for one kernel with one set of compiled-in fields on one target. A request pays for `choice` alone.
 
-    table: its tuned points; None if defaults are chosen. neighbourhood: gives what else is tuned of the kernel.
+    table: its tuned points; None if defaults are chosen. neighbourhood: gives what else is tuned of the kernel. alike:
+    gives what serves the problem whose tuning serves this one (Kernel.tuned_as); None where that is itself.
     """
 
     def __init__(
@@ -78,9 +80,11 @@ class KernelSelector:
         target: Target,
         table: WinnerTable | None,
         neighbourhood: Callable[[Kernel], Neighbourhood] | None = None,
+        alike: Callable[[Any], Choice] | None = None,
     ) -> None:
         self.kernel, self.target, self._table = kernel, target, table
-        self._neighbourhood = neighbourhood
+        self._neighbourhood, self._alike = neighbourhood, alike
+        self._of_alike: dict[int, tuple[Choice, Choice]] = {}  # by the other choice's identity, as _tuned
         self._tuned: dict[int, tuple[Winner, Choice]] = {}  # by the winner's identity; held, so that it stays its own
         self._remote: dict[tuple[Any, ...], Choice] = {}  # by winner, cell and length: see `_weighed`
         self._defaults: dict[tuple[Any, ...], Choice] = {}
@@ -92,7 +96,7 @@ class KernelSelector:
         """The configuration and code for `problem`. Raises ConfigRefused if none is valid."""
         winner = self._table.answer(problem) if self._table is not None else None
         if winner is None:
-            return self._default(problem)
+            return self._default(problem) if self._alike is None else self._choice_alike(problem, self._alike(problem))
         tuned = self._tuned_choice(problem, winner)
         return self._weighed(problem, winner, tuned) if self._is_remote(problem, winner) else tuned
 
@@ -102,6 +106,13 @@ class KernelSelector:
             source = f"{winner.source} ({winner.provenance})"
             choice = Choice(self.kernel, problem, config, self.target, source, winner.provenance, winner.cubin, winner)
             known = self._tuned[id(winner)] = winner, choice
+        return known[1]
+
+    def _choice_alike(self, problem: Any, other: Choice) -> Choice:
+        """The configuration of `other`, with machine code of this problem's own."""
+        if (known := self._of_alike.get(id(other))) is None:
+            code = self._table.code(problem, other.config) if self._table is not None else None
+            known = self._of_alike[id(other)] = other, replace(other, problem=problem, cubin=code)
         return known[1]
 
     def _is_remote(self, problem: Any, winner: Winner) -> bool:
@@ -268,8 +279,10 @@ class Selector:
         return found
 
     def tuned_lengths(self, kernel: Kernel, problem: Any) -> Sequence[int]:
-        """See KernelSelector.tuned_lengths."""
-        return self._selector(kernel, problem).tuned_lengths(problem)
+        """See KernelSelector.tuned_lengths; of the problem whose tuning serves this one, where nothing else does."""
+        own = self._selector(kernel, problem).tuned_lengths(problem)
+        alike = kernel.tuned_as(problem)
+        return own or (() if alike == problem else self._selector(kernel, alike).tuned_lengths(alike))
 
     def telling_lengths(self, kernel: Kernel, problem: Any, most: int) -> list[int]:
         """See KernelSelector.telling_lengths."""
@@ -296,7 +309,10 @@ class Selector:
         key = (kernel.name, *_static(kernel)(problem))
         if (selector := self._selectors.get(key)) is None:
             near = self._neighbourhood if self._sources else None
-            selector = self._selectors[key] = KernelSelector(kernel, self.target, self._table(kernel, problem), near)
+            is_itself = kernel.tuned_as(problem) == problem
+            alike = None if is_itself else lambda problem: self.choice(kernel, kernel.tuned_as(problem))
+            table = self._table(kernel, problem)
+            selector = self._selectors[key] = KernelSelector(kernel, self.target, table, near, alike)
         return selector
 
     def _table(self, kernel: Kernel, problem: Any) -> WinnerTable | None:

@@ -95,6 +95,10 @@ def _of_problem(problem: Any) -> Iterator[tuple[str, str]]:
         yield "Problem", f"Problem.RUNTIME is {runtime!r}, not a tuple of its fields: {', '.join(sorted(names))}"
     elif dynamic not in ("", *runtime):
         yield "Problem", f"Problem.DYNAMIC is {dynamic!r}: one of RUNTIME ({', '.join(runtime)}), or '' for none"
+    addressing = getattr(problem, "ADDRESSING", ())
+    settled = {f.name for f in fields(problem) if f.default is not MISSING} - set(runtime or ())
+    if not isinstance(addressing, tuple) or not set(addressing) <= settled:
+        yield "Problem", f"Problem.ADDRESSING is {addressing!r}, not a tuple of compiled-in fields that have defaults"
 
 
 def _of_body(body: Body, spec: Any, folder: Path) -> Iterator[str]:

@@ -40,7 +40,9 @@ class Problem(Protocol):
     RUNTIME names the fields that may differ between two launches of one cubin (batch, num_tokens, kv_len); they are
     never rendered. DYNAMIC is the one of them that tuning buckets ("" if there is none). All other fields are
     compiled in. __post_init__ raises ProblemError on fields that contradict each other. REACH, if there is one: what is
-    tuned for a value of DYNAMIC serves no value that is smaller by more than this factor.
+    tuned for a value of DYNAMIC serves no value that is smaller by more than this factor. ADDRESSING, if there is one,
+    names compiled-in fields that say where things lie in memory and change no time: what is tuned with their defaults
+    serves their other values too.
 
     The tuning database files a Problem and a Config without the fields that have their default. So a new field with a
     default that means what was done before keeps everything that was tuned, and a default, once shipped, never changes.
@@ -446,6 +448,11 @@ class Kernel:
         if not problems:
             return [c for c in self.bench.BENCH_CASES if wanted in c.name]
         return [replace(self.cases.case_for(parse_fields(self.problem_type, text)), name=text) for text in problems]
+
+    def tuned_as(self, problem: Any) -> Any:
+        """The problem whose tuning serves `problem` where it has none of its own: see Problem.ADDRESSING."""
+        names = getattr(problem, "ADDRESSING", ())
+        return replace(problem, **{f.name: f.default for f in dataclasses.fields(problem) if f.name in names})
 
     def tensor_map(self, problem: Any, config: Any, of: str, shape: tuple[int, ...]) -> TensorMap | None:
         """Of its argument `of`, a tensor of that shape; None where that is empty or the kernel will not use it."""

@@ -32,6 +32,7 @@ from kerngen.system.files import locked, make_folder, make_room_for_cupy
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
 from kerngen.templates.kernel import Arg, Kernel, Launch, describe
+from kerngen.templates.values import lies_in_pages, page_strides
 
 if TYPE_CHECKING:
     from kerngen.compiler.compile import Cubin
@@ -146,7 +147,7 @@ class Function:
     """One kernel, loaded for one compiled-in problem and configuration on the GPU `index`.
 
     Call it with the runtime problem and every argument by name, or `run` it with them in a mapping. Tensors must be
-    contiguous and 16-byte aligned. `source` says where the configuration came from.
+    contiguous, or lie as their `Arg` says, and 16-byte aligned. `source` says where the configuration came from.
     """
 
     def __init__(
@@ -243,7 +244,7 @@ class Function:
                     raise LaunchError(f"{self.kernel.name}: argument {arg.name!r} is missing") from None
                 value = None
             if arg.kind == "ptr":
-                value = _pointer(self.kernel.name, arg, arg.name, value)
+                value = _pointer(self.kernel.name, arg, arg.name, value, problem)
             elif arg.kind == "ptrs":
                 value = self._addresses.array(self.kernel.name, arg, value)
             values.append(value)
@@ -320,15 +321,14 @@ class Addresses:
         return found.data_ptr()
 
 
-def _pointer(kernel: str, arg: Arg, name: str, value: Any) -> int:
+def _pointer(kernel: str, arg: Arg, name: str, value: Any, problem: Any = None) -> int:
     if value is None:
         return 0
     if isinstance(value, int):
         return value
     if not isinstance(value, torch.Tensor) or not value.is_cuda:
         raise LaunchError(f"{kernel}: {name} must be a CUDA tensor, not {value!r}")
-    if arg.contiguous and not value.is_contiguous():
-        raise not_contiguous(kernel, name, value)
+    require_layout(kernel, arg, name, value, problem)
     address = value.data_ptr()
     if address % arg.align:
         raise LaunchError(f"{kernel}: {name} starts at an address that is not a multiple of {arg.align} bytes",
@@ -336,11 +336,19 @@ def _pointer(kernel: str, arg: Arg, name: str, value: Any) -> int:
     return address
 
 
-def not_contiguous(kernel: str, name: str, value: torch.Tensor) -> LaunchError:
-    shape, strides = tuple(value.shape), value.stride()
-    return LaunchError(
-        f"{kernel}: {name} {shape} is not contiguous (strides {strides})", hint="x.contiguous() copies it"
-    )
+def require_layout(kernel: str, arg: Arg, name: str, value: torch.Tensor, problem: Any) -> None:
+    """Raises LaunchError unless `value` lies in memory as the argument and the problem say."""
+    if page_heads := getattr(problem, arg.page_heads) if arg.page_heads else 0:
+        if not lies_in_pages(value, page_heads):
+            raise LaunchError(
+                f"{kernel}: {name} {tuple(value.shape)} has strides {value.stride()}; in pages of {page_heads} heads "
+                f"they are {page_strides(value.shape, page_heads)}"
+            )
+    elif arg.contiguous and not value.is_contiguous():
+        shape, strides = tuple(value.shape), value.stride()
+        raise LaunchError(
+            f"{kernel}: {name} {shape} is not contiguous (strides {strides})", hint="x.contiguous() copies it"
+        )
 
 
 def shares_sms() -> bool:

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 # Whole numbers that are no sizes: another value is another kind of problem.
 NO_SIZES = frozenset({
     "head_dim", "full_head_dim", "group_size", "page_size", "bits", "top_k", "num_rotated_pairs",
-    "num_full_rotated_pairs",
+    "num_full_rotated_pairs", "page_heads",
 })  # fmt: skip
 FAR = 2.0  # octaves in one size: what is further is no neighbour. A quarter of a matrix is near
 CLOSE = 1.0  # octaves in one size: half of a matrix is close

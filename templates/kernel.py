@@ -70,7 +70,8 @@ class Arg:
     A kernel gets `ptrs` as the address of an array of addresses, and `map` as a CUtensorMap of the tensor that the
     argument `of` names: the launcher makes it as the spec's `tensor_map` says, and no call passes it. align: what a
     pointer's address is a multiple of, in bytes: 16 where the kernel reads vectors. contiguous: False where another
-    argument says how far apart the tensor's rows are.
+    argument says how far apart the tensor's rows are. page_heads: of a paged cache, the problem's field that says how
+    many heads a page has in memory (values.py, page_strides); it must lie so, and be contiguous where that field is 0.
     """
 
     name: str
@@ -78,11 +79,12 @@ class Arg:
     align: int = 16
     contiguous: bool = True
     of: str = ""
+    page_heads: str = ""
 
 
-def args(kind: str, *names: str, align: int = 16) -> tuple[Arg, ...]:
+def args(kind: str, *names: str, align: int = 16, page_heads: str = "") -> tuple[Arg, ...]:
     """Arguments of one kind, one after the other."""
-    return tuple(Arg(name, kind, align) for name in names)
+    return tuple(Arg(name, kind, align, page_heads=page_heads) for name in names)
 
 
 @dataclass(frozen=True, slots=True)

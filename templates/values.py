@@ -40,11 +40,27 @@ class KVFormat:
 PLAIN = KVFormat("plain")
 
 
+def page_strides(shape: tuple[int, ...], page_heads: int) -> tuple[int, ...]:
+    """Strides, in elements, of a cache [num_pages, num_kv_heads, page_size, head_dim] that is a part of a tensor
+    [num_pages, page_heads, page_size, head_dim]: some heads of each page, which follow each other.
+    """
+    _, _, size, dim = shape
+    return page_heads * size * dim, size * dim, dim, 1
+
+
+def lies_in_pages(cache: Tensor, page_heads: int) -> bool:
+    """Whether a cache [num_pages, num_kv_heads, page_size, head_dim] has `page_strides`; of one entry any stride."""
+    axes = zip(cache.shape, cache.stride(), page_strides(cache.shape, page_heads), strict=True)
+    return page_heads >= cache.shape[1] and all(size == 1 or stride == its for size, stride, its in axes)
+
+
 @dataclass(frozen=True, slots=True)
 class KVView:
     """The paged cache of one layer: k_cache, v_cache [num_pages, num_kv_heads, page_size, head_dim], in `format`.
 
-    K is stored normed and rotated, V normed. Pages are named by a block table (`AttnBatch`).
+    K is stored normed and rotated, V normed. Pages are named by a block table (`AttnBatch`). Each cache is contiguous,
+    or has some heads of each page of a larger tensor, as of one [num_pages, 2 * num_kv_heads, page_size, head_dim] both
+    do.
     """
 
     k_cache: Tensor
@@ -62,6 +78,28 @@ class KVView:
     @property
     def head_dim(self) -> int:
         return self.k_cache.shape[3]
+
+    @property
+    def page_heads(self) -> int:
+        """Heads that a page of each cache has in memory, whose strides are `page_strides`; 0 where both are contiguous.
+
+        Raises ProblemError where they lie in another way, or do not begin at a multiple of 16 bytes of their storage.
+        """
+        caches = {"k_cache": self.k_cache, "v_cache": self.v_cache}
+        if all(cache.is_contiguous() for cache in caches.values()):
+            return 0
+        heads, strides = self.num_kv_heads, self.k_cache.stride()
+        page_heads = max(strides[0] // (self.page_size * self.head_dim), heads)
+        for name, cache in caches.items():
+            require(
+                lies_in_pages(cache, page_heads),
+                f"{name} {tuple(cache.shape)} has strides {cache.stride()}: both caches are contiguous, or heads of "
+                f"pages [num_pages, page_heads, page_size, head_dim]; with {page_heads} page_heads the strides are "
+                f"{page_strides(cache.shape, page_heads)}",
+            )
+            offset = cache.storage_offset() * cache.element_size()
+            require(offset % 16 == 0, f"{name} begins {offset} bytes into its storage, which is no multiple of 16")
+        return page_heads
 
     def require_plain(self) -> None:
         """Raises ProblemError for a format that kernels do not read."""

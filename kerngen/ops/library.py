@@ -19,10 +19,10 @@ from torch.library import CustomOpDef, custom_op
 from kerngen.errors import KerngenError, LaunchError, UsageError
 from kerngen.ops.devices import executor
 from kerngen.ops.takes import Takes
-from kerngen.runtime.launcher import not_contiguous
+from kerngen.runtime.launcher import require_layout
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.templates.call import Call, Op
-from kerngen.templates.kernel import Kernel, spread
+from kerngen.templates.kernel import Arg, Kernel, spread
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def _register(op: Op[P, R]) -> tuple[CustomOpDef, Callable[P, R]]:
         device = _device(op.name, {n: arguments[n] for n in tensors})
         call = op.of_flat(arguments)
         if device.type != "cuda":
-            _require_contiguous(call)
+            _require_layouts(call)
             return executor(device).run(call, "")
         with torch.cuda.device(device):
             return executor(device).run(call, "")
@@ -125,14 +125,14 @@ def _device(name: str, tensors: Mapping[str, Tensor | list[Tensor] | None]) -> t
 
 
 @cache
-def _may_lie_apart(kernel: str) -> frozenset[str]:
-    """The arguments of `kernel` whose rows need not follow each other."""
+def _args_of(kernel: str) -> Mapping[str, Arg]:
+    """The arguments of `kernel` by name; of several of one name one whose rows need not follow each other."""
     args = (a for body in find_kernel(kernel).spec.BODIES for entry in body.args.values() for a in entry)
-    return frozenset(a.name for a in args if not a.contiguous)
+    return {a.name: a for a in sorted(args, key=lambda a: not a.contiguous)}
 
 
-def _require_contiguous(call: Call[Any]) -> None:
+def _require_layouts(call: Call[Any]) -> None:
     """As the launcher asks it of tensors on a GPU, so that what runs here runs there."""
     for name, shown, value in spread(call.arguments):
-        if isinstance(value, Tensor) and not value.is_contiguous() and name not in _may_lie_apart(call.kernel):
-            raise not_contiguous(call.kernel, shown, value)
+        if isinstance(value, Tensor):
+            require_layout(call.kernel, _args_of(call.kernel)[name], shown, value, call.problem)

@@ -185,7 +185,9 @@ def _copied(value: Any, copies: dict[int, torch.Tensor]) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if id(value) not in copies:
-        copies[id(value)] = value.clone()
+        # Heads of larger pages lie as far apart in the copy.
+        copies[id(value)] = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+        copies[id(value)].copy_(value)
     return copies[id(value)]
 
 

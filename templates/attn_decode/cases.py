@@ -11,7 +11,7 @@ from torch import Tensor
 from kerngen.templates.attn_decode.op import attn_decode, attn_decode_qkv, attn_decode_raw_q
 from kerngen.templates.attn_decode.spec import Problem
 from kerngen.templates.call import Op
-from kerngen.templates.common.attention.heads_torch import inverse_frequencies
+from kerngen.templates.common.attention.heads_torch import in_pages, inverse_frequencies
 from kerngen.templates.kernel import Case, asking
 
 NO_PAGE = 0x3FFFFFFF  # a table entry that faults if it is followed
@@ -106,10 +106,33 @@ def _raw() -> list[Case]:
     return cases
 
 
+def _pages() -> list[Case]:
+    """K and V as heads of larger pages: apart, each among NaN, where they are read alone; of one tensor where they are
+    written.
+    """
+    cases = []
+    for seed, (head_dim, dtype, page) in enumerate(((128, "fp16", 16), (256, "bf16", 32), (512, "fp16", 64))):
+        two: dict[str, Any] = {"head_dim": head_dim, "num_q_heads": 4, "num_kv_heads": 2, "dtype": dtype}
+        pairs: dict[str, Any] = {"num_rotated_pairs": head_dim // 2}
+        tag = f"d{head_dim}-{dtype}-pages"
+        lens = [0, 1, page - 1, page + 1, 3 * page + 5, 700]
+        cases += [
+            _case(f"{tag}4", lens, 160 + seed, page_size=page, page_heads=4, **two),
+            _case(f"{tag}5-raw_q-q4-window40", [2, 39, 41, 44, 300], 170 + seed, page_size=page, page_heads=5, q_len=4,
+                  window=40, source="raw_q", **two, **pairs),
+            _case(f"{tag}4-qkv-q2", lens, 180 + seed, page_size=page, page_heads=4, q_len=2, source="qkv", **two,
+                  **pairs),
+            _case(f"{tag}2-qk", [page, 130], 190 + seed, page_size=page, page_heads=2, source="qk",
+                  **(two | {"num_kv_heads": 1}), **pairs),
+        ]  # fmt: skip
+    return cases
+
+
 CASES: tuple[Case, ...] = (
     *_edges(),
     *_groups(),
     *_raw(),
+    *_pages(),
     *(
         _case(f"d{d}-cap", [200, 33], 50, head_dim=d, num_q_heads=8, num_kv_heads=1, q_len=2, page_size=16,
               dtype="fp16", logit_cap=True)
@@ -153,6 +176,7 @@ def inputs(case: Case, device: torch.device) -> dict[str, Any]:
     order = torch.randperm(num_pages, generator=generator, device=device).int()
     table = torch.full((len(kv_lens), max_pages), NO_PAGE, dtype=torch.int32, device=device)
     k, v = (random(num_pages, p.num_kv_heads, p.page_size, p.head_dim) for _ in range(2))
+    k, v = in_pages(k, v, p.page_heads, p.owns_kv)
     taken = 0
     for s, (pages, (first, end)) in enumerate(zip(used, seen, strict=True)):
         mine = order[taken : taken + len(pages)]

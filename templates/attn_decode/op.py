@@ -25,10 +25,11 @@ _OPTIONAL = ("window", "max_kv_len", "sm_scale", "logit_cap")
 def attn_decode(q: Tensor, kv: KVView, batch: AttnBatch, sm_scale: float = 1.0, logit_cap: float = 0.0) -> Call[Tensor]:
     """softmax(q k^T * sm_scale) v for `q_len` new tokens of each sequence, which the cache already holds.
 
-    q [B * q_len, nq, d]; caches [num_pages, nkv, page_size, d]; block_table [B, max_pages] int32; kv_lens [B] int32,
-    the new tokens included. Query i of a sequence sits at kv_len - q_len + i and sees keys at or before it, the last
-    `window` of them if window > 0. max_kv_len: no kv_len is longer, which decides the splits of KV; 0 for what the
-    block table holds. logit_cap: 0 for none. Returns [B * q_len, nq, d]; a query that sees no key gives zeros.
+    q [B * q_len, nq, d]; caches [num_pages, nkv, page_size, d], contiguous, or the same heads of each page of a
+    larger tensor (KVView.page_heads); block_table [B, max_pages] int32; kv_lens [B] int32, the new tokens included.
+    Query i of a sequence sits at kv_len - q_len + i and sees keys at or before it, the last `window` of them if
+    window > 0. max_kv_len: no kv_len is longer, which decides the splits of KV; 0 for what the block table holds.
+    logit_cap: 0 for none. Returns [B * q_len, nq, d]; a query that sees no key gives zeros.
     """
     return _call(q, empty(q, *q.shape), "q", None, kv, batch, sm_scale, logit_cap)
 
@@ -90,7 +91,7 @@ def _call(
     problem = Problem(
         dim, out.shape[1], num_kv_heads, batch.q_len, page_size, batch.mask.window, DTYPE_NAME[q.dtype],
         logit_cap > 0, sequences, batch.keys_that_matter(page_size), source,
-        heads.num_rotated_pairs if heads else 0,
+        heads.num_rotated_pairs if heads else 0, kv.page_heads,
     ) if sequences else None  # fmt: skip
     owns_kv = source in ("qk", "qkv")
     arguments = {

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from kerngen.arch import Arch, Target
 from kerngen.templates.attn_decode import wgmma_ws
-from kerngen.templates.common.rows.spec import require, require_dtypes, require_heads
+from kerngen.templates.common.rows.spec import require, require_dtypes, require_heads, require_page_heads
 from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, TensorMap, args
 
 SOURCES = {"q": 0, "raw_q": 0, "qkv": 2, "qk": 1}  # what `q` holds: heads of K and V in it, for each kv head
@@ -39,6 +39,7 @@ class Problem:
     RUNTIME: ClassVar[tuple[str, ...]] = ("batch", "kv_len")
     DYNAMIC: ClassVar[str] = "kv_len"
     REACH: ClassVar[float] = 4  # contexts are tuned at powers of four
+    ADDRESSING: ClassVar[tuple[str, ...]] = ("page_heads",)
     FINER: ClassVar[tuple[str, ...]] = ("batch",)  # by sequences that share the SMs: of seven each has more of them
 
     head_dim: int = 128
@@ -53,6 +54,7 @@ class Problem:
     kv_len: int = 8192  # tokens valid in a sequence, the new ones included
     source: str = "q"
     num_rotated_pairs: int = 0  # 0 with source q
+    page_heads: int = 0  # that a page of each cache has in memory (values.py, page_strides); 0: num_kv_heads
 
     def __post_init__(self) -> None:
         require(self.head_dim in (128, 256, 512), f"head_dim={self.head_dim}: attn_decode serves 128, 256 and 512")
@@ -68,6 +70,7 @@ class Problem:
         require(self.source in SOURCES, f"source={self.source!r} is not one of: {', '.join(SOURCES)}")
         pairs, most = self.num_rotated_pairs, 0 if self.source == "q" else self.head_dim // 2
         require(0 <= pairs <= most, f"num_rotated_pairs={pairs} is not in 0..{most} (source {self.source})")
+        require_page_heads(self.page_heads, self.num_kv_heads)
 
     @property
     def rows(self) -> int:
@@ -140,7 +143,8 @@ def split_choices(p: Problem, target: Target) -> tuple[int, ...]:
 
 
 _ARGS = (
-    *args("ptr", "out", "q", "k_cache", "v_cache"), *args("ptr", "block_table", "kv_lens", align=4),
+    *args("ptr", "out", "q"), *args("ptr", "k_cache", "v_cache", page_heads="page_heads"),
+    *args("ptr", "block_table", "kv_lens", align=4),
     *args("ptr", "workspace", "q_weight", "k_weight", "inv_freq"), *args("ptr", "positions", "slot_mapping", align=8),
     *args("f32", "sm_scale", "logit_cap", "eps"), *args("i32", "batch", "max_pages"),
 )  # fmt: skip
@@ -191,12 +195,14 @@ def expected_registers(p: Problem, c: Config, target: Target) -> int:
 
 
 def tensor_map(p: Problem, c: Config, of: str, shape: tuple[int, ...]) -> TensorMap:
-    """Of the caches as 64 columns, 8 rows, blocks of columns, blocks of rows, and the heads of all pages. So a box of
+    """Of the caches as 64 columns, 8 rows, blocks of columns, blocks of rows, and the heads of all pages, those between
+    two pages' included. So a box of
     block_n rows, which no page boundary divides, has the layout that wgmma reads. One of all columns, as for values, is
     contiguous in the cache.
     """
     pages, heads, size, dim = shape
-    dims, row = (64, 8, dim // 64, size // 8, pages * heads), dim * 2
+    last = (pages - 1) * (p.page_heads or heads) + heads
+    dims, row = (64, 8, dim // 64, size // 8, last), dim * 2
     blocks = dim // 64 // (c.k_column_parts if of == "k_cache" else 1)
     return TensorMap(dims, (row, 128, 8 * row, size * row), (64, 8, blocks, c.block_n // 8, 1))
 

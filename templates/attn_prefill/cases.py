@@ -11,6 +11,7 @@ from torch import Tensor
 from kerngen.templates.attn_prefill.op import attn_prefill, attn_prefill_dense
 from kerngen.templates.attn_prefill.spec import Problem
 from kerngen.templates.call import Op
+from kerngen.templates.common.attention.heads_torch import in_pages
 from kerngen.templates.kernel import Case, asking
 
 NO_PAGE = 0x3FFFFFFF  # a table entry that faults if it is followed
@@ -56,6 +57,10 @@ def _edges() -> list[Case]:
             _case(f"{tag}-dense-full", [5, 64, 0, 1], [77, 64, 9, 129], 6, causal=False, **shape, **two),
             _case(f"{tag}-full-window", [5, 90, 1], [77, 90, 129], 7, causal=False, window=24, page_size=8,
                   **shape, **two),
+            # Of each page's heads K has the first, and V, in a tensor of its own, the last; NaN lies between.
+            _case(f"{tag}-pages4", _CHUNK_Q, _CHUNK_KV, 17, page_size=16, page_heads=4, **shape, **two),
+            _case(f"{tag}-pages5-window", _WINDOW_Q, _WINDOW_KV, 18, page_size=64, page_heads=5, window=40, **shape,
+                  **two),
             _case(f"{tag}-group8", [9, 40, 3], [9, 100, 65], 8, page_size=32, **shape, **wide),
         ]  # fmt: skip
     return cases
@@ -68,6 +73,8 @@ CASES: tuple[Case, ...] = (
     # A group that divides no tile, and a page size that divides none either.
     _case("group3-page24", [50, 1, 86], [70, 30, 86], 10, head_dim=128, num_q_heads=6, num_kv_heads=2, page_size=24,
           dtype="fp16"),
+    _case("pages4-page24", [50, 1, 86], [70, 30, 86], 19, head_dim=128, num_q_heads=6, num_kv_heads=2, page_size=24,
+          page_heads=4, dtype="fp16"),
     # More sequences than the 32 that a warp searches at once.
     _case("batch75", [i % 7 for i in range(75)], [i % 7 + i % 11 for i in range(75)], 11, head_dim=128,
           num_q_heads=4, num_kv_heads=1, page_size=16, dtype="fp16"),
@@ -150,6 +157,7 @@ def _paged(
     shape = (num_pages, p.num_kv_heads, size, p.head_dim)
     dtype = torch.bfloat16 if p.dtype == "bf16" else torch.float16
     k, v = (torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in range(2))
+    k, v = in_pages(k, v, p.page_heads, is_one=False)
     taken = 0
     for s, (pages, (lo, hi)) in enumerate(zip(used, seen, strict=True)):
         table[s, pages.start : pages.stop] = order[taken : taken + len(pages)].int()

@@ -43,7 +43,7 @@ def attn_prefill(
     if tokens:
         problem = Problem(
             dim, num_q_heads, num_kv_heads, page_size, batch.mask.window, batch.mask.is_causal,
-            DTYPE_NAME[q.dtype], logit_cap > 0, sequences, tokens, batch.keys_that_matter(page_size),
+            DTYPE_NAME[q.dtype], logit_cap > 0, sequences, tokens, batch.keys_that_matter(page_size), kv.page_heads,
         )  # fmt: skip
     arguments = {
         "out": out, "q": q, "k": kv.k_cache, "v": kv.v_cache, "cu_seqlens_q": batch.cu_seqlens_q, "cu_seqlens_k": None,

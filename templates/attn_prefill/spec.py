@@ -17,7 +17,7 @@ from math import gcd
 from typing import ClassVar
 
 from kerngen.arch import Arch, Target
-from kerngen.templates.common.rows.spec import require, require_dtypes, require_heads
+from kerngen.templates.common.rows.spec import require, require_dtypes, require_heads, require_page_heads
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, TensorMap, args
 
 HEAD_DIMS = (128, 256, 512)
@@ -36,12 +36,14 @@ class Problem:
     page_size: tokens a page; 0 means dense k and v, [total_k, num_kv_heads, head_dim]. window: keys that a query sees,
     itself included; 0 means all. Query i of a sequence sits at position kv_len - seqlen_q + i; with `causal` it sees
     keys up to itself. logit_cap: whether scores pass through cap · tanh(s / cap). num_q_heads is a multiple of
-    num_kv_heads. Raises ProblemError otherwise.
+    num_kv_heads. page_heads: that a page of each cache has in memory (values.py, page_strides); 0 means num_kv_heads.
+    Raises ProblemError otherwise.
     """
 
     RUNTIME: ClassVar[tuple[str, ...]] = ("batch", "num_tokens", "kv_len")
     DYNAMIC: ClassVar[str] = "num_tokens"
     REACH: ClassVar[float] = 4
+    ADDRESSING: ClassVar[tuple[str, ...]] = ("page_heads",)
 
     head_dim: int = 256
     num_q_heads: int = 32
@@ -54,6 +56,7 @@ class Problem:
     batch: int = 1
     num_tokens: int = 8192
     kv_len: int = 8192
+    page_heads: int = 0
 
     def __post_init__(self) -> None:
         known = ", ".join(map(str, HEAD_DIMS))
@@ -62,6 +65,8 @@ class Problem:
         require_heads(self.num_q_heads, self.num_kv_heads)
         least = min(self.page_size, self.window, self.batch, self.num_tokens, self.kv_len)
         require(least >= 0, "page_size, window, batch, num_tokens and kv_len cannot be negative")
+        require_page_heads(self.page_heads, self.num_kv_heads)
+        require(not self.page_heads or self.page_size > 0, f"page_heads={self.page_heads}: dense k and v have no pages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +128,8 @@ SPLIT_D_SPACE = {
 # cu_seqlens_q instead and do not read it.
 ARGS = {
     "attn_prefill": (
-        *args("ptr", "out", "q", "k", "v"),
+        *args("ptr", "out", "q"),
+        *args("ptr", "k", "v", page_heads="page_heads"),
         *args("ptr", "cu_seqlens_q", "cu_seqlens_k", "kv_lens", "block_table", align=4),
         *args("f32", "sm_scale", "logit_cap"),
         *args("i32", "batch", "max_pages", "max_seqlen_q"),
@@ -186,7 +192,7 @@ def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]
         return None
     if problem.page_size:
         pages, heads, size, dim = shape
-        strides = (dim * 2, size * dim * 2, heads * size * dim * 2)
+        strides = (dim * 2, size * dim * 2, (problem.page_heads or heads) * size * dim * 2)
         return TensorMap((dim, size, heads, pages), strides, (64, rows, 1, 1), l2_bytes=256)
     total, heads, dim = shape
     strides = (heads * dim * 2, dim * 2, total * heads * dim * 2)

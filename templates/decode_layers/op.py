@@ -244,6 +244,8 @@ def _call(
         ("inv_freq", token.inv_freq, problem.head_dim), ("full_inv_freq", token.full_inv_freq, problem.full_head_dim),
     ):  # fmt: skip
         require(2 * len(frequencies) == dim, f"{name} has {len(frequencies)} entries for heads of {dim}")
+    caches = (*tensors.k_caches, *tensors.v_caches)
+    require(all(c.is_contiguous() for c in caches), "decode_layers takes contiguous caches, no heads of larger pages")
     attended = {name: list(_of_last_source(layers, given[name])) for name in ("k_cache", "v_cache")}
     norms, in_each = iter(tensors.k_norms), {n: those for n, those in given.items() if n not in kv_of_owners}
     flat: list[Tensor | None] = []

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kerngen.templates.call import Op
-from kerngen.templates.common.attention.heads_torch import inverse_frequencies
+from kerngen.templates.common.attention.heads_torch import in_pages, inverse_frequencies
 from kerngen.templates.common.rows.torch_rows import Draw, poisoned
 from kerngen.templates.kernel import Case, asking
 from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qkv_norm_rope
@@ -21,7 +21,8 @@ FULL: dict[str, Any] = {"head_dim": 512, "num_rotated_pairs": 64}
 def case_for(problem: Problem) -> Case:
     p = problem
     kind = "q-only" if p.q_only else "k=v" if p.k_eq_v else "qkv"
-    name = f"d{p.head_dim}_r{p.num_rotated_pairs}_h{p.num_q_heads}-{p.num_kv_heads}_{kind}_{p.dtype}_t{p.num_tokens}"
+    heads = f"{p.num_q_heads}-{p.num_kv_heads}" + (f"-of-{p.page_heads}" if p.page_heads else "")
+    name = f"d{p.head_dim}_r{p.num_rotated_pairs}_h{heads}_{kind}_{p.dtype}_t{p.num_tokens}"
     return Case(name, p, p.head_dim + p.num_tokens)
 
 
@@ -40,6 +41,10 @@ CASES = (
     *_cases(8, 2, 1, 33, page_size=32, **SLIDING),
     *_cases(8, 1, 5, page_size=16, **FULL),
     *_cases(16, 2, 6, page_size=48, k_eq_v=True, **FULL),
+    *_cases(
+        8, 2, 33, page_size=32, page_heads=4, **SLIDING
+    ),  # K and V in one tensor, side by side, or with one between
+    *_cases(16, 2, 6, page_size=48, page_heads=5, k_eq_v=True, **FULL),
     *_cases(32, 16, 1, 4, 130, **SLIDING),
     *_cases(32, 4, 1, 4, 130, k_eq_v=True, **FULL),
     *_cases(4, 0, 1, 17, q_only=True, **SLIDING),
@@ -65,13 +70,18 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         slots[1] = -1
     cache_shape = num_pages, p.num_kv_heads, p.page_size, p.head_dim
 
+    k = v = None
+    if not p.q_only:
+        k, v = (poisoned(*cache_shape, dtype=p.dtype, device=device) for _ in range(2))
+        k, v = in_pages(k, v, p.page_heads, is_one=True)
+
     def weight() -> torch.Tensor:
         return draw.normal(p.head_dim, dtype=p.dtype, mean=1.0, std=0.25)
 
     return {
         "q": poisoned(t, p.num_q_heads, p.head_dim, dtype=p.dtype, device=device),
-        "k_cache": None if p.q_only else poisoned(*cache_shape, dtype=p.dtype, device=device),
-        "v_cache": None if p.q_only else poisoned(*cache_shape, dtype=p.dtype, device=device),
+        "k_cache": k,
+        "v_cache": v,
         "qkv": draw.normal(t, p.num_heads * p.head_dim, dtype=p.dtype, std=2.0),
         "q_weight": weight(),
         "k_weight": None if p.q_only else weight(),

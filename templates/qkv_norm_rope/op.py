@@ -31,10 +31,11 @@ from kerngen.templates.values import HeadNorms, KVView
 def qkv_norm_rope(qkv: Tensor, heads: HeadNorms, positions: Tensor, kv: KVView, slot_mapping: Tensor) -> Call[Tensor]:
     """Head norms, RoPE and the cache write, from the fused projection's output.
 
-    qkv [T, (nq + nkv + nkv) * d] as q | k | v, or [T, (nq + nkv) * d] as q | k where V is the raw K projection.
-    q = rope(norm(q; q_weight)); k = rope(norm(k; k_weight)); v = norm(v), neither weighted nor rotated. k and v of
-    token t go to row slot_mapping[t] = page * page_size + row of the caches [num_pages, nkv, page_size, d]; -1 writes
-    nothing. inv_freq [d / 2] fp32, its first num_rotated_pairs entries rotate; positions, slot_mapping [T] int64.
+    qkv [T, (nq + nkv + nkv) * d] as q | k | v, or [T, (nq + nkv) * d] as q | k where V is the raw K projection. q =
+    rope(norm(q; q_weight)); k = rope(norm(k; k_weight)); v = norm(v), neither weighted nor rotated. k and v of token
+    t go to row slot_mapping[t] = page * page_size + row of the caches [num_pages, nkv, page_size, d]; -1 writes
+    nothing. Caches lie as attn_decode takes them. inv_freq [d / 2] fp32, its first num_rotated_pairs entries rotate;
+    positions, slot_mapping [T] int64.
     Returns q [T, nq, d].
     """
     kv.require_plain()
@@ -46,7 +47,7 @@ def qkv_norm_rope(qkv: Tensor, heads: HeadNorms, positions: Tensor, kv: KVView, 
     if tokens:
         problem = Problem(
             heads.num_q_heads, num_kv_heads, dim, heads.num_rotated_pairs, page_size, DTYPE_NAME[qkv.dtype],
-            k_eq_v=k_eq_v, num_tokens=tokens,
+            k_eq_v=k_eq_v, num_tokens=tokens, page_heads=kv.page_heads,
         )  # fmt: skip
     arguments = {
         "q": q, "k_cache": kv.k_cache, "v_cache": kv.v_cache, "qkv": qkv, "q_weight": heads.q_weight,

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kerngen.arch import Target
-from kerngen.templates.common.rows.spec import ELEMENT_BYTES, INT32_MAX, require, require_dtypes, require_tokens
+from kerngen.templates.common.rows.spec import (
+    ELEMENT_BYTES,
+    INT32_MAX,
+    require,
+    require_dtypes,
+    require_page_heads,
+    require_tokens,
+)
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, Traffic, args
 
 HEAD_DIMS = (64, 128, 256, 512)
@@ -17,9 +25,12 @@ class Problem(TokenProblem):
 
     q = rope(norm(q; q_weight)) goes to q [num_tokens, num_q_heads, head_dim]; k = rope(norm(k; k_weight)) and v =
     norm(v) go to row slot_mapping[t] = page * page_size + row of the caches [num_pages, num_kv_heads, page_size,
-    head_dim], where a negative slot writes nothing. RoPE turns pairs (j, j + head_dim / 2) for j < num_rotated_pairs
+    head_dim], where a negative slot writes nothing; page_heads: that a page of each has in memory (values.py,
+    page_strides), 0 for num_kv_heads. RoPE turns pairs (j, j + head_dim / 2) for j < num_rotated_pairs
     by positions[t] * inv_freq[j]; the other dims pass unchanged. All tensors dtype, inv_freq [head_dim / 2] fp32.
     """
+
+    ADDRESSING: ClassVar[tuple[str, ...]] = ("page_heads",)
 
     num_q_heads: int = 32
     num_kv_heads: int = 16  # 0 with q_only
@@ -30,6 +41,7 @@ class Problem(TokenProblem):
     k_eq_v: bool = False
     q_only: bool = False
     num_tokens: int = 1
+    page_heads: int = 0
 
     def __post_init__(self) -> None:
         require_dtypes(self.dtype)
@@ -48,6 +60,8 @@ class Problem(TokenProblem):
             )
         else:
             require(self.num_kv_heads > 0, f"num_kv_heads={self.num_kv_heads} is not positive (or set q_only)")
+        require(not self.page_heads or not self.q_only, f"page_heads={self.page_heads}: q_only has no caches")
+        require_page_heads(self.page_heads, self.num_kv_heads)
 
     @property
     def num_heads(self) -> int:
@@ -64,7 +78,9 @@ class Config:
 SPACE = {"num_warps": (1, 2, 4, 8), "heads_per_group": (1, 2, 4, 8)}
 ARGS = {
     "qkv_norm_rope": (
-        *args("ptr", "q", "k_cache", "v_cache", "qkv", "q_weight", "k_weight", "inv_freq"),
+        Arg("q", "ptr"),
+        *args("ptr", "k_cache", "v_cache", page_heads="page_heads"),
+        *args("ptr", "qkv", "q_weight", "k_weight", "inv_freq"),
         *args("ptr", "positions", "slot_mapping", align=8),
         Arg("eps", "f32"),
         Arg("num_tokens", "i32"),

@@ -180,6 +180,36 @@ def test_what_a_gpu_does_not_take_is_refused() -> None:
         kerngen.ops.rmsnorm(x.half(), torch.ones(64, dtype=torch.float16), 1e-6, torch.float16)
 
 
+PAGED = [
+    (name, case)
+    for name in ("attn_decode", "attn_prefill", "qkv_norm_rope")
+    for case in find_kernel(name).cases.CASES
+    if case.problem.page_heads
+]
+
+
+@pytest.mark.parametrize(("name", "case"), PAGED, ids=lambda v: str(v))
+def test_heads_of_larger_pages_give_what_contiguous_caches_give(name: str, case: Case) -> None:
+    """Bit for bit: the configuration is the same, and only addresses differ. K and V are of one tensor."""
+    import kerngen
+    from kerngen.runtime.launcher import probe_device
+
+    kernel, caches = find_kernel(name), ("k", "v") if name == "attn_prefill" else ("k_cache", "v_cache")
+    inputs = kernel.cases.inputs(case, torch.device("cuda"))
+    if (why := kernel.why_unsupported(case.problem, _target(probe_device()))) is not None:
+        pytest.skip(why)
+    apart = {n: inputs[n].contiguous() for n in caches}
+    whole = torch.cat(tuple(apart.values()), dim=1)
+    paged = dict(zip(caches, whole.chunk(2, dim=1), strict=True))
+    found = []
+    for given in (paged, apart):
+        op, arguments = kernel.op_call(case, inputs | given)
+        found.append(getattr(kerngen.ops, op.name)(**arguments))
+    assert torch.equal(*found)
+    for n, cache in apart.items():
+        torch.testing.assert_close(paged[n], cache, rtol=0, atol=0, equal_nan=True)
+
+
 def test_rows_of_up_may_lie_apart() -> None:
     """Per-layer embeddings are a slice of one tensor, which nobody copies."""
     import kerngen

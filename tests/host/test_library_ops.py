@@ -19,7 +19,7 @@ from kerngen.ops import library
 from kerngen.templates import Case, Kernel, find_kernel, kernel_names
 from kerngen.templates.call import Call, Op
 from kerngen.templates.call import op as marked
-from kerngen.templates.kernel import fields_of, spread, static_fields
+from kerngen.templates.kernel import Arg, fields_of, spread, static_fields
 
 KERNELS = tuple(find_kernel(name) for name in kernel_names())
 OPS = {op.name: op for kernel in KERNELS for op in vars(kernel.op).values() if isinstance(op, Op)}
@@ -227,11 +227,12 @@ def test_tensors_that_are_not_contiguous_are_refused_or_copied() -> None:
 
 
 def test_each_of_several_tensors_may_lie_apart_where_their_argument_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_may_lie_apart", lambda kernel: frozenset({"apart"}))
+    args = Arg("apart", "ptrs", contiguous=False), Arg("rows", "ptrs")
+    monkeypatch.setattr(library, "_args_of", lambda kernel: {a.name: a for a in args})
     view = torch.rand(4, 128)[:, ::2]
-    library._require_contiguous(Call("lists", None, {"apart": (X, view), "rows": (X,)}, None))
+    library._require_layouts(Call("lists", None, {"apart": (X, view), "rows": (X,)}, None))
     with pytest.raises(LaunchError, match=r"rows\[1\] \(4, 64\).*contiguous"):
-        library._require_contiguous(Call("lists", None, {"apart": (X,), "rows": (X, view)}, None))
+        library._require_layouts(Call("lists", None, {"apart": (X,), "rows": (X, view)}, None))
 
 
 def test_other_devices_are_refused() -> None:

@@ -49,6 +49,20 @@ def written(cache: Tensor, slots: Tensor, new: Tensor) -> Tensor:
     return cache
 
 
+def in_pages(k: Tensor, v: Tensor, page_heads: int, is_one: bool) -> tuple[Tensor, Tensor]:
+    """k and v [num_pages, num_kv_heads, page_size, head_dim] as the first and the last heads of pages of `page_heads`
+    heads, whose other heads are NaN: of one tensor, or of one each. As they are where page_heads is 0.
+    """
+    if not page_heads:
+        return k, v
+    pages, heads, size, dim = k.shape
+    whole = [torch.full((pages, page_heads, size, dim), torch.nan, dtype=k.dtype, device=k.device) for _ in range(2)]
+    of_k, of_v = whole[0][:, :heads], whole[0 if is_one else 1][:, page_heads - heads :]
+    of_k.copy_(k)
+    of_v.copy_(v)
+    return of_k, of_v
+
+
 def slots_of(positions: Tensor, tables: Tensor, page_size: int) -> Tensor:
     """The rows of paged caches that positions [B, n] int64 of B sequences lie in, by each of tables [C, B, max_pages]
     int32: page * page_size + row in the page. Returns [C, B, n] int64. Positions must lie within the tables.

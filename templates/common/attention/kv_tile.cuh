@@ -27,24 +27,24 @@ struct Elements16 {
     }
 };
 
-// Row index in a cache [num_pages, num_kv_heads, page_size] of kv_head: for the token at position `key`, on page
-// `page`, or for slot `slot` of slot_mapping.
-DEVICE int64_t cache_row(int64_t page, int key, int kv_head, int num_kv_heads, int page_size) {
-    return (page * num_kv_heads + kv_head) * page_size + key % page_size;
+// Row index in a cache [num_pages, page_heads, page_size] of kv_head: for the token at position `key`, on page `page`, or
+// for slot `slot` of slot_mapping.
+DEVICE int64_t cache_row(int64_t page, int key, int kv_head, int page_heads, int page_size) {
+    return (page * page_heads + kv_head) * page_size + key % page_size;
 }
-DEVICE int64_t cache_row(int64_t slot, int kv_head, int num_kv_heads, int page_size) {
-    return (slot / page_size * num_kv_heads + kv_head) * page_size + slot % page_size;
+DEVICE int64_t cache_row(int64_t slot, int kv_head, int page_heads, int page_size) {
+    return (slot / page_size * page_heads + kv_head) * page_size + slot % page_size;
 }
 
 // Address of such a row in `cache`.
-template <int HEAD_DIM, int NUM_KV_HEADS, int PAGE_SIZE, class Element>
+template <int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE, class Element>
 DEVICE const Element* kv_row(const Element* cache, int64_t page, int key, int kv_head) {
-    return cache + ((page * NUM_KV_HEADS + kv_head) * PAGE_SIZE + key % PAGE_SIZE) * HEAD_DIM;
+    return cache + ((page * PAGE_HEADS + kv_head) * PAGE_SIZE + key % PAGE_SIZE) * HEAD_DIM;
 }
 
 // Keys or values of one sequence and kv head. Only positions in `keys` are read, and only their entries of the block
-// table; all others may hold anything.
-template <class Format_, int HEAD_DIM, int NUM_KV_HEADS, int PAGE_SIZE> struct KvRows {
+// table; all others may hold anything. PAGE_HEADS: heads that a page has in memory, or, dense, a position.
+template <class Format_, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct KvRows {
     typedef Format_ Format;
     typedef typename Format::Element Element;
     const Element* base;   // dense: position 0; paged: this head's first page of the cache
@@ -59,17 +59,17 @@ template <class Format_, int HEAD_DIM, int NUM_KV_HEADS, int PAGE_SIZE> struct K
     // `step` ends up in the constant part of the address.
     template <int TILE, int STEP> DEVICE const Element* at(int first, int mine, int step, int chunk) const {
         if constexpr (PAGE_SIZE == 0) {
-            const Element* start = base + (int64_t(first + mine) * (NUM_KV_HEADS * HEAD_DIM) + chunk * 8);
-            return start + step * (NUM_KV_HEADS * HEAD_DIM);
+            const Element* start = base + (int64_t(first + mine) * (PAGE_HEADS * HEAD_DIM) + chunk * 8);
+            return start + step * (PAGE_HEADS * HEAD_DIM);
         } else if constexpr (PAGE_SIZE % TILE == 0) {
-            const int64_t row = int64_t(pages[first / PAGE_SIZE]) * (NUM_KV_HEADS * PAGE_SIZE) + first % PAGE_SIZE;
+            const int64_t row = int64_t(pages[first / PAGE_SIZE]) * (PAGE_HEADS * PAGE_SIZE) + first % PAGE_SIZE;
             return base + ((row + mine) * HEAD_DIM + chunk * 8) + step * HEAD_DIM;
         } else if constexpr (TILE % PAGE_SIZE == 0 && PAGE_SIZE % STEP == 0) {
-            const int64_t row = int64_t(pages[first / PAGE_SIZE + step / PAGE_SIZE]) * (NUM_KV_HEADS * PAGE_SIZE);
+            const int64_t row = int64_t(pages[first / PAGE_SIZE + step / PAGE_SIZE]) * (PAGE_HEADS * PAGE_SIZE);
             return base + ((row + mine) * HEAD_DIM + chunk * 8) + step % PAGE_SIZE * HEAD_DIM;
         } else {
             const int position = first + mine + step;
-            const int64_t row = int64_t(pages[position / PAGE_SIZE]) * (NUM_KV_HEADS * PAGE_SIZE);
+            const int64_t row = int64_t(pages[position / PAGE_SIZE]) * (PAGE_HEADS * PAGE_SIZE);
             return base + (row + position % PAGE_SIZE) * HEAD_DIM + chunk * 8;
         }
     }

@@ -46,6 +46,14 @@ def require_heads(num_q_heads: int, num_kv_heads: int) -> None:
     require(shared, f"num_q_heads={num_q_heads} is no multiple of num_kv_heads={num_kv_heads}")
 
 
+def require_page_heads(page_heads: int, num_kv_heads: int) -> None:
+    """Raises ProblemError unless a page has room for the heads of a cache, or is said to be just that (0)."""
+    fits = page_heads == 0 or page_heads >= num_kv_heads
+    require(
+        fits, f"page_heads={page_heads}: a page has at least the num_kv_heads={num_kv_heads} of a cache, or 0 for those"
+    )
+
+
 def require_tokens(num_tokens: int) -> None:
     require(0 < num_tokens <= INT32_MAX, f"num_tokens={num_tokens} is not in 1..{INT32_MAX}")
 

@@ -31,6 +31,10 @@ class Call(Generic[R]):
     arguments: Mapping[str, Any]
     result: R
 
+    def without_result(self) -> Call[None]:
+        """The same, for a caller whose own tensor is written."""
+        return Call(self.kernel, self.problem, self.arguments, None)
+
 
 @dataclass(frozen=True, slots=True)
 class Op(Generic[P, R]):

@@ -54,10 +54,12 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     add_post_norm = _run(_add_norm.add_post_norm)
     argmax = _run(_softcap_argmax.argmax)
     attn_decode = _flat(_attn_decode.attn_decode)
+    attn_decode_into = _flat(_attn_decode.attn_decode_into)
     attn_decode_qkv = _flat(_attn_decode.attn_decode_qkv)
     attn_decode_raw_q = _flat(_attn_decode.attn_decode_raw_q)
     attn_prefill = _flat(_attn_prefill.attn_prefill)
     attn_prefill_dense = _flat(_attn_prefill.attn_prefill_dense)
+    attn_prefill_into = _flat(_attn_prefill.attn_prefill_into)
     centroid_greedy = _run(_centroid_head.centroid_greedy)
     centroid_logits = _run(_centroid_head.centroid_logits)
     decode_advance = _run(_decode_advance.decode_advance)
@@ -95,10 +97,12 @@ __all__ = [
     "add_post_norm",
     "argmax",
     "attn_decode",
+    "attn_decode_into",
     "attn_decode_qkv",
     "attn_decode_raw_q",
     "attn_prefill",
     "attn_prefill_dense",
+    "attn_prefill_into",
     "centroid_greedy",
     "centroid_logits",
     "decode_advance",

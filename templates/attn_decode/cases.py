@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerngen.templates.attn_decode.op import attn_decode, attn_decode_qkv, attn_decode_raw_q
+from kerngen.templates.attn_decode.op import attn_decode, attn_decode_into, attn_decode_qkv, attn_decode_raw_q
 from kerngen.templates.attn_decode.spec import Problem
 from kerngen.templates.call import Op
 from kerngen.templates.common.attention.heads_torch import in_pages, inverse_frequencies
@@ -21,7 +21,9 @@ _LOGIT_CAP = 2.0  # low enough to bend most scores of the cases
 def _case(
     name: str, kv_lens: list[int], seed: int = 0, options: Mapping[str, Any] | None = None, **fields: Any
 ) -> Case:
-    """options: `skipped`, the tokens whose slot is -1; `first_position`, what is added to all of them."""
+    """options: `skipped`, the tokens whose slot is -1; `first_position`, what is added to all of them; `into`, whether
+    the op that asks for it is given where the result goes.
+    """
     problem = Problem(batch=len(kv_lens), kv_len=max(kv_lens), **fields)
     return Case(name, problem, seed, {"kv_lens": kv_lens, **(options or {})})
 
@@ -134,6 +136,11 @@ CASES: tuple[Case, ...] = (
     *_raw(),
     *_pages(),
     *(
+        _case(f"into-{dtype}", [130, 0, 41], 64, {"into": True}, num_q_heads=4, num_kv_heads=2, dtype=dtype,
+              page_heads=4)
+        for dtype in ("fp16", "bf16")
+    ),
+    *(
         _case(f"d{d}-cap", [200, 33], 50, head_dim=d, num_q_heads=8, num_kv_heads=1, q_len=2, page_size=16,
               dtype="fp16", logit_cap=True)
         for d in (128, 256, 512)
@@ -241,7 +248,8 @@ def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str,
     """The op that asks for this case, and its arguments."""
     p = case.problem
     if p.source == "q":
-        return asking(attn_decode, case, inputs, max_kv_len=p.kv_len)
+        own = attn_decode_into if case.options.get("into") else attn_decode
+        return asking(own, case, inputs, max_kv_len=p.kv_len)
     if p.source == "raw_q":
         return asking(attn_decode_raw_q, case, inputs, max_kv_len=p.kv_len, q_raw=inputs["q"])
     return asking(attn_decode_qkv, case, inputs, max_kv_len=p.kv_len, qkv=inputs["q"])

@@ -35,6 +35,19 @@ def attn_decode(q: Tensor, kv: KVView, batch: AttnBatch, sm_scale: float = 1.0, 
 
 
 @op(
+    mutates=("out",),
+    takes={"out": "D[B * q_len, NQ, HD]", "q": "D[B * q_len, NQ, HD]"} | _CACHED,
+    required=("out", "q", *_CACHED, "q_len"),
+    optional=_OPTIONAL,
+)
+def attn_decode_into(
+    out: Tensor, q: Tensor, kv: KVView, batch: AttnBatch, sm_scale: float = 1.0, logit_cap: float = 0.0
+) -> Call[None]:
+    """As attn_decode, with its result in out [B * q_len, nq, d], which is contiguous. Returns nothing."""
+    return _call(q, out, "q", None, kv, batch, sm_scale, logit_cap).without_result()
+
+
+@op(
     mutates=("k_cache", "v_cache"),
     takes={"qkv": "D[B * q_len, W]"} | _HEADS | {"k_weight": "D[HD]", "slot_mapping": "int64[B * q_len]"} | _CACHED,
     required=(

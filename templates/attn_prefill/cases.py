@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerngen.templates.attn_prefill.op import attn_prefill, attn_prefill_dense
+from kerngen.templates.attn_prefill.op import attn_prefill, attn_prefill_dense, attn_prefill_into
 from kerngen.templates.attn_prefill.spec import Problem
 from kerngen.templates.call import Op
 from kerngen.templates.common.attention.heads_torch import in_pages
@@ -18,10 +18,12 @@ NO_PAGE = 0x3FFFFFFF  # a table entry that faults if it is followed
 _LOGIT_CAP = 2.0  # low enough to bend most scores of the cases
 
 
-def _case(name: str, q_lens: list[int], kv_lens: list[int], seed: int = 0, **fields: Any) -> Case:
-    """A case with one sequence for each entry of q_lens (new tokens) and kv_lens (keys, the new ones included)."""
+def _case(name: str, q_lens: list[int], kv_lens: list[int], seed: int = 0, into: bool = False, **fields: Any) -> Case:
+    """A case with one sequence for each entry of q_lens (new tokens) and kv_lens (keys, the new ones included). into:
+    whether the op that asks for it is given where the result goes.
+    """
     problem = Problem(batch=len(q_lens), num_tokens=sum(q_lens), kv_len=max(kv_lens), **fields)
-    return Case(name, problem, seed, {"q_lens": q_lens, "kv_lens": kv_lens})
+    return Case(name, problem, seed, {"q_lens": q_lens, "kv_lens": kv_lens, "into": into})
 
 
 # Lengths around 1, a page, a tile of 64 packed rows (32 tokens at group 2) and of 128 keys.
@@ -49,7 +51,8 @@ def _edges() -> list[Case]:
                 _case(f"{tag}-paged-window", _WINDOW_Q, _WINDOW_KV, 3, page_size=16, window=40, **shape),
             ]
         shape = {"head_dim": head_dim, "dtype": "fp16"}
-        two, wide = {"num_q_heads": 4, "num_kv_heads": 2}, {"num_q_heads": 16, "num_kv_heads": 2}
+        two: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2}
+        wide = two | {"num_q_heads": 16}
         tag = f"d{head_dim}-fp16"
         cases += [
             _case(f"{tag}-paged-cap", _CHUNK_Q, _CHUNK_KV, 4, page_size=64, logit_cap=True, **shape, **two),
@@ -73,6 +76,11 @@ CASES: tuple[Case, ...] = (
     # A group that divides no tile, and a page size that divides none either.
     _case("group3-page24", [50, 1, 86], [70, 30, 86], 10, head_dim=128, num_q_heads=6, num_kv_heads=2, page_size=24,
           dtype="fp16"),
+    *(
+        _case(f"into-{dtype}", [5, 0, 17], [40, 3, 17], 20, True, head_dim=128, num_q_heads=4, num_kv_heads=2,
+              page_size=16, page_heads=4, dtype=dtype)
+        for dtype in ("fp16", "bf16")
+    ),
     _case("pages4-page24", [50, 1, 86], [70, 30, 86], 19, head_dim=128, num_q_heads=6, num_kv_heads=2, page_size=24,
           page_heads=4, dtype="fp16"),
     # More sequences than the 32 that a warp searches at once.
@@ -176,4 +184,5 @@ def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str,
         return asking(attn_prefill_dense, case, inputs, max_seqlen_k=p.kv_len)
     if not p.causal:
         return None
-    return asking(attn_prefill, case, inputs, k_cache=inputs["k"], v_cache=inputs["v"], max_kv_len=p.kv_len)
+    own = attn_prefill_into if case.options.get("into") else attn_prefill
+    return asking(own, case, inputs, k_cache=inputs["k"], v_cache=inputs["v"], max_kv_len=p.kv_len)

@@ -12,19 +12,18 @@ from kerngen.templates.common.rows.spec import require
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, empty
 from kerngen.templates.values import AttnBatch, KVView
 
+_PAGED = {
+    "q": "D[T, NQ, HD]",
+    "k_cache": "D[P, NKV, S, HD]",
+    "v_cache": "D[P, NKV, S, HD]",
+    "block_table": "int32[B, M]",
+    "kv_lens": "int32[B]",
+    "cu_seqlens_q": "int32[B + 1]",
+}
+_OPTIONAL = ("window", "max_kv_len", "sm_scale", "logit_cap")
 
-@op(
-    takes={
-        "q": "D[T, NQ, HD]",
-        "k_cache": "D[P, NKV, S, HD]",
-        "v_cache": "D[P, NKV, S, HD]",
-        "block_table": "int32[B, M]",
-        "kv_lens": "int32[B]",
-        "cu_seqlens_q": "int32[B + 1]",
-    },
-    required=("q", "k_cache", "v_cache", "block_table", "kv_lens", "cu_seqlens_q", "max_seqlen_q"),
-    optional=("window", "max_kv_len", "sm_scale", "logit_cap"),
-)
+
+@op(takes=_PAGED, required=(*_PAGED, "max_seqlen_q"), optional=_OPTIONAL)
 def attn_prefill(
     q: Tensor, kv: KVView, batch: AttnBatch, sm_scale: float = 1.0, logit_cap: float = 0.0
 ) -> Call[Tensor]:
@@ -33,12 +32,30 @@ def attn_prefill(
     q [T, nq, d], sequence s owning rows cu_seqlens_q[s] to cu_seqlens_q[s + 1] ([B + 1] int32), at most max_seqlen_q of
     them; the rest as in attn_decode. Returns [T, nq, d].
     """
+    return _paged_call(q, empty(q, *q.shape), kv, batch, sm_scale, logit_cap)
+
+
+@op(
+    mutates=("out",),
+    takes={"out": "D[T, NQ, HD]"} | _PAGED,
+    required=("out", *_PAGED, "max_seqlen_q"),
+    optional=_OPTIONAL,
+)
+def attn_prefill_into(
+    out: Tensor, q: Tensor, kv: KVView, batch: AttnBatch, sm_scale: float = 1.0, logit_cap: float = 0.0
+) -> Call[None]:
+    """As attn_prefill, with its result in out [T, nq, d], which is contiguous. Returns nothing."""
+    return _paged_call(q, out, kv, batch, sm_scale, logit_cap).without_result()
+
+
+def _paged_call(
+    q: Tensor, out: Tensor, kv: KVView, batch: AttnBatch, sm_scale: float, logit_cap: float
+) -> Call[Tensor]:
     kv.require_plain()
     require(batch.cu_seqlens_q is not None, "cu_seqlens_q is None: attn_prefill takes ragged queries")
     sequences, max_pages = batch.block_table.shape
     _, num_kv_heads, page_size, dim = kv.k_cache.shape
     tokens, num_q_heads, _ = q.shape
-    out = empty(q, *q.shape)
     problem = None
     if tokens:
         problem = Problem(

@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     from kerngen.templates.exchange_norm import op as _exchange_norm
     from kerngen.templates.gelu_gate import op as _gelu_gate
     from kerngen.templates.greedy_head import op as _greedy_head
+    from kerngen.templates.kv_write import op as _kv_write
     from kerngen.templates.moe_combine import op as _moe_combine
     from kerngen.templates.moe_route import op as _moe_route
     from kerngen.templates.moe_router import op as _moe_router
@@ -77,6 +78,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     gelu_gate = _run(_gelu_gate.gelu_gate)
     gelu_mul = _run(_gelu_gate.gelu_mul)
     greedy_head = _run(_greedy_head.greedy_head)
+    kv_write = _flat(_kv_write.kv_write)
     moe_combine = _run(_moe_combine.moe_combine)
     moe_route = _run(_moe_route.moe_route)
     moe_w4a16 = _run(_moe_w4a16.moe_w4a16)
@@ -121,6 +123,7 @@ __all__ = [
     "gelu_mul",
     "greedy_head",
     "head_screen",
+    "kv_write",
     "load_ahead",
     "moe_combine",
     "moe_route",

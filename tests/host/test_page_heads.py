@@ -27,8 +27,8 @@ from kerngen.tuning_db import Store, open_source
 from kerngen.tuning_db.read.freshness import notes_of
 from kerngen.tuning_db.read.ids import problem_key
 
-DECODE, PREFILL, ROPE = (find_kernel(name) for name in ("attn_decode", "attn_prefill", "qkv_norm_rope"))
-EACH_KERNEL = pytest.mark.parametrize("kernel", [DECODE, PREFILL, ROPE], ids=lambda k: k.name)
+DECODE, PREFILL, ROPE, WRITE = map(find_kernel, ("attn_decode", "attn_prefill", "qkv_norm_rope", "kv_write"))
+EACH_KERNEL = pytest.mark.parametrize("kernel", [DECODE, PREFILL, ROPE, WRITE], ids=lambda k: k.name)
 PAGES, HEADS, SIZE, DIM = 3, 2, 16, 128
 FULL = DECODE.problem_type(head_dim=512, num_q_heads=32, num_kv_heads=4)
 ROWS = torch.arange(PAGES * 6 * SIZE * DIM, dtype=torch.int32).to(torch.int16)
@@ -135,7 +135,7 @@ def test_a_launch_refuses_tensors_that_lie_in_another_way(page_heads: int) -> No
 
 @pytest.mark.parametrize(
     ("kernel", "case"),
-    [(k, c) for k in (DECODE, PREFILL, ROPE) for c in k.cases.CASES if c.problem.page_heads],
+    [(k, c) for k in (DECODE, PREFILL, ROPE, WRITE) for c in k.cases.CASES if c.problem.page_heads],
     ids=lambda v: getattr(v, "name", None),
 )
 def test_ops_ask_for_the_pages_of_their_caches_and_give_what_contiguous_ones_give(kernel: Kernel, case: Any) -> None:
@@ -143,14 +143,18 @@ def test_ops_ask_for_the_pages_of_their_caches_and_give_what_contiguous_ones_giv
     inputs = kernel.cases.inputs(case, torch.device("cpu"))
     op, arguments = kernel.op_call(case, inputs)
     caches = {name: inputs[name].contiguous() for name in names}
-    _, apart = kernel.op_call(case, inputs | caches | {"out": torch.full_like(inputs["q"], torch.nan)})
+    out = {"out": inputs["out"].clone()} if "out" in inputs else {}
+    _, apart = kernel.op_call(case, inputs | caches | out)
     asked, plain = (op.of_flat(given).problem for given in (arguments, apart))
     assert static_fields(asked) == static_fields(case.problem)
     assert plain == replace(asked, page_heads=0)
     run = getattr(kerngen.ops, op.name)
-    found, wanted = (given["out"] if made is None else made for given in (arguments, apart) for made in [run(**given)])
-    # A CPU may add in another order where a tensor lies otherwise in memory.
-    torch.testing.assert_close(found, wanted, rtol=2 * torch.finfo(found.dtype).eps, atol=1e-6)
+    found, wanted = (
+        given.get("out") if made is None else made for given in (arguments, apart) for made in [run(**given)]
+    )
+    assert (found is None) == (kernel is WRITE)
+    if found is not None:  # a CPU may add in another order where a tensor lies otherwise in memory
+        torch.testing.assert_close(found, wanted, rtol=2 * torch.finfo(found.dtype).eps, atol=1e-6)
     for name, cache in caches.items():
         torch.testing.assert_close(inputs[name], cache, rtol=0, atol=0, equal_nan=True)
 

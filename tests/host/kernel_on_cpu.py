@@ -1,8 +1,8 @@
 """A kernel's rendered text as a C++ library: each CUDA thread is a thread of the host, and PTX is what it means there.
 
 For kernels whose blocks or ranks wait for each other: what they do to memory, step by step and in any order, is seen
-without a GPU. It knows the instructions of exchange_norm, exchange_best and w4a16_norm's norm, in bf16 and fp32. It
-says nothing of times, nor of what a GPU's weaker memory order allows.
+without a GPU. It knows the instructions of exchange_norm, exchange_best, w4a16_norm's norm and kv_write, in bf16 and
+fp32. It says nothing of times, nor of what a GPU's weaker memory order allows.
 """
 
 from __future__ import annotations
@@ -133,6 +133,8 @@ def on_cpu(source: str, entry: str, folder: Path) -> ctypes.CDLL:
         found = list(re.finditer(rf"DEVICE \w+ {name}\([^)]*\) {{", source))
         assert found, name
         for at in reversed(found):
+            if re.search(r"\bp\b", body) and not re.search(r"\bp\b", at[0]):
+                continue  # a method of the same name, which hands on to the function
             source = source[: at.end()] + body + "}" + source[_matching(source, at.end() - 1, "{}") :]
     while asm := re.search(r"\basm(?: volatile)?\s*\(", source):
         source = source[: asm.start()] + "(void)0" + source[_matching(source, asm.end() - 1, "()") :]

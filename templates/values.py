@@ -199,6 +199,17 @@ class HeadNorms:
 
 
 @dataclass(frozen=True, slots=True)
+class Routed:
+    """What the experts of each token gave. routed [T, K, H]; topk_weights [T, K] fp32, by which they are summed;
+    routed_norm [H] norms the sum.
+    """
+
+    routed: Tensor
+    topk_weights: Tensor
+    routed_norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Peers:
     """Memory that this rank and its peers exchange rows of one width through (runtime/executors/peer_memory.py).
 

@@ -67,7 +67,7 @@ from kerngen.templates.ple_inputs.op import ple_inputs
 from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qkv_norm_rope
 from kerngen.templates.rmsnorm.op import rmsnorm
 from kerngen.templates.softcap_argmax.op import argmax, softcap
-from kerngen.templates.values import PLAIN, AttnBatch, HeadNorms, KVView, Peers
+from kerngen.templates.values import PLAIN, AttnBatch, HeadNorms, KVView, Peers, Routed
 
 R = TypeVar("R")
 
@@ -378,9 +378,10 @@ class KernelOps:
     ) -> Tensor:
         if moe.down.is_summand:
             if (peers := self._peers(dense, dense.shape[1], 2)) is not None:
+                experts = Routed(routed, topk_weights, moe.post_norm)
                 pair = exchange_pair_norm(
-                    residual, dense, routed, topk_weights, moe.dense_norm, moe.post_norm, norms.post_weight,
-                    norms.layer_scalar, norms.next_weight, norms.eps, peers,
+                    residual, dense, moe.dense_norm, experts, norms.post_weight, norms.layer_scalar, norms.next_weight,
+                    norms.eps, peers,
                 )  # fmt: skip
                 return self.run(pair, "end of layer, summed over ranks")
             self.went_outside("sums of routed experts")

@@ -11,7 +11,7 @@ from kerngen.templates.common.rows.spec import require
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, empty
 from kerngen.templates.exchange_norm.spec import Problem
 from kerngen.templates.moe_combine.spec import MAX_TOP_K
-from kerngen.templates.values import Peers
+from kerngen.templates.values import Peers, Routed
 
 _TAKES = {"residual": "R[T, H]", "h": "D[T, H]", "post_weight": "D[H]", "layer_scalar": "D[1]", "addresses": "int64[N]"}
 
@@ -50,8 +50,8 @@ def exchange_post_norm(
     },
 )  # fmt: skip
 def exchange_pair_norm(
-    residual: Tensor, h: Tensor, routed: Tensor, topk_weights: Tensor, h_norm: Tensor, routed_norm: Tensor,
-    post_weight: Tensor, layer_scalar: Tensor | None, next_weight: Tensor, eps: float, peers: Peers,
+    residual: Tensor, h: Tensor, h_norm: Tensor, experts: Routed, post_weight: Tensor, layer_scalar: Tensor | None,
+    next_weight: Tensor, eps: float, peers: Peers,
 ) -> Call[Tensor]:  # fmt: skip
     """As exchange_norm of norm(sum of h; h_norm) + norm(sum of experts; routed_norm), both summed over the ranks.
 
@@ -59,18 +59,18 @@ def exchange_pair_norm(
     fp32 and rounded before they are exchanged. routed [T, K, H] in h's dtype, topk_weights [T, K] fp32, K in 1..8.
     """
     out = empty(h, *h.shape)
-    require(routed.shape[1] > 0, f"top_k=0 is not in 1..{MAX_TOP_K}")
-    experts = routed, topk_weights, h_norm, routed_norm
-    asked = _asked(residual, h, experts, post_weight, layer_scalar, next_weight, eps, peers, out)
+    require(experts.routed.shape[1] > 0, f"top_k=0 is not in 1..{MAX_TOP_K}")
+    asked = _asked(residual, h, (h_norm, experts), post_weight, layer_scalar, next_weight, eps, peers, out)
     return Call("exchange_norm", *asked, out)
 
 
 def _asked(
-    residual: Tensor, h: Tensor, experts: tuple[Tensor, Tensor, Tensor, Tensor] | None, post_weight: Tensor,
+    residual: Tensor, h: Tensor, pair: tuple[Tensor, Routed] | None, post_weight: Tensor,
     layer_scalar: Tensor | None, next_weight: Tensor | None, eps: float, peers: Peers, out: Tensor | None,
 ) -> tuple[Problem | None, dict[str, Any]]:  # fmt: skip
     tokens, hidden = residual.shape
-    routed, topk_weights, h_norm, routed_norm = (None, None, None, None) if experts is None else experts
+    h_norm, experts = (None, None) if pair is None else pair
+    routed = None if experts is None else experts.routed
     problem = None
     if tokens:
         problem = Problem(
@@ -82,9 +82,9 @@ def _asked(
         require(0 <= peers.rank < problem.ranks, f"rank={peers.rank} is not in 0..{problem.ranks - 1}")
     arguments = {
         "residual_out": residual, "out": out, "residual": residual, "h": h, "routed": routed, "h_norm": h_norm,
-        "routed_norm": routed_norm, "post_weight": post_weight, "layer_scalar": layer_scalar,
-        "next_weight": next_weight, "addresses": peers.addresses, "eps": eps, "rank": peers.rank,
-        "max_rows": peers.max_rows, "two_shot_from": peers.two_shot_from, "num_tokens": tokens,
-        "topk_weights": topk_weights,
+        "routed_norm": None if experts is None else experts.routed_norm, "post_weight": post_weight,
+        "layer_scalar": layer_scalar, "next_weight": next_weight, "addresses": peers.addresses, "eps": eps,
+        "rank": peers.rank, "max_rows": peers.max_rows, "two_shot_from": peers.two_shot_from, "num_tokens": tokens,
+        "topk_weights": None if experts is None else experts.topk_weights,
     }  # fmt: skip
     return problem, arguments

@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -63,8 +64,8 @@ def table(rows: Sequence[Row]) -> str:
 def in_ranks(ranks: int, backend: str, work: Callable[..., Any], *given: Any) -> list[Any]:
     """What work(world, *given) gives in a process of each rank, joined in one group of torch.distributed.
 
-    Both are picklable; results go by files as JSON. Raises KerngenError with the first rank's traceback where one
-    fails; the others are ended.
+    Both are picklable; results go by files as JSON. Raises KerngenError where one fails, with the tracebacks of those
+    that did, since others may fail for want of it; all are ended.
     """
     import torch.multiprocessing as mp
 
@@ -72,7 +73,8 @@ def in_ranks(ranks: int, backend: str, work: Callable[..., Any], *given: Any) ->
         try:
             mp.spawn(_in_rank, (ranks, folder, backend, work, given), nprocs=ranks)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as e:
-            raise KerngenError(f"a rank failed: {e}") from e
+            told = [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
+            raise KerngenError(f"a rank failed: {' '.join(told) or e}") from e
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -83,7 +85,12 @@ def _in_rank(
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # what is gathered on the host stays on it
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(work(World(rank, ranks), *given)))
+    try:
+        result = work(World(rank, ranks), *given)
+    except Exception:
+        (Path(folder) / f"{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")
+        raise
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
     dist.barrier(dist.new_group(backend="gloo"))  # nobody's memory goes away before all are done
     dist.destroy_process_group()
 

@@ -92,6 +92,7 @@ ADDED_SINCE = {
     *(("w4a16_gemm", name)
       for name in ("gated", "gemv", "row_invariant", "split_k", "stream", "warpgroups", "cluster", "prefetch",
                    "in_flight", "shared_ring", "throughout")),
+    *((name, "page_heads") for name in ("attn_decode", "attn_prefill", "qkv_norm_rope")),
 }  # fmt: skip
 
 

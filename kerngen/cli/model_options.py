@@ -28,7 +28,7 @@ tensor_parallel_option = click.option(
 )  # fmt: skip
 engine_option = click.option(
     "--engine", type=click.Choice(["kerngen", "vllm"]), default="kerngen", show_default=True,
-    help="What runs the model: vllm for what it asks of kerngen.vllm, its W4A16 linear layers.",
+    help="What runs the model: vllm for what it asks of kerngen.vllm, W4A16 linear layers and norms.",
 )  # fmt: skip
 _OPTIONS = (
     click.option("--draft", type=click.Path(path_type=Path), default=None,

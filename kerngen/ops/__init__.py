@@ -52,7 +52,9 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     def _flat(op: Op[..., R]) -> Callable[..., R]: ...  # whose arguments are the fields of its parameters
 
     add_norm = _run(_add_norm.add_norm)
+    add_norm_functional = _run(_add_norm.add_norm_functional)
     add_post_norm = _run(_add_norm.add_post_norm)
+    add_post_norm_functional = _run(_add_norm.add_post_norm_functional)
     argmax = _run(_softcap_argmax.argmax)
     attn_decode = _flat(_attn_decode.attn_decode)
     attn_decode_into = _flat(_attn_decode.attn_decode_into)
@@ -96,7 +98,9 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
 __all__ = [
     "W4Weights",
     "add_norm",
+    "add_norm_functional",
     "add_post_norm",
+    "add_post_norm_functional",
     "argmax",
     "attn_decode",
     "attn_decode_into",

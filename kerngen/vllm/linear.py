@@ -7,27 +7,24 @@ the rank's part. Source of the contract: vLLM, model_executor/kernels/linear/mix
 
 from __future__ import annotations
 
-import logging
-import time
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS, MPLinearKernel, MPLinearLayerConfig
 from vllm.model_executor.layers.quantization.utils import replace_parameter
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
 
 from kerngen.arch import Target, arch_of_capability, default_device
-from kerngen.errors import ProblemError, UnknownName
-from kerngen.ops import load_ahead, pack_w4
+from kerngen.errors import DeviceError, ProblemError, UnknownName
+from kerngen.ops import pack_w4
 from kerngen.templates import find_kernel
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME
+from kerngen.templates.common.w4.pack import interleave
 from kerngen.templates.w4a16_gemm.spec import Problem
-
-log = logging.getLogger("vllm.kerngen")
-MOST_TOKENS = 8192  # of a forward, where no configuration of vLLM's says it
+from kerngen.vllm.ahead import AHEAD
 
 
 def install() -> None:
@@ -43,9 +40,6 @@ class KerngenLinearKernel(MPLinearKernel):
     VLLM_DISABLED_KERNELS=KerngenLinearKernel leaves all layers to vLLM's kernels.
     """
 
-    _asked: ClassVar[dict[Problem, None]] = {}  # of the matrices of this process whose kernels are not loaded yet
-    _most_tokens: ClassVar[int] = 0  # of a forward of theirs
-
     @classmethod
     def get_min_capability(cls) -> int:
         """Of the GPU, as vLLM counts: 70 is Volta. bf16 takes 80, which `can_implement` says."""
@@ -59,11 +53,21 @@ class KerngenLinearKernel(MPLinearKernel):
 
     def __init__(self, c: MPLinearLayerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(c, *args, **kwargs)
-        cls = type(self)
-        cls._asked[_problem(c)] = None
-        config = get_current_vllm_config_or_none()
-        tokens = MOST_TOKENS if config is None else int(config.scheduler_config.max_num_batched_tokens)
-        cls._most_tokens = max(cls._most_tokens, tokens)
+        self._problem = _problem(c)
+        AHEAD.ask("w4a16_gemm", self._problem)
+
+    def gate(self) -> str | None:
+        """Have `apply_weights` give GELU(gate) * up [..., N / 2] of a matrix that is gate | up, before it is packed.
+
+        Returns why the kernel does not serve that, or None: then it will.
+        """
+        gated = replace(self._problem, gated=True)
+        if why := find_kernel("w4a16_gemm").why_unsupported(gated, target()):
+            return why
+        AHEAD.withdraw("w4a16_gemm", self._problem)
+        AHEAD.ask("w4a16_gemm", gated)
+        self._problem = gated
+        return None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Pack the layer's weights, in place of those that it loaded, and have its kernels loaded.
@@ -81,28 +85,20 @@ class KerngenLinearKernel(MPLinearKernel):
                 f"of {n} x {k} in groups of {self.config.group_size} is packed along its rows",
                 hint=f"leave this model to vLLM's kernels: VLLM_DISABLED_KERNELS={type(self).__name__}",
             )
+        if self._problem.gated:
+            loaded, scales = interleave(loaded, scales)
         packed = pack_w4(loaded, scales.to(self.config.act_type))
         for name, made in ((self.w_q_name, packed.w_packed), (self.w_s_name, packed.scales)):
             replace_parameter(layer, name, torch.nn.Parameter(made, requires_grad=False))
         if loaded.is_cuda:
             torch.cuda.synchronize(loaded.device)  # kernels may read weights before the one that wrote them has ended
-            self._load_kernels(loaded.device)
-
-    def _load_kernels(self, device: torch.device) -> None:
-        cls = type(self)
-        if not cls._asked:
-            return
-        began, problems = time.monotonic(), list(cls._asked)
-        sources = load_ahead((("w4a16_gemm", problem) for problem in problems), cls._most_tokens, device)
-        cls._asked.clear()
-        log.info("kerngen: %d kernels for %d shapes of W4A16 matrices, up to %d tokens, in %.1f s: %s",
-                 sources.total(), len(problems), cls._most_tokens, time.monotonic() - began,
-                 ", ".join(f"{count} of {source}" for source, count in sources.most_common()))  # fmt: skip
+            AHEAD.load(loaded.device)
 
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [..., K] times W^T, and the bias [N]: [..., N] in x's dtype."""
+        """x [..., K] times W^T, and the bias [N]: [..., N] in x's dtype. See `gate`."""
+        multiply = torch.ops.kerngen.w4a16_gated if self._problem.gated else torch.ops.kerngen.w4a16_gemm
         packed, scales = getattr(layer, self.w_q_name), getattr(layer, self.w_s_name)
-        out: Tensor = torch.ops.kerngen.w4a16_gemm(x.reshape(-1, x.shape[-1]), packed, scales)
+        out: Tensor = multiply(x.reshape(-1, x.shape[-1]), packed, scales)
         if bias is not None:
             out = out + bias
         return out.reshape(*x.shape[:-1], out.shape[-1])
@@ -127,11 +123,16 @@ def _why_not(c: MPLinearLayerConfig) -> str | None:
         return "kerngen takes columns in their order, without g_idx"
     if c.act_type not in (torch.float16, torch.bfloat16) or c.out_type not in (None, c.act_type):
         return f"kerngen's activations and results are both fp16 or bf16, not {c.act_type} and {c.out_type}"
+    try:
+        return find_kernel("w4a16_gemm").why_unsupported(_problem(c), target())
+    except (DeviceError, ProblemError, UnknownName) as e:
+        return f"kerngen: {e.message}"
+
+
+def target() -> Target:
+    """Of the GPU at hand. Raises UnknownName where kerngen has no kernels for it, DeviceError where vLLM sees none."""
     capability = current_platform.get_device_capability()
     if capability is None:
-        return "kerngen finds no GPU"
-    try:
-        arch = arch_of_capability(*capability)
-        return find_kernel("w4a16_gemm").why_unsupported(_problem(c), Target(arch, default_device(arch)))
-    except (ProblemError, UnknownName) as e:
-        return f"kerngen: {e.message}"
+        raise DeviceError("vLLM sees no GPU in this process")
+    arch = arch_of_capability(*capability)
+    return Target(arch, default_device(arch))

@@ -23,18 +23,20 @@ class Part:
     """Something of vLLM's that kerngen serves in its place.
 
     serves: in words. module: whose `install()` does it, and may be called again. releases: of vLLM, "0.26", that it was
-    read and tested against.
+    read and tested against. needs: a part without which this one serves nothing.
     """
 
     serves: str
     module: str
     releases: tuple[str, ...]
+    needs: str | None = None
 
 
 PARTS: Mapping[str, Part] = {
     "linear": Part("W4A16 linear layers", "kerngen.vllm.linear", tuple(f"0.{minor}" for minor in range(26, 34))),
+    "model": Part("Gemma-4's norms, residuals, gate and GELU", "kerngen.vllm.model", ("0.26",), needs="linear"),
 }
-LEFT = "attention, norms, experts, the head and other formats stay vLLM's"
+LEFT = "attention, experts, the head and all else stay vLLM's"
 _said: set[str] = set()
 
 
@@ -78,6 +80,10 @@ def chosen_parts(text: str | None) -> list[str]:
             + (f"; did you mean {near[0]}?" if near else ""),
             hint=f"parts: {', '.join(PARTS)}; unset, all are taken; {ENV}= takes none",
         )
+    for name in sorted(names):
+        if (needed := PARTS[name].needs) is not None and needed not in names:
+            raise UsageError(f"{ENV}={text} names {name}, which serves nothing without {needed}",
+                             hint=f"{ENV}={needed},{name}")  # fmt: skip
     return [name for name in PARTS if name in names]
 
 

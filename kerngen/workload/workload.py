@@ -35,7 +35,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, *PREFILL_TOKENS)  # points of num_to
 MOST_KEYS = 1 << 20  # of all sequences together: more KV than that fits no GPU at 31B
 RELEASED = Path(__file__).resolve().parents[1] / "runtime" / "released"
 MODELS = tuple(sorted(p.name for p in RELEASED.iterdir() if (p / "config.json").is_file()))
-ENGINES = ("kerngen", "vllm")  # that run models; inside vLLM kerngen serves W4A16 linear layers (kerngen.vllm)
+ENGINES = ("kerngen", "vllm")  # that run models; inside vLLM kerngen serves some of it (kerngen.vllm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,13 +237,33 @@ def workload(model: Model, arch: Arch) -> Workload:
 
 
 def _inside_vllm(model: Model, arch: Arch) -> Workload:
-    """What kerngen.vllm asks: the linear layers' products one by one. vLLM multiplies gate and up without the gate, and
-    keeps K once more as V where V is K.
+    """What kerngen.vllm asks: the linear layers' products one by one, and a layer's norms with its residual.
+
+    vLLM keeps K once more as V where V is K. Gate and up are here with the gate and without: its release decides.
     """
     layers = tuple(replace(layer, v_is_k=False) for layer in model.target.layers)
-    items, _, steps = _recorded(recorder(replace(model.target, layers=layers), None, arch), _never)
-    products = (replace(i, problem=replace(i.problem, gated=False)) for i in items if i.kernel == "w4a16_gemm")
-    return Workload(model.name, arch.name, tuple(products), (), steps)
+    alone = replace(model.target, layers=layers, share=None)  # vLLM has its own sums over ranks
+    items, _, steps = _recorded(recorder(alone, None, arch), _never)
+    made: list[Item] = []
+    for item in items:
+        p = item.problem
+        if item.kernel == "w4a16_gemm":
+            made += [replace(item, problem=replace(p, gated=gated)) for gated in sorted({False, p.gated})]
+        elif item.kernel == "add_norm" and p.has_next and not p.has_scalar:  # the norm after attention: one a layer
+            made += _norms_inside_vllm(item, model.target.ple_size > 0)
+    return Workload(model.name, arch.name, tuple(made), (), steps)
+
+
+def _norms_inside_vllm(after_attention: Item, has_ple: bool) -> Iterator[Item]:
+    """All of a layer's, in the order in which it runs them. The last layer of a rank has no norm behind it."""
+    p = replace(after_attention.problem, residual_dtype=after_attention.problem.dtype)
+    uses = after_attention.uses
+    ends = tuple(replace(u, where=u.where.replace("residual and norms", "end of layer")) for u in uses)
+    yield Item("add_norm", p, uses)
+    if has_ple:
+        yield Item("add_norm", replace(p, has_next=False), uses)
+    yield Item("add_norm", replace(p, has_scalar=True), ends)
+    yield Item("add_norm", replace(p, has_scalar=True, has_next=False), tuple(replace(u, count=1) for u in ends))
 
 
 def _never(kernel: Kernel, problem: Any) -> bool:

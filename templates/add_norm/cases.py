@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kerngen.templates.add_norm.op import add_norm, add_post_norm
+from kerngen.templates.add_norm import op
 from kerngen.templates.add_norm.spec import Problem
 from kerngen.templates.call import Op
 from kerngen.templates.common.rows.torch_rows import DTYPE_PAIRS, Draw, poisoned
@@ -38,6 +38,8 @@ CASES = (
     *_cases(264, 1, 5, has_scalar=True),  # 33 vectors: a second warp with one
     *_cases(1544, 2, 7, has_next=False),  # 193 vectors
     *_cases(256, 1, 42, 84, has_scalar=True),
+    *_cases(264, 3, in_place=True),
+    *_cases(1544, 3, has_next=False, in_place=True),
     *_cases(5376, 1, 2, 65, 129),
     *_cases(5376, 1, 70, in_place=True, has_scalar=True),
     *_cases(2816, 3, has_post=False, in_place=True),
@@ -74,4 +76,6 @@ def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str,
     """The op that asks for this case, and its arguments; None for a sum without a norm, which no op has."""
     if not case.problem.has_post:
         return None
-    return asking(add_norm if case.problem.has_next else add_post_norm, case, inputs)
+    if case.options.get("in_place", False):
+        return asking(op.add_norm if case.problem.has_next else op.add_post_norm, case, inputs)
+    return asking(op.add_norm_functional if case.problem.has_next else op.add_post_norm_functional, case, inputs)

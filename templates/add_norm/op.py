@@ -10,17 +10,11 @@ from kerngen.templates.add_norm.spec import Problem
 from kerngen.templates.call import Call, op
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, empty
 
+_POST = {"residual": "R[T, H]", "h": "D[T, H]", "post_weight": "D[H]", "layer_scalar": "D[1]"}
+_POST_NEXT = _POST | {"next_weight": "D[H]"}
 
-@op(
-    mutates=("residual",),
-    takes={
-        "residual": "R[T, H]",
-        "h": "D[T, H]",
-        "post_weight": "D[H]",
-        "layer_scalar": "D[1]",
-        "next_weight": "D[H]",
-    },
-)
+
+@op(mutates=("residual",), takes=_POST_NEXT)
 def add_norm(
     residual: Tensor, h: Tensor, post_weight: Tensor, layer_scalar: Tensor | None, next_weight: Tensor, eps: float
 ) -> Call[Tensor]:
@@ -30,18 +24,40 @@ def add_norm(
     Returns [T, H] in h's dtype.
     """
     out = empty(h, *h.shape)
-    return Call("add_norm", *_asked(residual, h, post_weight, layer_scalar, next_weight, eps, out), out)
+    return Call("add_norm", *_asked(residual, residual, h, post_weight, layer_scalar, next_weight, eps, out), out)
 
 
-@op(mutates=("residual",), takes={"residual": "R[T, H]", "h": "D[T, H]", "post_weight": "D[H]", "layer_scalar": "D[1]"})
+@op(mutates=("residual",), takes=_POST)
 def add_post_norm(
     residual: Tensor, h: Tensor, post_weight: Tensor, layer_scalar: Tensor | None, eps: float
 ) -> Call[None]:
     """As add_norm, where no norm follows: residual alone is written."""
-    return Call("add_norm", *_asked(residual, h, post_weight, layer_scalar, None, eps, None), None)
+    return Call("add_norm", *_asked(residual, residual, h, post_weight, layer_scalar, None, eps, None), None)
+
+
+@op(takes=_POST_NEXT)
+def add_norm_functional(
+    residual: Tensor, h: Tensor, post_weight: Tensor, layer_scalar: Tensor | None, next_weight: Tensor, eps: float
+) -> Call[tuple[Tensor, Tensor]]:
+    """As add_norm, and writes no argument: returns the new residual, in residual's dtype, and its norm. For graphs that
+    others compile, cut apart and rewrite.
+    """
+    results = empty(residual, *residual.shape), empty(h, *h.shape)
+    asked = _asked(results[0], residual, h, post_weight, layer_scalar, next_weight, eps, results[1])
+    return Call("add_norm", *asked, results)
+
+
+@op(takes=_POST)
+def add_post_norm_functional(
+    residual: Tensor, h: Tensor, post_weight: Tensor, layer_scalar: Tensor | None, eps: float
+) -> Call[Tensor]:
+    """As add_norm_functional, where no norm follows: returns the new residual."""
+    out = empty(residual, *residual.shape)
+    return Call("add_norm", *_asked(out, residual, h, post_weight, layer_scalar, None, eps, None), out)
 
 
 def _asked(
+    residual_out: Tensor,
     residual: Tensor,
     h: Tensor,
     post_weight: Tensor,
@@ -58,7 +74,7 @@ def _asked(
             has_next=next_weight is not None, num_tokens=tokens,
         )  # fmt: skip
     arguments = {
-        "residual_out": residual, "out": out, "residual": residual, "h": h, "post_weight": post_weight,
+        "residual_out": residual_out, "out": out, "residual": residual, "h": h, "post_weight": post_weight,
         "layer_scalar": layer_scalar, "next_weight": next_weight, "eps": eps, "num_tokens": tokens,
     }  # fmt: skip
     return problem, arguments

@@ -19,6 +19,7 @@ from kerngen.vllm import PARTS, plugin, register
 from kerngen.vllm.plugin import chosen_parts, release_of
 
 NEWEST = "0.33.0"
+OLDEST = "0.26.0"  # which every part knows
 
 
 class _Cuda:
@@ -54,7 +55,7 @@ class Played:
         patch.delenv(plugin.ENV, raising=False)
         self.is_on()
 
-    def is_on(self, version: str = NEWEST, capability: tuple[int, int] | None = (9, 0), is_cuda: bool = True) -> None:
+    def is_on(self, version: str = OLDEST, capability: tuple[int, int] | None = (9, 0), is_cuda: bool = True) -> None:
         self.vllm.__version__ = version  # type: ignore[attr-defined]
         self.platforms.current_platform = _Cuda(capability, is_cuda)  # type: ignore[attr-defined]
 
@@ -73,8 +74,16 @@ def test_one_line_says_what_is_served_however_often_it_is_called(
     assert set(vllm.installed) == set(PARTS)
     (line,) = caplog.messages
     assert "\n" not in line
-    for said in (f"vLLM {NEWEST} on sm90", "W4A16 linear layers (linear)", "attention", "stay vLLM's"):
+    for said in (f"vLLM {OLDEST} on sm90", "W4A16 linear layers (linear)", "GELU (model)", "attention", "stay vLLM's"):
         assert said in line
+
+
+def test_a_part_that_does_not_know_the_release_is_left_out(vllm: Played, caplog: pytest.LogCaptureFixture) -> None:
+    vllm.is_on(NEWEST)
+    register()
+    assert vllm.installed == ["linear"]
+    (line,) = caplog.messages
+    assert "; model: not for this release of vLLM" in line
 
 
 def test_vllms_compile_cache_is_another_one(vllm: Played) -> None:
@@ -101,7 +110,8 @@ def test_another_release_gets_nothing_and_is_told_why(
 def test_versions_of_a_release_are_served(vllm: Played, version: str) -> None:
     vllm.is_on(version)
     register()
-    assert vllm.installed == list(PARTS)
+    assert vllm.installed == [name for name, part in PARTS.items() if release_of(version) in part.releases]
+    assert "linear" in vllm.installed
 
 
 @pytest.mark.parametrize(("capability", "is_cuda", "why"), [
@@ -140,6 +150,10 @@ def test_parts_are_chosen_and_a_wrong_name_stops_vllm(
     monkeypatch.setenv(plugin.ENV, " linear ,")
     register()
     assert vllm.installed == ["linear"]
+    monkeypatch.setenv(plugin.ENV, "model")
+    with pytest.raises(UsageError, match="names model, which serves nothing without linear") as caught:
+        register()
+    assert "KERNGEN_VLLM=linear,model" in str(caught.value)
 
 
 def test_names_and_versions_are_read() -> None:

@@ -129,22 +129,37 @@ def test_a_folder_gives_its_own_shapes() -> None:
 
 
 def test_inside_vllm_a_model_asks_each_product_by_itself() -> None:
-    """Gate and up without the gate, K once more as V in full layers; one token too, and nothing of a drafter."""
+    """Gate and up with the gate and without, K once more as V in full layers, norms; nothing of a drafter."""
     model = find_model("gemma-4-31b").on("vllm")
     items = workload(model, find_arch("sm90")).items
-    problems = [item.problem for item in items]
-    assert {item.kernel for item in items} == {"w4a16_gemm"}
-    assert len(set(problems)) == len(problems)
+    problems = [item.problem for item in items if item.kernel == "w4a16_gemm"]
+    norms = [item.problem for item in items if item.kernel == "add_norm"]
+    assert len(problems) + len(norms) == len(items) == len({(i.kernel, i.problem) for i in items})
+    assert {(p.has_post, p.has_scalar, p.has_next) for p in norms} == {
+        (True, False, True), (True, True, True), (True, True, False),
+    }  # fmt: skip
+    assert {(p.hidden, p.residual_dtype) for p in norms} == {(5376, "bf16")}
     sliding, full = (32 + 2 * 16) * 256, (32 + 2 * 4) * 512
     assert {(p.n, p.k) for p in problems} == {
         (sliding, 5376), (full, 5376), (5376, 32 * 256), (5376, 32 * 512), (2 * 21504, 5376), (5376, 21504),
     }  # fmt: skip
-    assert not any(p.gated or p.row_invariant for p in problems)
-    assert {p.num_tokens for p in problems} >= {1, 2, 8, 64, 8192}
+    assert {(p.n, p.k, p.row_invariant) for p in problems if p.gated} == {(2 * 21504, 5376, False)}
+    for asked in ([p for p in problems if p.gated], [p for p in problems if p.n == 2 * 21504 and not p.gated], norms):
+        assert {p.num_tokens for p in asked} >= {1, 2, 8, 64, 8192}
+    with_ple = {
+        (p.has_scalar, p.has_next)
+        for kernel, p in (
+            (i.kernel, i.problem) for i in workload(find_model("gemma-4-e4b").on("vllm"), find_arch("sm75")).items
+        )
+        if kernel == "add_norm" and p.residual_dtype == p.dtype == "fp16"
+    }
+    assert with_ple == {(False, True), (False, False), (True, True), (True, False)}
     assert {u.where for item in items for u in item.uses if u.count} >= {"down_proj (sliding)", "down_proj (full)"}
     (rank,) = find_model("gemma-4-31b").ranks(2)
     halves = workload(rank.on("vllm"), find_arch("sm90")).items
-    assert {(i.problem.n, i.problem.k) for i in halves} >= {(21504, 5376), (5376, 10752), (full // 2, 5376)}
+    products = {(i.problem.n, i.problem.k) for i in halves if i.kernel == "w4a16_gemm"}
+    assert products >= {(21504, 5376), (5376, 10752), (full // 2, 5376)}
+    assert {i.problem for i in halves if i.kernel == "add_norm"} == set(norms), "ranks have whole rows of the stream"
     dense = replace(model, target=replace(model.target, quant=None), engine="kerngen")
     with pytest.raises(UsageError, match="no W4A16 layers"):
         dense.on("vllm")

@@ -27,19 +27,37 @@ def capability(major: int, minor: int) -> Any:
     return classmethod(lambda cls, device_id=0: DeviceCapability(major, minor))
 
 
+def serves(part: str) -> bool:
+    """Whether that part is for the release of vLLM that is here."""
+    import vllm
+
+    from kerngen.vllm.plugin import PARTS, release_of
+
+    return release_of(vllm.__version__) in PARTS[part].releases
+
+
+def rank(this: int = 0, of: int = 1) -> Any:
+    """A group of vLLM's, as one of its ranks sees it. Ranks are played one by one: a sum is that rank's summand."""
+    return SimpleNamespace(rank_in_group=this, world_size=of, is_first_rank=this == 0, is_last_rank=this == of - 1,
+                           all_reduce=lambda summand: summand)  # fmt: skip
+
+
 @pytest.fixture(scope="session")
 def vllm_on_h100() -> Iterator[None]:
     """vLLM believes that it runs on an H100: a rank of one. Modules that ask for compiled code come before that."""
-    importlib.import_module(
-        "vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16"
-    )
+    modules = ["model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16"]
+    if serves("model"):
+        modules += ["model_executor.models.gemma4", "compilation.backends"]
+    for name in modules:
+        importlib.import_module(f"vllm.{name}")
     from vllm.distributed import parallel_state
     from vllm.platforms import PlatformEnum, current_platform
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(current_platform), "_enum", PlatformEnum.CUDA)
         patch.setattr(type(current_platform), "get_device_capability", capability(9, 0))
-        patch.setattr(parallel_state, "_TP", SimpleNamespace(rank_in_group=0, world_size=1))
+        for group in ("_TP", "_PP"):
+            patch.setattr(parallel_state, group, rank())
         yield
 
 

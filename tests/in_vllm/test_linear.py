@@ -256,21 +256,38 @@ def test_compiled_by_torch_for_any_number_of_tokens() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_kernels_of_all_layers_are_loaded_with_the_first(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gated_matrix_gives_the_product_of_both_halves(kernel: Any) -> None:
+    k, n = 256, 192
+    words, scales = weights(k, n, 32, torch.bfloat16)
+    layer = torch.nn.Module()
+    layer.w, layer.s = (torch.nn.Parameter(t.clone(), requires_grad=False) for t in (words, scales))
+    made = kernel(config(k, n), "w", "s")
+    assert made.gate() is None
+    made.process_weights_after_loading(layer)
+    x = torch.randn(3, k, generator=torch.Generator().manual_seed(2)).bfloat16()
+    gate, up = (x.float() @ dequantize(words, scales).T).bfloat16().chunk(2, -1)
+    expected = torch.nn.functional.gelu(gate.float(), approximate="tanh").bfloat16() * up
+    torch.testing.assert_close(made.apply_weights(layer, x), expected, rtol=2**-6, atol=2**-7)
+
+
+def test_kernels_of_all_layers_are_loaded_at_once(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, which is played: each shape once, for as many tokens as vLLM's scheduler sends."""
-    from kerngen.vllm import linear
+    from kerngen.vllm import ahead, linear
 
     asked: list[tuple[list[Any], int]] = []
     settings = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=2048))
-    monkeypatch.setattr(linear, "get_current_vllm_config_or_none", lambda: settings)
+    monkeypatch.setattr(ahead, "get_current_vllm_config_or_none", lambda: settings)
     monkeypatch.setattr(
-        linear, "load_ahead", lambda problems, most, device: asked.append((list(problems), most)) or Counter(default=1)
+        ahead, "load_ahead", lambda problems, most, device: asked.append((list(problems), most)) or Counter(default=1)
     )
-    monkeypatch.setattr(kernel, "_asked", {})
-    monkeypatch.setattr(kernel, "_most_tokens", 0)
-    made = [kernel(config(k, n), "w", "s") for k, n in ((256, 96), (256, 96), (128, 64))]
-    for one in made:
-        one._load_kernels(torch.device("cuda", 0))
+    ours = ahead.Ahead()
+    monkeypatch.setattr(linear, "AHEAD", ours)
+    made = [kernel(config(k, n), "w", "s") for k, n in ((256, 96), (256, 96), (128, 64), (256, 192))]
+    assert made[3].gate() is None
+    for _ in made:
+        ours.load(torch.device("cuda", 0))
     ((problems, most),) = asked
     assert most == 2048
-    assert [(name, p.n, p.k) for name, p in problems] == [("w4a16_gemm", 96, 256), ("w4a16_gemm", 64, 128)]
+    assert [(name, p.n, p.k, p.gated) for name, p in problems] == [
+        ("w4a16_gemm", 96, 256, False), ("w4a16_gemm", 64, 128, False), ("w4a16_gemm", 192, 256, True),
+    ]  # fmt: skip

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,9 @@ from kerngen.runtime.engine.pages import PagePool
 from kerngen.runtime.engine.plan import PLAIN, DecodeRows, SamplingMode, StepPlan
 from kerngen.runtime.engine.planning import decode_rows, held_ids, prefill_chunk, sampling_mode
 from kerngen.runtime.engine.prefill_budget import MOST_STALL, PrefillBudget
+from kerngen.runtime.engine.prefill_graphs import TIMED_RUNS, sizes_worth_padding
 from kerngen.runtime.engine.request import Event, Generation, Handle, Load, Request
-from kerngen.runtime.engine.runner import Runner, Wait
+from kerngen.runtime.engine.runner import Runner, StepOutput, Wait
 from kerngen.runtime.engine.scheduler import Chunk, Scheduler
 from kerngen.runtime.engine.sizing import PREFILL_CHUNK, CacheShape
 from kerngen.runtime.engine.warmup import warm_up, warm_up_captured
@@ -151,12 +153,16 @@ class Engine:
     def make_ready(self, say: Say = lambda *_: None, usual: Sampling | None = None) -> None:
         """Have built and captured what steps may need, before the first request: none waits for a compiler then. Of
         graphs those of steps of the longest sequences, greedy or as most will ask (`usual`), and of short prefills;
-        others are captured when they are first needed, which takes as long as a few steps. say: done, of all, what.
+        others are captured when they are first needed, which takes as long as a few steps. Then time short prefills.
+        say: done, of all, what.
         """
         with nullcontext() if self._ranks is None else self._ranks.making_ready(usual):
-            self._make_ready(say, usual)
+            self.prepare(say, usual)
+        self._time_short_prefills()
 
-    def _make_ready(self, say: Say, usual: Sampling | None) -> None:
+    @torch.inference_mode()
+    def prepare(self, say: Say = lambda *_: None, usual: Sampling | None = None) -> None:
+        """What every rank does of `make_ready`: all but the timing, which rank 0 does with plans."""
         fixed, most = self._fixed, self._lengths.longest
         lengths = range(most + 1) if fixed is None else sorted({0, fixed})
 
@@ -175,9 +181,24 @@ class Engine:
             self.runner.capture(usually, modes)
             if self._mixes:
                 self.runner.capture_mixed(modes)
-            self._budget.know(self.runner.time_short_prefills())
 
         self.model.ops.build_ahead((ask_captured, ask_others), say, capture)
+
+    def _time_short_prefills(self) -> None:
+        """How long prompts that begin take in each graph, and which graphs are worth padding for."""
+        graphs = self.runner.prefill_graphs
+        timed = [(size, min(self._prefill_seconds(size, size))) for size in graphs.captured_sizes]
+        graphs.padded = sizes_worth_padding(timed, partial(self._prefill_seconds, size=0), self.prefill_chunk)
+        self._budget.know(timed)
+
+    def _prefill_seconds(self, tokens: int, size: int) -> list[float]:
+        """Of TIMED_RUNS prefills of nobody's tokens, each waited for. size: of their graph; 0: they run eagerly."""
+        plan, found = self.runner.prefill_of_nobody(tokens, size), []
+        for _ in range(TIMED_RUNS):
+            self._hand_in(plan)
+            with nullcontext() if self._ranks is None else self._ranks.collecting():
+                found.append(self.runner.seconds_of_last_prefill())
+        return found
 
     # -- many requests
 
@@ -414,7 +435,7 @@ class Engine:
         """
         running = list(self.scheduler.running)
         plan = self._plan(running, choice, chunks, shape)
-        output = self.runner.run(plan) if self._ranks is None else self._ranks.run(self.runner, plan)
+        output = self._hand_in(plan)
         if choice is not None and output.decoded is not None:
             for handle in running:
                 handle.in_flight.append(choice.length + 1)
@@ -428,6 +449,10 @@ class Engine:
         if output.first is not None:
             self._await([c.handle for c in chunks if c.is_last], None, output.first)
 
+    def _hand_in(self, plan: StepPlan) -> StepOutput:
+        """To all ranks."""
+        return self.runner.run(plan) if self._ranks is None else self._ranks.run(self.runner, plan)
+
     def _plan(
         self, running: Sequence[Handle], choice: Choice | None, chunks: Sequence[Chunk], shape: Shape | None
     ) -> StepPlan:
@@ -436,13 +461,17 @@ class Engine:
             batch = self.runner.bucket(len(running)) if shape is None else shape.batch
             decode = decode_rows(running, batch, choice.length)
         config = self.model.config
+        planned = tuple([prefill_chunk(c, config.eos_ids, config.vocab_size) for c in chunks])
+        num_tokens = 0 if shape is None else shape.size
+        if choice is None and not any(c.targets for c in planned):
+            num_tokens = self.runner.prefill_graphs.size_for(sum(len(c.tokens) for c in planned), len(planned))
         return StepPlan(
             num_running=len(running),
             update=self.scheduler.take_update(),
             decode=decode,
-            chunks=tuple([prefill_chunk(c, config.eos_ids, config.vocab_size) for c in chunks]),
+            chunks=planned,
             first_mode=sampling_mode([c.handle for c in chunks if c.is_last]) if chunks else PLAIN,
-            num_tokens=0 if shape is None else shape.size,
+            num_tokens=num_tokens,
         )
 
     def _await(self, handles: Sequence[Handle], choice: Choice | None, wait: Wait, joined: int = 0) -> None:

@@ -144,7 +144,8 @@ class StepPlan:
 
     num_running: rows that stand for a sequence, after `update`. All of them decode, if any does; sequences whose last
     chunks these are become rows num_running and on, in order, and choose their first tokens as first_way says.
-    num_tokens: of a forward of both, filled up to one that is captured; 0 otherwise.
+    num_tokens: of a forward that is filled up to one that is captured: of both, or of chunks alone (prefill_graphs.py);
+    0 otherwise. A runner that has not captured it runs the forward without a graph.
     """
 
     num_running: int
@@ -210,10 +211,11 @@ class Limits:
                 raise UsageError("a plan decodes and prefills in one forward; this model and its options need two")
             _within("the number of drafts beside a prefill", (decode.num_drafts,), 1)
             _within("the targets of chunks beside a decode step", (len(c.targets) for c in plan.chunks), 1)
-            asked = decode.batch + sum(len(chunk.tokens) for chunk in plan.chunks)
+        if plan.chunks and (decode is not None or plan.num_tokens):
+            asked = (0 if decode is None else decode.batch) + sum(len(chunk.tokens) for chunk in plan.chunks)
             _within("the tokens of a forward that are none", (plan.num_tokens - asked,), self.max_len)
         else:
-            _within("the tokens of a forward that is not mixed", (plan.num_tokens,), 1)
+            _within("the tokens of a forward that is not filled up", (plan.num_tokens,), 1)
         _check_mode(plan.first_mode, any(new.mask is not None for new in joining))
         for chunk in plan.chunks:
             self._check_chunk(chunk, most)

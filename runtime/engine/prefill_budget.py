@@ -93,11 +93,13 @@ class PrefillBudget:
             self._decodes[rows.bit_length()] = known + SMOOTHING * (seconds - known)
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """A forward of so many tokens took `seconds`, whoever decoded beside it or in it; 0 where that is not known."""
+        """A forward of so many tokens, its padding among them, took `seconds`, whoever decoded beside it or in it; 0
+        where that is not known.
+        """
         if self._max_stall is None or not self._decodes or seconds <= 0:
             return
         if self._knows:
-            expected = self._seconds(self._run_as(tokens))
+            expected = self._seconds(tokens)
             longest = 2 * expected  # whatever else happened meanwhile
             self._extra_s += SMOOTHING * (min(seconds, longest) - expected)
             return

@@ -4,6 +4,9 @@ While other sequences decode, a step prefills few tokens, and launching its kern
 them takes the device: the host would set the inter-token latency. So forwards of a few sizes are captured, and a
 prefill runs in the next larger one. The padding is a dummy sequence: token 0, written to page 0.
 
+Whether padding takes the device longer than launching takes the host depends on board and host, so Engine.make_ready
+times both (sizes_worth_padding). A plan says in which graph its prefill runs, so all ranks do what rank 0 has timed.
+
 Of a divided model the larger ones have NCCL's kernels: sums of more rows than exchange_norm takes. They are captured
 all the same, as sampled steps are, whose logits are gathered: chunked prefill knows by these sizes how long a chunk
 takes (prefill_budget.py), and from the small ones alone it would take large chunks for cheap. NCCL ends no group while
@@ -12,7 +15,7 @@ such a graph is there, so Ranks.close frees them first; where NCCL keeps the eng
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -28,6 +31,29 @@ SIZES = (64, 128, 192, 256, 384, 512, 768, 1024)  # tokens: of more, the device 
 SEQUENCES = 4  # of a forward, the one that stands for nobody included
 STRIDE = 7919  # from one id to the next, of tokens that are only timed
 OUTPUTS = ("none", "last")  # as Gemma4.forward has them
+TIMED_RUNS = 2  # of a prefill, of which the shortest counts
+MOST_EAGER_S = 0.3  # of a start, that eager forwards are timed for
+
+
+def sizes_worth_padding(
+    graphs: Sequence[tuple[int, float]], eager: Callable[[int], Sequence[float]], longest: int
+) -> frozenset[int]:
+    """The sizes whose graph takes no longer than an eager forward of the middle one of the lengths padded to that size.
+
+    graphs: (tokens, seconds of a replay), ascending. eager: seconds of TIMED_RUNS eager forwards of so many tokens.
+    longest: tokens of a prefill. An eager forward takes at least as long as one of fewer tokens, so a graph that took
+    no longer than the last eager forward needs no other to be timed. Nothing is padded to a size that MOST_EAGER_S
+    leaves no time for: the device takes long for it.
+    """
+    worth, eager_s, left_s, before = set[int](), 0.0, MOST_EAGER_S, 0
+    for size, graph_s in graphs:
+        if eager_s < graph_s and before < longest and TIMED_RUNS * graph_s <= left_s:
+            times = eager((before + 1 + min(size, longest)) // 2)
+            eager_s, left_s = min(times), left_s - sum(times)
+        if eager_s >= graph_s:
+            worth.add(size)
+        before = size
+    return frozenset(worth)
 
 
 class PrefillGraphs:
@@ -38,6 +64,7 @@ class PrefillGraphs:
         self._model, self._cache, self._graphs, self._max_kv_len = model, cache, graphs, max_kv_len
         self._send = send
         self._captured: dict[tuple[int, str], Captured] = {}
+        self.padded: frozenset[int] | None = None  # sizes that fewer tokens are padded to; None: all, none was timed
         device = cache.tables.device
         self._tables = torch.zeros(len(KINDS), SEQUENCES, cache.tables.shape[2], dtype=torch.int32, device=device)
         self._lengths = torch.zeros(2 * SEQUENCES + 1, dtype=torch.int32, device=device)
@@ -51,6 +78,12 @@ class PrefillGraphs:
     @property
     def captured_sizes(self) -> list[int]:
         return sorted({size for size, _ in self._captured})
+
+    def size_for(self, tokens: int, chunks: int) -> int:
+        """Tokens of the graph that a prefill of so many tokens in so many chunks runs in; 0: it runs eagerly."""
+        size = next((size for size in self.captured_sizes if size >= tokens), 0)
+        serves = size == tokens or self.padded is None or size in self.padded
+        return size if serves and chunks < SEQUENCES else 0
 
     def forward(self, size: int, outputs: str) -> Tensor:
         """What a graph of `size` tokens does: of the `last` tokens [SEQUENCES, H], in the order of the sequences."""
@@ -71,21 +104,14 @@ class PrefillGraphs:
             if (size, outputs) not in self._captured:
                 self._captured[size, outputs] = self._graphs.capture(partial(self.forward, size, outputs), [])
 
-    def replay(self, size: int) -> None:
-        """One of nobody's tokens, which differ as a prompt's do: what is alike goes to the same experts."""
-        self._tables.zero_()
-        self._fill([i * STRIDE % self._model.config.vocab_size for i in range(size)], [0], [size], size)
-        self._captured[size, "none"][0].replay()
-
     def run(
-        self, ids: Sequence[int], starts: Sequence[int], sizes: Sequence[int], tables: Tensor, outputs: str
+        self, ids: Sequence[int], starts: Sequence[int], sizes: Sequence[int], tables: Tensor, size: int, outputs: str
     ) -> Tensor | None:
-        """The forward of these chunks, as Runner.chunks has them, and the hidden states of their last tokens, [chunks,
-        H], where `outputs` says so: valid until any graph of this pool is replayed. None where no graph serves. tables:
-        on the host.
+        """The forward of these chunks, as Runner.chunks has them, in the graph of `size` tokens, and the hidden states
+        of their last tokens, [chunks, H], where `outputs` says so: valid until any graph of this pool is replayed. None
+        where there is no such graph. tables: on the host.
         """
-        size = next((size for size in self.captured_sizes if size >= sum(sizes)), None)
-        if size is None or len(sizes) >= SEQUENCES:
+        if (size, outputs) not in self._captured or len(sizes) >= SEQUENCES:
             return None
         self.put(ids, starts, sizes, tables, size)
         graph, hidden = self._captured[size, outputs]

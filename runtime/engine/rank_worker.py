@@ -119,7 +119,7 @@ class Follower:
         self._engine = Engine(self._part.model, self._part.drafter if drafts else None, **options)
 
     def _make_ready(self, usual: Any) -> None:
-        self._made.make_ready(usual=usual)
+        self._made.prepare(usual=usual)
 
     @torch.inference_mode()
     def _run(self, plan: Any) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, product
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from kerngen.runtime.engine.graphs import Captured, Graphs
 from kerngen.runtime.engine.logit_processors import LogitProcessors, Values
 from kerngen.runtime.engine.mixed_batches import ANY_SHAPE, MixedBatchGraphs, MixedBatchShapes, Shape
 from kerngen.runtime.engine.plan import DecodeRows, Limits, NewPage, PrefillChunk, RowUpdate, SamplingMode, StepPlan
-from kerngen.runtime.engine.prefill_graphs import SEQUENCES, PrefillGraphs
+from kerngen.runtime.engine.prefill_graphs import SEQUENCES, STRIDE, PrefillGraphs
 from kerngen.runtime.executors.layer_dedup import OneOfEachKind
 from kerngen.runtime.logprobs import logprob_words
 from kerngen.runtime.model import Gemma4, Taps
@@ -38,7 +38,6 @@ BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 LEAST_KV_LEN = 512  # of a graph: kernels choose their KV splits by the longest context, in powers of two from here
 PATIENT = 1  # sequences that wait while a step is captured which another would do for
 MOST_TIMED = 64  # prefills whose time nobody has asked for
-TIMED_RUNS = 2  # of a short prefill, of which the shortest counts
 LOGPROB_ROWS = 64  # of a prompt whose logits are held at once
 TOKEN, LENGTH, LIMIT, TOP_K, KEY = range(5)  # rows of `Runner.ints`
 TEMPERATURE, TOP_P, MIN_P = range(3)  # rows of `Runner.floats`
@@ -253,18 +252,19 @@ class Runner:
         prompt_logprobs: tuple[NDArray[np.int64], ...] = ()
         ids, starts, sizes, tables = self._layout(chunks)
         outputs = "none" if all(c.new_row is None for c in chunks) else "last"
+        tokens = sum(sizes)
         if any(c.targets for c in chunks):
             batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32))
             ends = [0, *accumulate(sizes)]
             states = self.forward(batch, cache)
             prompt_logprobs = tuple(self._prompt_words(c, states[end:]) for c, end in zip(chunks, ends, strict=False))
             hidden = states[self._sent([end - 1 for end in ends[1:]], torch.int64)]
-        elif (short := self.prefill_graphs.run(ids, starts, sizes, tables, outputs)) is not None:
-            hidden = short
+        elif (short := self.prefill_graphs.run(ids, starts, sizes, tables, plan.num_tokens, outputs)) is not None:
+            hidden, tokens = short, plan.num_tokens
         else:
             batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32))
             hidden = self.forward(batch, cache, outputs)
-        self._prefills.append((sum(sizes), began, self._now()))
+        self._prefills.append((tokens, began, self._now()))
         return StepOutput(first=self._first(plan, hidden), prompt_logprobs=prompt_logprobs)
 
     def _first(self, plan: StepPlan, hidden: Tensor) -> Wait | None:
@@ -316,7 +316,7 @@ class Runner:
         return states if outputs == "all" or batch.cu_seqlens is None else states[batch.cu_seqlens[1:].long() - 1]
 
     def timed_prefills(self) -> Iterator[tuple[int, float]]:
-        """(tokens, seconds) of the forwards that have ended, each once; waits for none."""
+        """(tokens with the padding, seconds) of the forwards that have ended, each once; waits for none."""
         while self._prefills and (seconds := _elapsed(*self._prefills[0][1:])) is not None:
             yield self._prefills.popleft()[0], seconds
 
@@ -370,19 +370,20 @@ class Runner:
         """A mixed step of the chunks that the tables and lengths of short prefills hold."""
         return self.mixed_step(shape.batch, shape.mode, *self.prefill_graphs.batch(shape.chunk))
 
-    def time_short_prefills(self) -> list[tuple[int, float]]:
-        """(tokens, seconds) of those that were captured, where nothing is attended to yet. Waits for the device."""
-        found = []
-        for size in self.prefill_graphs.captured_sizes:
-            moments = [self._now()]
-            for _ in range(TIMED_RUNS):
-                self.prefill_graphs.replay(size)
-                moments.append(self._now())
-            if self.hidden.is_cuda:
-                torch.cuda.synchronize(self.hidden.device)
-            times = [_elapsed(began, ended) for began, ended in pairwise(moments)]
-            found.append((size, min(seconds for seconds in times if seconds is not None)))
-        return found
+    def prefill_of_nobody(self, tokens: int, size: int) -> StepPlan:
+        """A plan that is only timed: a prompt of so many tokens, written to page 0. They differ as a prompt's do, since
+        equal tokens go to the same experts. size: tokens of its graph; 0: it runs eagerly.
+        """
+        ids = tuple([i * STRIDE % self.model.config.vocab_size for i in range(tokens)])
+        pages = ((0,) * -(-tokens // self.cache.page_size),) * len(KINDS)
+        return StepPlan(num_running=0, chunks=(PrefillChunk(ids, 0, pages),), num_tokens=size)
+
+    def seconds_of_last_prefill(self) -> float:
+        """Waits for the device."""
+        if self.hidden.is_cuda:
+            torch.cuda.synchronize(self.hidden.device)
+        *_, (_, seconds) = self.timed_prefills()
+        return seconds
 
     def _decode(self, rows: DecodeRows, count: int) -> Wait:
         """Start a step of `rows`, the first `count` of which stand for sequences."""

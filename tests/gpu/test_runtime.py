@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass, replace
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import pytest
@@ -193,7 +195,8 @@ def test_short_prefills_as_graphs_are_the_forwards_that_they_stand_for(sizes: tu
             for _ in range(2):
                 ids = torch.randint(5, 205, (sum(sizes),), generator=draw.manual_seed(sum(starts))).tolist()
                 if is_graph:
-                    found = runner.prefill_graphs.run(ids, starts, sizes, tables, "last")
+                    size = runner.prefill_graphs.size_for(sum(sizes), len(sizes))
+                    found = runner.prefill_graphs.run(ids, starts, sizes, tables, size, "last")
                     assert found is not None
                 else:
                     batch, cache = runner.chunks(ids, starts, sizes, tables.cuda())
@@ -204,7 +207,49 @@ def test_short_prefills_as_graphs_are_the_forwards_that_they_stand_for(sizes: tu
         assert torch.isfinite(made[1]).all()
         apart = (made[1] - made[0]).norm(dim=1) / made[0].norm(dim=1)
         assert apart.max() < 0.05, apart
-        assert runner.prefill_graphs.run([5] * 4, [0] * 4, [1] * 4, tables, "last") is None
+        assert runner.prefill_graphs.size_for(4, 4) == 0
+        assert runner.prefill_graphs.run([5] * 4, [0] * 4, [1] * 4, tables, 64, "last") is None
+
+
+@pytest.mark.whole_gpu
+@pytest.mark.parametrize(("hidden", "inner"), [(256, 512), (2048, 16384)], ids=["host", "device"])
+def test_short_prefills_are_padded_where_that_takes_less(hidden: int, inner: int) -> None:
+    """Of a model that takes the host longer and of one that takes the device longer, by the medians of more runs. The
+    prefills that are timed leave no row and no page behind.
+    """
+    from kerngen.runtime.engine import Engine
+    from kerngen.runtime.engine.plan import SamplingMode
+    from kerngen.runtime.engine.prefill_graphs import MOST_EAGER_S
+
+    config = _config(quant=True)
+    layers = tuple(replace(layer, intermediate_size=inner) for layer in config.layers)
+    model = _model("cuda", replace(config, layers=layers, hidden_size=hidden))
+    engine = Engine(model, max_len=1100, max_batch=4)
+    runner, graphs = engine.runner, engine.runner.prefill_graphs
+    with torch.inference_mode():
+        runner.capture([0], [SamplingMode()])
+        sizes = graphs.captured_sizes
+        middles = [(before + 1 + size) // 2 for before, size in pairwise([0, *sizes])]
+        for middle in middles:  # compiled
+            engine._prefill_seconds(middle, 0)
+        plain, eager_s = engine._prefill_seconds, []
+
+        def noted(tokens: int, size: int) -> list[float]:
+            times = plain(tokens, size)
+            eager_s.append(0.0 if size else sum(times))
+            return times
+
+        engine._prefill_seconds = noted
+        engine._time_short_prefills()
+        engine._prefill_seconds = plain
+        assert 0 < sum(eager_s) <= MOST_EAGER_S
+        assert graphs.padded is not None
+        for size, middle in zip(sizes, middles, strict=True):
+            graph, eager = (median(t for _ in range(5) for t in plain(middle, way)) for way in (size, 0))
+            chosen, other = (graph, eager) if size in graphs.padded else (eager, graph)
+            assert chosen < 1.1 * other, (size, graph, eager)
+    assert not runner.ints.any()
+    assert not runner.cache.tables.any()
 
 
 @pytest.mark.parametrize(("sizes", "rows"), [((100,), 3), ((1, 40, 23), 8), ((300, 7), 5)], ids=str)

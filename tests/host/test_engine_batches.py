@@ -22,7 +22,7 @@ from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine, Handle, Request, prefill_budget, prefill_graphs
 from kerngen.runtime.engine.graphs import Captured, Graphs
 from kerngen.runtime.engine.plan import SamplingMode, StepPlan
-from kerngen.runtime.engine.prefill_graphs import OUTPUTS, PrefillGraphs
+from kerngen.runtime.engine.prefill_graphs import OUTPUTS, PrefillGraphs, sizes_worth_padding
 from kerngen.runtime.engine.request import Phase
 from kerngen.runtime.engine.runner import StepOutput
 from kerngen.runtime.engine.scheduler import window_pages
@@ -622,6 +622,7 @@ def test_short_prefills_that_were_captured(models: Models, monkeypatch: pytest.M
 
     monkeypatch.setattr(PrefillGraphs, "forward", counted)
     engine.make_ready()
+    engine.runner.prefill_graphs.padded = None  # whatever this machine's clock says
     sizes = [size for size in (4, 6, 16) if engine.runner.captures(size)]
     assert {key for key, count in ran.items() if count >= 3} == {(size, o) for size in sizes for o in OUTPUTS}
     ran.clear()
@@ -632,6 +633,134 @@ def test_short_prefills_that_were_captured(models: Models, monkeypatch: pytest.M
     assert set(ran) == {(size, "last") for size in sizes} | ({(16, "none")} & {(size, "none") for size in sizes})
     usual = [key for key in engine.runner._steps if key[3] < engine.runner.max_kv_len]
     assert graphs.num_captured == once + len(usual), "steps of shorter contexts alone"
+
+
+class PrefillClock:
+    """A clock that prefills alone move: the device takes 1 ms a token, and the host host_ms for an eager forward.
+
+    ran: of each prefill its graph's size, 0 for none, and its tokens.
+    """
+
+    def __init__(self, engine: Engine, host_ms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        runner, self.now, self.ran = engine.runner, 0.0, list[tuple[int, int]]()
+        chunks, replayed = runner.chunks, runner.prefill_graphs.run
+
+        def eager(ids: Sequence[int], *args: Any) -> Any:
+            self.ran.append((0, len(ids)))
+            self.now += 1e-3 * max(host_ms, len(ids))
+            return chunks(ids, *args)
+
+        def graph(ids: Sequence[int], starts: Any, sizes: Any, tables: Tensor, size: int, outputs: str) -> Any:
+            found = replayed(ids, starts, sizes, tables, size, outputs)
+            if found is not None:
+                self.ran.append((size, len(ids)))
+                self.now += 1e-3 * size
+            return found
+
+        monkeypatch.setattr(runner, "chunks", eager)
+        monkeypatch.setattr(runner.prefill_graphs, "run", graph)
+        monkeypatch.setattr(runner, "_now", lambda: self.now)
+
+
+def timed_engine(
+    model: Gemma4, host_ms: int, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[Engine, PrefillClock]:
+    """An engine with graphs of 4, 8 and 16 tokens that is not ready yet, and its clock."""
+    monkeypatch.setattr(prefill_graphs, "SIZES", (4, 8, 16))
+    engine = engine_for(model, num_draft_tokens=0, prefill_chunk=16, buckets=(1,), async_depth=1, max_batch=1,
+                        prefix_caching=False, **options)  # fmt: skip
+    Graphless(engine, monkeypatch)
+    return engine, PrefillClock(engine, host_ms, monkeypatch)
+
+
+PADDED_TO = {0: (), 3: (), 5: (4,), 7: (4,), 8: (4, 8), 15: (4, 8), 16: (4, 8, 16), 40: (4, 8, 16)}
+
+
+@pytest.mark.parametrize("host_ms", PADDED_TO)
+def test_a_prefill_runs_as_what_took_less(models: Models, monkeypatch: pytest.MonkeyPatch, host_ms: int) -> None:
+    """Padded where the host is slow, eagerly where it is quick; a graph of a prefill's own length in any case."""
+    model, _ = models["dense"]
+    lengths = range(1, 17)
+    requests = [Request(prompt(n, seed=n), 2) for n in lengths]
+    expected = alone(model, requests)
+    engine, clock = timed_engine(model, host_ms, monkeypatch)
+    engine.make_ready()
+    assert engine.runner.prefill_graphs.padded == set(PADDED_TO[host_ms])
+    clock.ran.clear()
+    assert tokens_of(engine, requests) == expected
+    larger = [next(size for size in (4, 8, 16) if size >= n) for n in lengths]
+    assert clock.ran == [
+        (size if size == n or size in PADDED_TO[host_ms] else 0, n) for n, size in zip(lengths, larger, strict=True)
+    ]
+    clock.ran.clear()
+    engine.generate_many([Request(prompt(3), 1, prompt_logprobs=1)])
+    assert clock.ran == [(0, 3)], "no graph has the states of all tokens"
+
+
+def test_a_follower_runs_what_rank_0_has_timed(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own clock says otherwise, and is not asked."""
+    model, _ = models["dense"]
+    plans: list[StepPlan] = []
+    with monkeypatch.context() as patch:
+        leader, led = timed_engine(model, 7, patch)
+        with plans_of(leader, plans.append):
+            leader.make_ready()
+            tokens_of(leader, [Request(prompt(n, seed=n), 1) for n in range(1, 17)])
+    assert {(4, 3), (0, 6), (8, 8), (0, 12)} < set(led.ran)
+    follower, followed = timed_engine(model, 40, monkeypatch)
+    follower.prepare()
+    assert not followed.ran
+    with torch.inference_mode():
+        for plan in plans:
+            follower.runner.run(StepPlan.from_json(plan.to_json(), follower.runner.limits))
+    assert followed.ran == led.ran
+
+
+@pytest.mark.parametrize("is_reproducible", [False, True])
+def test_who_has_no_graphs_times_nothing(
+    models: Models, monkeypatch: pytest.MonkeyPatch, is_reproducible: bool
+) -> None:
+    """A reproducible engine asks no clock: its prefills are eager. So are those of a backend without graphs."""
+    model, _ = models["dense"]
+    if is_reproducible:
+        engine, clock = timed_engine(model, 40, monkeypatch, reproducible=True)
+    else:
+        engine = engine_for(model, num_draft_tokens=0, prefill_chunk=16, max_batch=1)
+        clock = PrefillClock(engine, 40, monkeypatch)
+    engine.make_ready()
+    assert not clock.ran
+    tokens_of(engine, [Request(prompt(n, seed=n), 2) for n in (3, 4, 12)])
+    assert clock.ran == [(0, 3), (0, 4), (0, 12)]
+
+
+@pytest.mark.parametrize("scale", [0.01, 0.1, 1, 10, 100])
+def test_eager_forwards_are_timed_for_a_bounded_time(scale: float) -> None:
+    """Those that there is time for, where a graph says how much they take. Nothing is padded to the others."""
+    graphs = [(size, scale * 1e-4 * size) for size in prefill_graphs.SIZES]
+    spent = [0.0]
+
+    def eager(tokens: int) -> list[float]:
+        times = [scale * 1e-4 * tokens] * prefill_graphs.TIMED_RUNS
+        spent.append(sum(times))
+        return times
+
+    assert sizes_worth_padding(graphs, eager, 2048) == frozenset()
+    assert sum(spent) <= prefill_graphs.MOST_EAGER_S
+    assert len(spent) - 1 == {0.01: 8, 0.1: 8, 1: 6, 10: 1, 100: 0}[scale]
+
+
+def test_what_was_timed_of_fewer_tokens_is_not_timed_again() -> None:
+    """The graphs are the 26B-A4B's on an H200, where 192 tokens take less than 128."""
+    graphs = [(64, 3.8e-3), (128, 6.7e-3), (192, 5.0e-3), (512, 8.5e-3)]
+    asked: list[int] = []
+
+    def padded(host_s: float, longest: int = 2048) -> frozenset[int]:
+        asked.clear()
+        return sizes_worth_padding(graphs, lambda tokens: (asked.append(tokens), [2 * host_s, host_s])[1], longest)
+
+    assert (padded(14.2e-3), asked) == ({64, 128, 192, 512}, [32])
+    assert (padded(6e-3), asked) == ({64, 192}, [32, 96, 352])
+    assert (padded(6e-3, 100), asked) == ({64, 192}, [32, 82]), "no prefill is longer"
 
 
 @pytest.mark.parametrize("variant", ["dense", "k_eq_v", "moe"])

@@ -180,7 +180,8 @@ PLAN = StepPlan(
 
 def test_a_plan_survives_being_written_down() -> None:
     weighed = replace(CHUNK, new_row=None, targets=(6, 7), first_target=1)
-    for plan in (PLAN, StepPlan(0), replace(PLAN, decode=None, chunks=(weighed,), num_tokens=0)):
+    prefill = replace(PLAN, decode=None, chunks=(weighed,))
+    for plan in (PLAN, StepPlan(0), prefill, replace(prefill, num_tokens=0)):
         assert StepPlan.from_json(plan.to_json(), LIMITS) == plan
     assert StepPlan(0).to_json() == '{"num_running":0}', "fields that have their default are left out"
 
@@ -218,8 +219,9 @@ DAMAGES: dict[str, Damage] = {
     "a mode that is not masked and guided": lambda v: v["decode"].update(mode={"masked": True}, num_drafts=1),
     "and a mode that is not masked and guided": lambda v: v.update(first_mode={"guided": True}),
     "the tokens of a forward that are none is -1": lambda v: v.update(num_tokens=5),
-    "that is not mixed is 8": lambda v: v.pop("decode"),
-    "that is not mixed is 9": lambda v: v.update(chunks=[], num_tokens=9),
+    "the tokens of a forward that are none is -2": lambda v: v.update(decode=None, num_tokens=1),
+    "the tokens of a forward that are none is 64": lambda v: v.update(decode=None, num_tokens=67),
+    "that is not filled up is 9": lambda v: v.update(chunks=[], num_tokens=9),
     "the targets of chunks beside a decode step is 2": lambda v: v["chunks"][0].update(targets=[6, 7]),
     "a token is 100": lambda v: v["chunks"][0].update(tokens=[5, 6, 100]),
     "the tokens of a chunk is -1": lambda v: v["chunks"][0].update(tokens=[], targets=[]),

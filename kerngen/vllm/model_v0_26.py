@@ -1,7 +1,7 @@
 """vLLM 0.26's Gemma-4 with kerngen's kernels around its attention.
 
 The modules, their parameters and how a checkpoint is loaded are vLLM's; layers that kerngen can serve get another
-forward after vLLM has made them. Source of what they compute: vLLM 0.26, model_executor/models/gemma4.py.
+forward after vLLM has made them. Source of what they compute: vLLM 0.26, vllm/model_executor/models/gemma4.py.
 """
 
 from __future__ import annotations

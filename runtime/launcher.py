@@ -425,10 +425,16 @@ class Launcher:
             if first == len(building):
                 meanwhile()
 
-    def load_ahead(self, asked: Iterable[tuple[Kernel, Any]], most: int, jobs: int) -> list[Function]:
+    def load_ahead(
+        self,
+        asked: Iterable[tuple[Kernel, Any]],
+        most: int,
+        jobs: int,
+        exactly: Iterable[tuple[Kernel, Any]] = (),
+    ) -> list[Function]:
         """Compile in `jobs` processes, load, and give its scratch memory, what serves these (kernel, problem) at every
-        value from 1 to `most` of their dynamic field. Such a launch then compiles, loads and allocates nothing: it may
-        come while a CUDA graph is being captured. Returns what serves them.
+        value from 1 to `most` of their dynamic field, and each of `exactly` as it is. Such a launch then compiles,
+        loads and allocates nothing: it may come while a CUDA graph is being captured. Returns what serves them.
 
         Processes of a machine that share a compile cache do this one after the other: what one compiles, the next ones
         read. Raises TuningMiss where KERNGEN_NO_COMPILE forbids building one, CompileError, ConfigRefused.
@@ -438,6 +444,7 @@ class Launcher:
             for kernel, problem in asked
             for length in self._selector.telling_lengths(kernel, problem, most)
         ]
+        every += exactly
         if not compiling_is_forbidden():
             with ExitStack() as stack:
                 with suppress(OSError):  # a folder that cannot be written to keeps nothing for the others either

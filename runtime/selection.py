@@ -243,6 +243,13 @@ def between(power: int) -> list[int]:
     return [power * eighths // 8 for eighths in (7, 6, 5) if power * eighths % 8 == 0]
 
 
+def lengths_up_to(most: int) -> list[int]:
+    """To `most`, which is one of them: powers of two and what lies between them."""
+    powers = [1 << e for e in range(most.bit_length())]
+    above = 1 << most.bit_length()
+    return sorted({most, *powers, *(n for power in (*powers, above) for n in between(power) if 0 < n < most)})
+
+
 def finer_between(power: int) -> list[int]:
     """Those between a power of two and the one below it."""
     return [n for n in range(power // 2 + 1, power) if round_up(n, FINER_STEPS) == n]

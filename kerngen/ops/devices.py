@@ -63,16 +63,20 @@ def executor(device: torch.device) -> Launch | Reference:
     return _on_gpu.get(index) or _open(index)
 
 
-def load_ahead(asked: Iterable[tuple[str, Any]], most: int, device: torch.device) -> Counter[str]:
-    """Have everything on a CUDA `device` that serves these (kernel, problem) at 1 to `most` of their dynamic field: no
-    such call of an op compiles, loads or allocates scratch memory then, so that it may be captured in a CUDA graph.
+def load_ahead(
+    asked: Iterable[tuple[str, Any]], most: int, device: torch.device, exactly: Iterable[tuple[str, Any]] = ()
+) -> Counter[str]:
+    """Have everything on a CUDA `device` that serves these (kernel, problem) at 1 to `most` of their dynamic field, and
+    what serves each of `exactly` as it is: no such call of an op compiles, loads or allocates scratch memory then, so
+    that it may be captured in a CUDA graph.
 
     Returns how many configurations each source gave, as `Launcher.load_ahead` raises. Raises DeviceError for a CPU.
     """
     if not isinstance(on := executor(device), Launch):
         raise DeviceError(f"nothing is loaded ahead on {device}: kernels run on CUDA")
     with torch.cuda.device(device):
-        loaded = on.launcher.load_ahead(((find_kernel(n), p) for n, p in asked), most, usable_cores())
+        each, single = ([(find_kernel(n), p) for n, p in given] for given in (asked, exactly))
+        loaded = on.launcher.load_ahead(each, most, usable_cores(), single)
     return Counter(function.source for function in loaded)
 
 

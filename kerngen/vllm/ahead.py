@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
@@ -16,11 +17,20 @@ log = logging.getLogger("vllm.kerngen")
 MOST_TOKENS = 8192  # of a forward, where no configuration of vLLM's says it
 
 
+class Grid(Protocol):
+    """Problems that are listed when they are loaded, once for all layers that ask for grids which are equal."""
+
+    def problems(self) -> Iterable[tuple[str, Any]]:
+        """(kernel, problem): exactly these."""
+        ...
+
+
 class Ahead:
-    """What is asked for and not loaded yet: kernels by their folders, problems at any number of tokens."""
+    """What is asked for and not loaded yet: kernels by their folders, problems at any number of tokens, and grids."""
 
     def __init__(self) -> None:
         self._asked: Counter[tuple[str, Any]] = Counter()
+        self._grids: dict[Grid, None] = {}
         self._most_tokens = 0
 
     def ask(self, kernel: str, problem: Any) -> None:
@@ -30,6 +40,10 @@ class Ahead:
         tokens = MOST_TOKENS if config is None else int(config.scheduler_config.max_num_batched_tokens)
         self._most_tokens = max(self._most_tokens, tokens)
 
+    def ask_all(self, grid: Grid) -> None:
+        """Have the grid's problems served as they are."""
+        self._grids[grid] = None
+
     def withdraw(self, kernel: str, problem: Any) -> None:
         """Take back one `ask`."""
         self._asked[kernel, problem] -= 1
@@ -38,13 +52,15 @@ class Ahead:
         """Compile and load on a CUDA device what is asked for. Raises as `kerngen.ops.load_ahead`."""
         asked = list(+self._asked)
         self._asked.clear()
-        if not asked:
+        if not asked and not self._grids:
             return
         began = time.monotonic()
-        sources = load_ahead(asked, self._most_tokens, device)
-        kernels = ", ".join(sorted({kernel for kernel, _ in asked}))
+        exactly = [each for grid in self._grids for each in grid.problems()]
+        self._grids.clear()
+        sources = load_ahead(asked, self._most_tokens, device, exactly)
+        kernels = ", ".join(sorted({kernel for kernel, _ in (*asked, *exactly)}))
         log.info("kerngen: %d kernels for %d shapes of %s, up to %d tokens, in %.1f s: %s",
-                 sources.total(), len(asked), kernels, self._most_tokens, time.monotonic() - began,
+                 sources.total(), len(asked) + len(exactly), kernels, self._most_tokens, time.monotonic() - began,
                  ", ".join(f"{count} of {source}" for source, count in sources.most_common()))  # fmt: skip
 
 

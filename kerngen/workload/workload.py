@@ -20,6 +20,7 @@ from kerngen.runtime.config import DrafterConfig, ModelConfig, read_drafter_conf
 from kerngen.runtime.world import World
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel
+from kerngen.templates.kv_write.spec import Problem as KvWrite
 from kerngen.workload.steps import Fuses, Kind, Recorder, Step, recorder
 
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -237,7 +238,8 @@ def workload(model: Model, arch: Arch) -> Workload:
 
 
 def _inside_vllm(model: Model, arch: Arch) -> Workload:
-    """What kerngen.vllm asks: the linear layers' products one by one, and a layer's norms with its residual.
+    """What kerngen.vllm asks: the linear layers' products one by one, a layer's norms with its residual, attention over
+    pages of K and V.
 
     vLLM keeps K once more as V where V is K. Gate and up are here with the gate and without: its release decides.
     """
@@ -247,11 +249,38 @@ def _inside_vllm(model: Model, arch: Arch) -> Workload:
     made: list[Item] = []
     for item in items:
         p = item.problem
-        if item.kernel == "w4a16_gemm":
+        if item.kernel in ("attn_decode", "attn_prefill", "qkv_norm_rope"):
+            made += _attention_inside_vllm(item)
+        elif item.kernel == "w4a16_gemm":
             made += [replace(item, problem=replace(p, gated=gated)) for gated in sorted({False, p.gated})]
         elif item.kernel == "add_norm" and p.has_next and not p.has_scalar:  # the norm after attention: one a layer
             made += _norms_inside_vllm(item, model.target.ple_size > 0)
-    return Workload(model.name, arch.name, tuple(made), (), steps)
+    uses: dict[tuple[str, Any], tuple[Use, ...]] = {}  # layers that vLLM asks alike may not be alike elsewhere
+    for item in made:
+        uses[item.kernel, item.problem] = uses.get((item.kernel, item.problem), ()) + item.uses
+    merged = tuple(Item(kernel, problem, places) for (kernel, problem), places in uses.items())
+    return Workload(model.name, arch.name, merged, (), steps)
+
+
+def _attention_inside_vllm(item: Item) -> Iterator[Item]:
+    """Attention of heads that are normed and rotated, after K and V of the new ones are written, in pages that have the
+    heads of both.
+    """
+    p = item.problem
+    pages = {"page_heads": 2 * p.num_kv_heads}
+    attention, cache = (
+        tuple(replace(u, where=f"{what} {u.where[u.where.rindex('(') :]}") for u in item.uses)
+        for what in ("attention", "cache")
+    )
+    if item.kernel == "attn_prefill":
+        yield Item("attn_prefill", replace(p, **pages), attention)
+    if item.kernel == "attn_decode":
+        yield Item("attn_decode", replace(p, source="q", num_rotated_pairs=0, **pages), attention)
+    writes = p.owns_kv if item.kernel == "attn_decode" else item.kernel == "qkv_norm_rope" and not p.q_only
+    if writes:
+        tokens = p.batch * p.q_len if item.kernel == "attn_decode" else p.num_tokens
+        written = KvWrite(p.num_kv_heads, p.head_dim, p.page_size, p.dtype, tokens, **pages)
+        yield Item("kv_write", _on_grid(written), cache)
 
 
 def _norms_inside_vllm(after_attention: Item, has_ple: bool) -> Iterator[Item]:

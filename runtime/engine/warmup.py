@@ -16,7 +16,7 @@ from kerngen.runtime.engine.draft_length import FIRST_LENGTH
 from kerngen.runtime.engine.plan import SamplingMode
 from kerngen.runtime.engine.prefill_graphs import OUTPUTS
 from kerngen.runtime.engine.runner import Runner
-from kerngen.runtime.selection import between
+from kerngen.runtime.selection import lengths_up_to
 
 
 def warm_up_captured(runner: Runner, draft_lengths: Sequence[int], *, mixed: bool = False) -> None:
@@ -50,24 +50,17 @@ def warm_up(runner: Runner, draft_lengths: Sequence[int], longest_chunk: int) ->
             for max_kv_len in kv_lens if is_usual else kv_lens[-1:]:
                 runner.step(batch, num_drafts, SamplingMode(), max_kv_len)
             runner.step(batch, num_drafts, SamplingMode(sampled=True), kv_lens[-1])
-    for count in _lengths(len(hidden)):  # of sequences whose last chunks end together
+    for count in lengths_up_to(len(hidden)):  # of sequences whose last chunks end together
         rows = slice(0, count)
         runner.first_tokens(hidden[rows], rows, SamplingMode())
 
 
 def _chunks(longest: int, max_kv_len: int, most: int) -> Iterator[tuple[int, int, int]]:
     """(tokens, keys of a sequence, sequences) of prefills: of one, at all its lengths, and of several that begin."""
-    for size in _lengths(min(longest, max_kv_len)):
+    for size in lengths_up_to(min(longest, max_kv_len)):
         is_power = size & (size - 1) == 0
         longer = [1 << e for e in range(size.bit_length(), max_kv_len.bit_length())] if is_power else []
         for keys in sorted({size, *longer, max_kv_len}):
             yield size, keys, 1
         if is_power:
             yield from ((size, size // count, count) for count in (2, 4, 8, 16) if count <= min(size, most))
-
-
-def _lengths(most: int) -> list[int]:
-    """To `most`, which is one of them: powers of two and what lies between them."""
-    powers = [1 << e for e in range(most.bit_length())]
-    above = 1 << most.bit_length()
-    return sorted({most, *powers, *(n for power in (*powers, above) for n in between(power) if 0 < n < most)})

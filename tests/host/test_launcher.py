@@ -128,7 +128,10 @@ def test_what_serves_all_lengths_is_loaded_ahead_with_its_scratch(
     cache = CompileCache(tmp_path)
     monkeypatch.setattr(cache, "get_or_compile", lambda text, arch: cache.find(text, arch))  # all were built before
     here = launcher.Launcher([], cache)
-    loaded = here.load_ahead([(kernel, problem)], most, jobs=2)
+    single = replace(problem, n=96, num_tokens=700)
+    loaded = here.load_ahead([(kernel, problem)], most, jobs=2, exactly=[(kernel, single)])
+    assert here.function(kernel, single) in loaded
+    assert not any(choice.problem.n == 96 and choice.problem.num_tokens <= most for choice in here._by_choice)
     for tokens in range(1, most + 1):
         asked = replace(problem, num_tokens=tokens)
         assert (function := here.function(kernel, asked)) in loaded, f"{tokens} tokens"

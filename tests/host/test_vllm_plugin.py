@@ -74,7 +74,13 @@ def test_one_line_says_what_is_served_however_often_it_is_called(
     assert set(vllm.installed) == set(PARTS)
     (line,) = caplog.messages
     assert "\n" not in line
-    for said in (f"vLLM {OLDEST} on sm90", "W4A16 linear layers (linear)", "GELU (model)", "attention", "stay vLLM's"):
+    for said in (
+        f"vLLM {OLDEST} on sm90",
+        "W4A16 linear layers (linear)",
+        "GELU (model)",
+        "pages (attention)",
+        "stay vLLM's",
+    ):
         assert said in line
 
 
@@ -83,7 +89,7 @@ def test_a_part_that_does_not_know_the_release_is_left_out(vllm: Played, caplog:
     register()
     assert vllm.installed == ["linear"]
     (line,) = caplog.messages
-    assert "; model: not for this release of vLLM" in line
+    assert "; model, attention: not for this release of vLLM" in line
 
 
 def test_vllms_compile_cache_is_another_one(vllm: Played) -> None:

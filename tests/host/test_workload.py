@@ -134,7 +134,8 @@ def test_inside_vllm_a_model_asks_each_product_by_itself() -> None:
     items = workload(model, find_arch("sm90")).items
     problems = [item.problem for item in items if item.kernel == "w4a16_gemm"]
     norms = [item.problem for item in items if item.kernel == "add_norm"]
-    assert len(problems) + len(norms) == len(items) == len({(i.kernel, i.problem) for i in items})
+    attention = [item for item in items if item.kernel in ("attn_decode", "attn_prefill", "kv_write")]
+    assert len(problems) + len(norms) + len(attention) == len(items) == len({(i.kernel, i.problem) for i in items})
     assert {(p.has_post, p.has_scalar, p.has_next) for p in norms} == {
         (True, False, True), (True, True, True), (True, True, False),
     }  # fmt: skip
@@ -163,6 +164,24 @@ def test_inside_vllm_a_model_asks_each_product_by_itself() -> None:
     dense = replace(model, target=replace(model.target, quant=None), engine="kerngen")
     with pytest.raises(UsageError, match="no W4A16 layers"):
         dense.on("vllm")
+
+
+@pytest.mark.parametrize("name", ["gemma-4-31b", "gemma-4-e4b"])
+def test_inside_vllm_attention_is_over_pages_of_k_and_v(name: str) -> None:
+    """Of heads that are final: nothing norms or turns them. Each problem once, also of layers that share a cache."""
+    model = find_model(name)
+    items = workload(model.on("vllm"), find_arch("sm90")).items
+    assert len({(i.kernel, i.problem) for i in items}) == len(items)
+    found = {k: [i.problem for i in items if i.kernel == k] for k in ("attn_decode", "attn_prefill", "kv_write")}
+    heads = {(layer.head_dim, layer.num_kv_heads) for layer in model.target.layers}
+    for kernel, problems in found.items():
+        assert {(p.head_dim, p.num_kv_heads) for p in problems} == heads, kernel
+        assert all(p.page_heads == 2 * p.num_kv_heads and p.page_size == 64 for p in problems), kernel
+    assert {(p.source, p.num_rotated_pairs) for p in found["attn_decode"]} == {("q", 0)}
+    assert {p.q_len for p in found["attn_decode"]} == {*range(1, 9)}
+    assert {p.num_tokens for p in found["kv_write"]} >= {1, 2, 8, 32, 64, 8192}
+    places = {u.where for i in items if i.kernel in found for u in i.uses}
+    assert {w.split()[0] for w in places} == {"attention", "cache"}
 
 
 def test_what_does_not_exist_is_named() -> None:

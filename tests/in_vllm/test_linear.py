@@ -278,7 +278,9 @@ def test_kernels_of_all_layers_are_loaded_at_once(kernel: Any, monkeypatch: pyte
     settings = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=2048))
     monkeypatch.setattr(ahead, "get_current_vllm_config_or_none", lambda: settings)
     monkeypatch.setattr(
-        ahead, "load_ahead", lambda problems, most, device: asked.append((list(problems), most)) or Counter(default=1)
+        ahead,
+        "load_ahead",
+        lambda problems, most, device, exactly: asked.append((list(problems), most)) or Counter(default=1),
     )
     ours = ahead.Ahead()
     monkeypatch.setattr(linear, "AHEAD", ours)

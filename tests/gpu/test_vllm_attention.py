@@ -1,0 +1,118 @@
+"""The attention backend inside vLLM on a GPU: captured in a CUDA graph after its kernels were loaded ahead."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kerngen.vllm.plugin import PARTS, release_of
+
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed here")
+if release_of(vllm.__version__) not in PARTS["attention"].releases:
+    pytest.skip(f"the part `attention` is not for vLLM {vllm.__version__}", allow_module_level=True)
+
+SIZE, MAX_LEN, PAGES, SEQUENCES, Q_HEADS = 64, 8192, 40, 6, 16
+
+
+def _settings(drafts: int, dtype: torch.dtype) -> Any:
+    """What the backend reads of a VllmConfig."""
+    from vllm.config import CUDAGraphMode
+
+    return SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=MAX_LEN, dtype=dtype),
+        speculative_config=SimpleNamespace(num_speculative_tokens=drafts, target_model_config=None) if drafts else None,
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE, max_cudagraph_capture_size=64
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=256),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+    )
+
+
+def _batch(q_lens: list[int], kv_lens: list[int], tables: Tensor, tokens: int) -> Any:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    starts = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts.cuda(), query_start_loc_cpu=starts,
+        seq_lens=torch.tensor(kv_lens, dtype=torch.int32, device="cuda"), num_reqs=len(q_lens),
+        num_actual_tokens=tokens, max_query_len=max(q_lens), max_seq_len=max(kv_lens), block_table_tensor=tables,
+        slot_mapping=torch.empty(0, dtype=torch.int64, device="cuda"),
+        seq_lens_cpu_upper_bound=torch.tensor(kv_lens, dtype=torch.int32),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("dim", "kv_heads", "window"), [(256, 8, 1024), (512, 2, 0)], ids=["sliding", "full"])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_captured_batch_of_decodes_gives_what_it_gives_outside_of_a_graph(
+    dim: int, kv_heads: int, window: int, drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With K and V of the new tokens written in the graph, replayed with other lengths and with rows that pad it. No
+    kernel was launched before: the capture would fail where one was loaded, or allocated scratch memory.
+    """
+    from kerngen.ops import devices, use_stores
+    from kerngen.vllm import ahead
+    from kerngen.vllm import attention_v0_26 as ours
+
+    dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    settings, device = _settings(drafts, dtype), torch.device("cuda", torch.cuda.current_device())
+    monkeypatch.setattr(ours, "get_current_vllm_config", lambda: settings)
+    monkeypatch.setattr(ahead, "get_current_vllm_config_or_none", lambda: settings)
+    monkeypatch.setattr(ours, "AHEAD", ahead.Ahead())
+    use_stores([])  # nothing of it was loaded before
+    try:
+        made = ours.Impl(Q_HEADS, dim, dim**-0.5, kv_heads, None, window or None)
+        spec: Any = SimpleNamespace(block_size=SIZE)
+        builder = ours.Builder(spec, ["layer"], settings, device)
+        made.process_weights_after_loading(dtype)
+        loaded = {f for _, _, f in devices.executor(device).launcher.functions}
+        draw = torch.Generator("cuda").manual_seed(5)
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=draw, device=device).to(dtype)
+
+        q_len, heads = 1 + drafts, made.num_kv_heads
+        tokens = SEQUENCES * q_len
+        cache = drawn(*ours.Backend.get_kv_cache_shape(1 + SEQUENCES * PAGES, SIZE, heads, dim))
+        tables = torch.arange(1, 1 + SEQUENCES * PAGES, dtype=torch.int32, device=device).reshape(SEQUENCES, PAGES)
+        q, k, v = drawn(tokens, Q_HEADS, dim), drawn(tokens, heads, dim), drawn(tokens, heads, dim)
+        slots = torch.full((tokens,), -1, dtype=torch.int64, device=device)
+        captured = _batch([q_len] * SEQUENCES, [q_len] * SEQUENCES, tables, tokens)
+        metadata = builder.build_for_cudagraph_capture(captured)
+        layer: Any = SimpleNamespace()
+        out, graph = torch.empty_like(q), torch.cuda.CUDAGraph()
+
+        def forward(metadata: Any, cache: Tensor, out: Tensor) -> None:
+            made.do_kv_cache_update(layer, k, v, cache, slots)
+            made.forward(layer, q, k, v, cache, metadata, out)
+
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            forward(metadata, cache, out)
+        for lengths in ([q_len, 63, 64, 65, 1023, 2500], [2048, 9, 1025, q_len, 0, 0], [700] * 6):
+            q_lens = [q_len if n else 0 for n in lengths]
+            at = [n - q_len + i if n else -1 for n in lengths for i in range(q_len)]
+            rows = tables.repeat_interleave(q_len, 0).tolist()
+            slots.copy_(torch.tensor([-1 if p < 0 else row[p // SIZE] * SIZE + p % SIZE
+                                      for row, p in zip(rows, at, strict=True)]))  # fmt: skip
+            captured.seq_lens.copy_(torch.tensor(lengths))
+            eager = _batch(q_lens, lengths, tables, tokens)
+            own_cache, expected = cache.clone(), torch.empty_like(out)
+            forward(builder.build(0, eager, fast_build=True), own_cache, expected)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(cache, own_cache), lengths
+            assert torch.equal(out, expected), lengths
+            padded = [not n for n in lengths for _ in range(q_len)]
+            assert not out[torch.tensor(padded, device=device)].any(), lengths
+            inside = _batch([1, *q_lens[1:2], 40], [max(lengths[0], 1), max(lengths[1], q_len), 40], tables[:3],
+                            41 + q_lens[1])  # fmt: skip
+            mixed = drawn(inside.num_actual_tokens, Q_HEADS, dim)
+            made.forward(layer, mixed, mixed, mixed, cache, builder.build(0, inside), torch.empty_like(mixed))
+        assert {f for _, _, f in devices.executor(device).launcher.functions} == loaded
+    finally:
+        use_stores(None)

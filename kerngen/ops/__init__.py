@@ -82,6 +82,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     greedy_head = _run(_greedy_head.greedy_head)
     kv_write = _flat(_kv_write.kv_write)
     moe_combine = _run(_moe_combine.moe_combine)
+    moe_sum = _run(_moe_combine.moe_sum)
     moe_route = _run(_moe_route.moe_route)
     moe_w4a16 = _run(_moe_w4a16.moe_w4a16)
     ple_block = _run(_ple_block.ple_block)
@@ -132,6 +133,7 @@ __all__ = [
     "moe_combine",
     "moe_route",
     "moe_router",
+    "moe_sum",
     "moe_w4a16",
     "pack_w4",
     "ple_block",

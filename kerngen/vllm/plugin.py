@@ -36,8 +36,9 @@ PARTS: Mapping[str, Part] = {
     "linear": Part("W4A16 linear layers", "kerngen.vllm.linear", tuple(f"0.{minor}" for minor in range(26, 34))),
     "model": Part("Gemma-4's norms, residuals, gate and GELU", "kerngen.vllm.model", ("0.26",), needs="linear"),
     "attention": Part("Gemma-4's attention over pages", "kerngen.vllm.attention", ("0.26",)),
+    "moe": Part("W4A16 experts", "kerngen.vllm.moe", ("0.26",)),
 }
-LEFT = "experts, the head and all else stay vLLM's"
+LEFT = "the head and all else stay vLLM's"
 _said: set[str] = set()
 
 

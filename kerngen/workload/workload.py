@@ -238,8 +238,8 @@ def workload(model: Model, arch: Arch) -> Workload:
 
 
 def _inside_vllm(model: Model, arch: Arch) -> Workload:
-    """What kerngen.vllm asks: the linear layers' products one by one, a layer's norms with its residual, attention over
-    pages of K and V.
+    """What kerngen.vllm asks: the linear layers' products one by one, a layer's norms with its residual, its experts,
+    attention over pages of K and V.
 
     vLLM keeps K once more as V where V is K. Gate and up are here with the gate and without: its release decides.
     """
@@ -255,6 +255,10 @@ def _inside_vllm(model: Model, arch: Arch) -> Workload:
             made += [replace(item, problem=replace(p, gated=gated)) for gated in sorted({False, p.gated})]
         elif item.kernel == "add_norm" and p.has_next and not p.has_scalar:  # the norm after attention: one a layer
             made += _norms_inside_vllm(item, model.target.ple_size > 0)
+        elif item.kernel == "moe_w4a16":
+            made.append(item)
+        elif item.kernel == "moe_combine":  # the norms behind the sum are vLLM's
+            made.append(replace(item, problem=replace(p, residual_dtype=p.dtype, has_norms=False)))
     uses: dict[tuple[str, Any], tuple[Use, ...]] = {}  # layers that vLLM asks alike may not be alike elsewhere
     for item in made:
         uses[item.kernel, item.problem] = uses.get((item.kernel, item.problem), ()) + item.uses

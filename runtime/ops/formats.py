@@ -11,7 +11,7 @@ from kerngen.runtime.ops import fallbacks
 from kerngen.runtime.ops.values import Experts, Linear, ResidualNorms
 from kerngen.templates.call import Call
 from kerngen.templates.common.rows.spec import VEC
-from kerngen.templates.common.w4.pack import interleave, pack
+from kerngen.templates.common.w4.pack import interleave, pack, pack_experts
 from kerngen.templates.dense_gemv.op import dense_gemv
 from kerngen.templates.dense_gemv.spec import MAX_TOKENS
 from kerngen.templates.gelu_gate.op import gelu_gate
@@ -77,7 +77,11 @@ class Int4:
         return replace(weights, tensors=pack(*(interleave(*tensors) if weights.gated else tensors)))
 
     def prepare_experts(self, gate_up: Experts, down: Experts) -> tuple[Experts, Experts]:
-        return _packed_experts(gate_up, gated=True), _packed_experts(down, gated=False)
+        made = (
+            pack_experts(gate_up.packed, gate_up.scales, gated=True),
+            pack_experts(down.packed, down.scales, gated=False),
+        )
+        return replace(gate_up, tensors=made[0]), replace(down, tensors=made[1])
 
     def linear(self, ops: KernelOps, x: Tensor, weights: Linear) -> Tensor:
         if weights.gated:
@@ -104,14 +108,3 @@ class Int4:
 
 
 FORMATS: dict[str, Format] = {"dense": Dense(), "int4": Int4()}
-
-
-def _packed_experts(weights: Experts, *, gated: bool) -> Experts:
-    """Each expert's matrix as `pack` gives it, one behind the other: an expert is a number of strips of 32 rows."""
-    tensors = (weights.packed, weights.scales)
-    num_experts = len(weights.packed)
-    if gated:
-        by_row = interleave(*(t.transpose(0, 1) for t in tensors))
-        tensors = (by_row[0].transpose(0, 1), by_row[1].transpose(0, 1))
-    made = pack(*(t.reshape(-1, t.shape[-1]) for t in tensors))
-    return replace(weights, tensors=tuple(t.view(num_experts, -1, *t.shape[1:]) for t in made))

@@ -12,7 +12,10 @@ from kerngen.templates.kernel import Case
 from kerngen.templates.moe_combine.cases import case_for
 from kerngen.templates.moe_combine.spec import Problem
 
-BENCH_CASES: tuple[Case, ...] = tuple(case_for(Problem(num_tokens=t)) for t in (1, 4, 8, 32, 4096))
+BENCH_CASES: tuple[Case, ...] = (
+    *(case_for(Problem(num_tokens=t)) for t in (1, 4, 8, 32, 4096)),
+    *(case_for(Problem(has_norms=False, num_tokens=t)) for t in (1, 32, 4096)),
+)
 
 
 def baselines(case: Case, inputs: dict[str, Any]) -> dict[str, Callable[[], object]]:
@@ -22,9 +25,14 @@ def baselines(case: Case, inputs: dict[str, Any]) -> dict[str, Callable[[], obje
     def norm(x: Tensor, weight: str) -> Tensor:
         return torch_rms_norm(x, (p.hidden,), inputs[weight], inputs["eps"])
 
+    def routed_sum() -> Tensor:
+        return (inputs["routed"] * inputs["topk_weights"][..., None]).sum(1).to(inputs["routed"].dtype)
+
     def run() -> Tensor:
-        routed = (inputs["routed"] * inputs["topk_weights"][..., None]).sum(1).to(inputs["dense"].dtype)
+        routed = routed_sum()
         h = norm(norm(inputs["dense"], "dense_norm") + norm(routed, "routed_norm"), "post_norm")
         return norm((inputs["residual"] + h) * inputs["layer_scalar"], "next_norm")
 
+    if not p.has_norms:
+        return {"torch": routed_sum}
     return {"torch": run} if p.dtype == p.residual_dtype else {}

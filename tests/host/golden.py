@@ -115,6 +115,10 @@ PROBLEMS = {
         tuple(f"n=5376,k=21504,num_tokens={m},has_scalar=True" for m in (1, 4, 5, 8)), ("H200", "H100", "RTX5090"),
     ),
     "greedy_head": (tuple(_heads()), ("H200", "H100")),
+    "moe_combine": (
+        ("num_tokens=8", "num_tokens=2048", "has_norms=False,num_tokens=1", "has_norms=False,num_tokens=2048"),
+        ("H200",),
+    ),
     "moe_route": (tuple(f"num_tokens={m}" for m in (1, 512)), ("H200",)),  # no step here asks for these two
     "softcap_argmax": (tuple(f"num_tokens={m}" for m in (1, 32)), ("H200",)),
     "exchange_best": (("num_tokens=1", "ranks=4,width=2816,num_tokens=64", "width=131072,source=logits"), ("H200",)),

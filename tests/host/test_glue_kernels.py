@@ -18,6 +18,7 @@ from torch import Tensor
 from kerngen.arch import Arch, Target, find_arch
 from kerngen.compiler.compile import compile_ptx
 from kerngen.compiler.render import render
+from kerngen.ops import moe_sum
 from kerngen.templates import Kernel, find_kernel
 from kerngen.templates.kernel import Case
 from kerngen.tuning.space import space_of
@@ -124,6 +125,8 @@ def test_moe_combine_sums_the_experts_by_their_weights() -> None:
     summed = inputs | {"routed": routed[:, None].to(torch.bfloat16), "topk_weights": torch.ones(4, 1)}
     expected, again = kernel.reference.expected(case.problem, inputs), kernel.reference.expected(one, summed)
     torch.testing.assert_close(expected["out"], again["out"], rtol=0.02, atol=0.02)
+    alone = moe_sum(inputs["routed"], inputs["topk_weights"])
+    torch.testing.assert_close(alone, routed.to(torch.bfloat16), rtol=2**-7, atol=2**-16)
 
 
 def test_gelu_gate_reference_is_the_models(gemma4: Any) -> None:

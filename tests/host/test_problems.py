@@ -55,7 +55,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str | None]]] = {
         ({"hidden": 100}, f"hidden=100 {OF_8}"), ({"dtype": "fp64"}, f"{DTYPES}fp16, bf16, fp32"),
         ({"top_k": 9}, "top_k=9 is not in 0..8"),
     ],
-    "moe_combine": [({"top_k": 9}, "top_k=9 is not in 1..8")],
+    "moe_combine": [
+        ({"top_k": 9}, "top_k=9 is not in 1..8"),
+        ({"has_norms": False, "residual_dtype": "fp32"}, "residual_dtype='fp32' without norms"),
+    ],
     "moe_route": [({"num_experts": 257}, "num_experts=257 is not in 1..256"),
                   ({"num_experts": 4}, "top_k=8 is not in 1..4")],
     "moe_router": [

@@ -119,7 +119,7 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "moe_combine": (
         {"num_tokens": 1},
-        {"hidden": 2816, "top_k": 8, "dtype": "bf16", "residual_dtype": "bf16"},
+        {"hidden": 2816, "top_k": 8, "dtype": "bf16", "residual_dtype": "bf16", "has_norms": True},
         {"vecs_per_thread": 1, "rows_per_block": 1},
     ),
     "moe_route": (

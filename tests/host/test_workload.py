@@ -184,6 +184,32 @@ def test_inside_vllm_attention_is_over_pages_of_k_and_v(name: str) -> None:
     assert {w.split()[0] for w in places} == {"attention", "cache"}
 
 
+def test_inside_vllm_a_model_asks_its_experts_and_their_sum() -> None:
+    """Of any number of tokens, on one rank and on two, which have half of each expert; routing is vLLM's."""
+    model = find_model("gemma-4-26b-a4b")
+    for ranks, inner in ((1, 704), (2, 352)):
+        (rank,) = model.ranks(ranks)
+        items = workload(rank.on("vllm"), find_arch("sm90")).items
+        assert len(items) == len({(i.kernel, i.problem) for i in items})
+        assert {i.kernel for i in items} == {
+            "w4a16_gemm",
+            "add_norm",
+            "moe_w4a16",
+            "moe_combine",
+            "attn_decode",
+            "attn_prefill",
+            "kv_write",
+        }
+        experts = [i.problem for i in items if i.kernel == "moe_w4a16"]
+        sums = [i.problem for i in items if i.kernel == "moe_combine"]
+        assert {(p.num_experts, p.top_k, p.hidden, p.inner, p.dtype) for p in experts} == {
+            (128, 8, 2816, inner, "bf16")
+        }
+        assert {(p.hidden, p.top_k, p.dtype, p.has_norms) for p in sums} == {(2816, 8, "bf16", False)}
+        for asked in (experts, sums):
+            assert {p.num_tokens for p in asked} >= {1, 2, 8, 64, 8192}
+
+
 def test_what_does_not_exist_is_named() -> None:
     with pytest.raises(UnknownName, match="model 'gemma-5'"):
         find_model("gemma-5")

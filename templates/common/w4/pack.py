@@ -92,6 +92,22 @@ def pack(weight_packed: Tensor, weight_scale: Tensor) -> tuple[Tensor, Tensor]:
     return packed, scales
 
 
+def pack_experts(weight_packed: Tensor, weight_scale: Tensor, *, gated: bool) -> tuple[Tensor, Tensor]:
+    """`pack` of each expert's matrix, one behind the other: an expert is a number of strips of 32 rows.
+
+    weight_packed: [E, N, K / 8] int32; weight_scale: [E, N, K / group_size]. gated: the rows are gate's, then up's, and
+    `interleave` goes before. Returns [E, N / 32, K / 32, 32, 4] int32 and [E, N / 32, K / group_size, 32]. Raises
+    ProblemError as those two.
+    """
+    tensors = weight_packed, weight_scale
+    if gated:
+        of_gate_up = interleave(*(t.transpose(0, 1) for t in tensors))
+        tensors = of_gate_up[0].transpose(0, 1), of_gate_up[1].transpose(0, 1)
+    packed, scales = pack(*(t.reshape(-1, t.shape[-1]) for t in tensors))
+    num_experts = len(weight_packed)
+    return packed.view(num_experts, -1, *packed.shape[1:]), scales.view(num_experts, -1, *scales.shape[1:])
+
+
 def drawn(draw: Draw, n: int, k: int, group_size: int, dtype: str) -> tuple[Tensor, Tensor]:
     """A random W of n x k as compressed-tensors stores it: weight_packed, and weight_scale in `dtype`. Its standard
     deviation is about k ** -0.5.

@@ -2,7 +2,7 @@
 
 A page is [2 * num_kv_heads, 64, head_dim]: the heads of K, then those of V. Decodes, verification of drafts among them,
 lead a batch (vLLM orders it so) and go to attn_decode where all have as many new tokens; the rest is attn_prefill's.
-Source of the contract: vLLM 0.26, v1/attention/backend.py and v1/attention/backends/triton_attn.py.
+Source of the contract: vLLM 0.26, vllm/v1/attention/backend.py and vllm/v1/attention/backends/triton_attn.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """vLLM 0.26's W4A16 experts by moe_w4a16, and their weighted sum by moe_combine.
 
 Routing, the loading of weights and the sum over ranks are vLLM's. Source of the contract: vLLM 0.26,
-model_executor/layers/fused_moe/fused_moe_method_base.py, routed_experts.py (which loads), and of what a checkpoint may
-say layers/quantization/compressed_tensors/compressed_tensors_moe/compressed_tensors_moe.py.
+vllm/model_executor/layers/fused_moe/fused_moe_method_base.py and routed_experts.py beside it (which loads), and of what
+a checkpoint may say, its class CompressedTensorsMoEMethod.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ tensor_parallel_option = click.option(
 )  # fmt: skip
 engine_option = click.option(
     "--engine", type=click.Choice(["kerngen", "vllm"]), default="kerngen", show_default=True,
-    help="What runs the model: vllm for what it asks of kerngen.vllm, W4A16 linear layers and norms.",
+    help="What runs the model: vllm for what it asks of kerngen.vllm, of each part.",
 )  # fmt: skip
 _OPTIONS = (
     click.option("--draft", type=click.Path(path_type=Path), default=None,

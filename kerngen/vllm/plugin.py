@@ -22,8 +22,8 @@ log = logging.getLogger("vllm.kerngen")  # a child of vLLM's own, whose handler 
 class Part:
     """Something of vLLM's that kerngen serves in its place.
 
-    serves: in words. module: whose `install()` does it, and may be called again. releases: of vLLM, "0.26", that it was
-    read and tested against. needs: a part without which this one serves nothing.
+    serves: in words. module: whose `install()` does it, and may be called again; {release} in its name stands for 0_26.
+    releases: of vLLM, "0.26", that it was read and tested against. needs: a part without which this one serves nothing.
     """
 
     serves: str
@@ -31,12 +31,16 @@ class Part:
     releases: tuple[str, ...]
     needs: str | None = None
 
+    def module_for(self, release: str) -> str:
+        """Its name, for a release of vLLM."""
+        return self.module.format(release=release.replace(".", "_"))
+
 
 PARTS: Mapping[str, Part] = {
     "linear": Part("W4A16 linear layers", "kerngen.vllm.linear", tuple(f"0.{minor}" for minor in range(26, 34))),
     "model": Part("Gemma-4's norms, residuals, gate and GELU", "kerngen.vllm.model", ("0.26",), needs="linear"),
-    "attention": Part("Gemma-4's attention over pages", "kerngen.vllm.attention", ("0.26",)),
-    "moe": Part("W4A16 experts", "kerngen.vllm.moe", ("0.26",)),
+    "attention": Part("Gemma-4's attention over pages", "kerngen.vllm.attention_v{release}", ("0.26",)),
+    "moe": Part("W4A16 experts", "kerngen.vllm.moe_v{release}", ("0.26",)),
 }
 LEFT = "the head and all else stay vLLM's"
 _said: set[str] = set()
@@ -62,7 +66,7 @@ def register() -> None:
     if isinstance(arch, str):
         return _nothing(arch)
     for name in known:
-        import_module(PARTS[name].module).install()
+        import_module(PARTS[name].module_for(release)).install()
     _tell_compile_caches(known)
     served = ", ".join(f"{PARTS[name].serves} ({name})" for name in known)
     unknown = [name for name in chosen if name not in known]

@@ -48,9 +48,10 @@ class Played:
         for module in (self.vllm, self.envs, self.platforms):
             patch.setitem(sys.modules, module.__name__, module)
         for name, part in PARTS.items():
-            module = ModuleType(part.module)
-            module.install = lambda name=name: self.installed.append(name)  # type: ignore[attr-defined]
-            patch.setitem(sys.modules, part.module, module)
+            for release in part.releases:
+                module = ModuleType(part.module_for(release))
+                module.install = lambda name=name: self.installed.append(name)  # type: ignore[attr-defined]
+                patch.setitem(sys.modules, module.__name__, module)
         patch.setattr(plugin, "_said", set())
         patch.delenv(plugin.ENV, raising=False)
         self.is_on()

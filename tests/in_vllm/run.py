@@ -22,7 +22,6 @@ BUILD = ROOT / "build" / "vllm"
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
 # vLLM is built for Linux with CUDA; which Python its wheels are tagged for does not matter to what is read here.
 WHEEL = ["--no-deps", "--only-binary", ":all:", "--python-version", "3.12", "--platform", "manylinux_2_28_x86_64"]
-TESTS_FAILED = 1  # pytest's exit code
 
 
 def packages() -> Path:
@@ -64,12 +63,8 @@ def main(releases: list[str]) -> int:
         path = os.pathsep.join(map(str, (ROOT, beside, python_of(release))))
         print(f"vLLM {release}", flush=True)
         tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--disable-warnings", str(HERE)]
-        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        code = subprocess.run(tests, cwd=ROOT, env=env).returncode
-        if code == TESTS_FAILED:
-            print("failed; test_model.py fails in one run of eight, why is not known yet: once more", flush=True)
-            code = subprocess.run(tests, cwd=ROOT, env=env).returncode
-        failed += [release] if code else []
+        done = subprocess.run(tests, cwd=ROOT, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+        failed += [release] if done.returncode else []
     if failed:
         print(f"kerngen.vllm does not work with the Python of vLLM {', '.join(failed)}", file=sys.stderr)
     return bool(failed)

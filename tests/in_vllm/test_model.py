@@ -124,8 +124,11 @@ def make(cls: Any, hf: Any, quantised: bool, checkpoint: list[tuple[str, Tensor]
     """A model as vLLM makes and loads it."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+    from vllm.model_executor.models import utils
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    # By id: a model that lies where a pipeline's rank was would go without the layers that the rank had not.
+    utils._model_to_pp_missing_layer_names.clear()
     config = vllm_config(hf, quantised, **settings)
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16), torch.no_grad():
         made = initialize_model(config, model_class=cls)

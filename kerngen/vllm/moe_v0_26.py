@@ -8,7 +8,6 @@ a checkpoint may say, its class CompressedTensorsMoEMethod.
 from __future__ import annotations
 
 import logging
-from functools import cache
 from typing import Any
 
 import torch
@@ -36,8 +35,8 @@ from kerngen.templates.moe_combine import spec as combine
 from kerngen.templates.moe_w4a16 import spec as experts
 from kerngen.vllm.ahead import AHEAD
 from kerngen.vllm.linear import target
+from kerngen.vllm.plugin import say_once
 
-log = logging.getLogger("vllm.kerngen")
 AT_ONCE = 1 << 24  # weights that are packed at a time, which takes about 20 bytes each beside them
 VLLMS = CompressedTensorsMoEMethod.get_moe_method
 
@@ -54,7 +53,7 @@ def get_moe_method(
     scheme = _scheme(quant_config, layer, layer_name)
     if (why := _why_not(scheme, layer)) is None:
         return KerngenMoEMethod(layer.moe_config, scheme["weights"].group_size)
-    _say(f"kerngen: experts stay vLLM's: {why}")
+    say_once(logging.INFO, f"kerngen: experts stay vLLM's: {why}")
     method: FusedMoEMethodBase = VLLMS(quant_config, layer, layer_name)
     return method
 
@@ -215,9 +214,3 @@ def _why_not_run(moe: FusedMoEConfig) -> str | None:
     if moe.moe_backend != "auto":
         return f"--moe-backend {moe.moe_backend} names one of vLLM's"
     return None
-
-
-@cache
-def _say(text: str) -> None:
-    """Once a process: each layer is asked."""
-    log.info("%s", text)

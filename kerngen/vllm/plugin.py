@@ -54,7 +54,7 @@ def register() -> None:
     """
     chosen = chosen_parts(os.environ.get(ENV))
     if not chosen:
-        return _say(logging.INFO, f"kerngen {__version__}: {ENV} is empty: nothing is registered")
+        return say_once(logging.INFO, f"kerngen {__version__}: {ENV} is empty: nothing is registered")
     import vllm
 
     release = release_of(vllm.__version__)
@@ -71,7 +71,9 @@ def register() -> None:
     served = ", ".join(f"{PARTS[name].serves} ({name})" for name in known)
     unknown = [name for name in chosen if name not in known]
     beside = f"; {', '.join(unknown)}: not for this release of vLLM" if unknown else ""
-    _say(logging.INFO, f"kerngen {__version__} in vLLM {vllm.__version__} on {arch}: serves {served}; {LEFT}{beside}")
+    say_once(
+        logging.INFO, f"kerngen {__version__} in vLLM {vllm.__version__} on {arch}: serves {served}; {LEFT}{beside}"
+    )
 
 
 def chosen_parts(text: str | None) -> list[str]:
@@ -134,10 +136,10 @@ def _tell_compile_caches(parts: list[str]) -> None:
 
 
 def _nothing(why: str) -> None:
-    _say(logging.WARNING, f"kerngen {__version__}: nothing is registered: {why}")
+    say_once(logging.WARNING, f"kerngen {__version__}: nothing is registered: {why}")
 
 
-def _say(level: int, text: str) -> None:
+def say_once(level: int, text: str) -> None:
     """Once a process."""
     if text not in _said:
         _said.add(text)

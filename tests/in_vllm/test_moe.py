@@ -27,10 +27,10 @@ MATRICES = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj
 
 
 @pytest.fixture(autouse=True)
-def _reasons_are_said_again() -> None:
-    from kerngen.vllm import moe_v0_26
+def _reasons_are_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kerngen.vllm import plugin
 
-    moe_v0_26._say.cache_clear()
+    monkeypatch.setattr(plugin, "_said", set())
 
 
 def settings(lora: bool = False, **of_int4: Any) -> Any:

@@ -1,4 +1,4 @@
-"""vLLM 0.24.0 with generated weights of a released model's shapes, to be put under the same load as kerngen."""
+"""vLLM, 0.24 to 0.26, with generated weights of a released model's shapes, to be put under the same load as kerngen."""
 
 from __future__ import annotations
 

@@ -65,3 +65,18 @@ def test_weights_are_numbers_that_rows_live_through(serving: Any) -> None:
     weights = (nibbles.float() - 8) * held["weight_scale"].float().repeat_interleave(32, dim=1)
     assert 0.5 < float((torch.randn(inputs) @ weights.T).std()) < 2
     assert 0.5 < float(held["embedding"].norm(dim=1).mean()) < 2
+
+
+def test_weights_are_the_same_whichever_way_round_a_method_holds_them(serving: Any) -> None:
+    layers = nn.Module(), nn.Module()
+    packed, scale = ("w13_weight_packed", torch.int32), ("w13_weight_scale", torch.bfloat16)
+    for layer, order, turn in ((layers[0], (packed, scale), False), (layers[1], (scale, packed), True)):
+        for name, dtype in order:
+            tensor = torch.zeros(3, 64, 16, dtype=dtype)
+            tensor = tensor.mT.contiguous() if turn else tensor
+            layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        serving("peer_weights").fill(layer)
+    for name, _ in (packed, scale):
+        one, other = (layer.get_parameter(name) for layer in layers)
+        assert one.eq(other.mT).all()
+        assert one.unique().numel() > 100

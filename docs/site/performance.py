@@ -1,17 +1,20 @@
-"""What was measured, from data/performance/*.toml: `python docs/site/performance.py` writes docs/performance.md anew.
+"""What was measured, from data/performance/*.toml: `python docs/site/performance.py` writes it into the docs anew.
 
-That page has a table and a chart of each board, h200.toml and h100.toml. kernels.toml and history.toml, which hold
-tables as they were measured, have a page each on the site, which is not committed.
+docs/performance.md has a table and a chart of each board, h200.toml and h100.toml; docs/vllm.md has vllm.toml's tables.
+kernels.toml and history.toml, which hold tables as they were measured, have a page each on the site, which is not
+committed.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import chart
 
-PAGE = chart.ROOT / "docs" / "performance.md"
+PAGE, VLLM = chart.ROOT / "docs" / "performance.md", chart.ROOT / "docs" / "vllm.md"
 BOARDS = ("h200", "h100")
 TABLES = ("kernels", "history")
 
@@ -20,15 +23,22 @@ def begin(board: str) -> str:
     return f"<!-- The rest of this section is made by docs/site/performance.py, from {board}.toml. -->\n"
 
 
-def page() -> str:
-    """The text of docs/performance.md. Raises SystemExit where it has no place for a board."""
-    text = PAGE.read_text()
-    for board in BOARDS:
-        before, found, rest = text.partition(begin(board))
+def pages() -> dict[Path, str]:
+    """The text of each page that has something made. Raises SystemExit where one has no place for it."""
+    return {
+        PAGE: _filled(PAGE, {board: _board(board) for board in BOARDS}),
+        VLLM: _filled(VLLM, {"vllm": _measured(_read("vllm"))}),
+    }
+
+
+def _filled(page: Path, made: Mapping[str, Iterable[str]]) -> str:
+    text = page.read_text()
+    for name, lines in made.items():
+        before, found, rest = text.partition(begin(name))
         _, end, after = rest.partition(chart.END)
         if not (found and end):
-            raise SystemExit(f"{PAGE}: no place between {begin(board).strip()} and {chart.END.strip()}")
-        text = f"{before}{found}\n{chr(10).join(_board(board))}\n{end}{after}"
+            raise SystemExit(f"{page}: no place between {begin(name).strip()} and {chart.END.strip()}")
+        text = f"{before}{found}\n{chr(10).join(lines)}\n{end}{after}"
     return text
 
 
@@ -58,20 +68,36 @@ def _board(name: str) -> Iterator[str]:
     yield from (f"{n}. `{board.commands[key]}`" for key, n in numbers.items())
 
 
+def _read(name: str) -> dict[str, Any]:
+    return tomllib.loads((chart.DATA / f"{name}.toml").read_text())
+
+
 def _tables(name: str) -> Iterator[str]:
-    data = tomllib.loads((chart.DATA / f"{name}.toml").read_text())
+    data = _read(name)
     yield f"# {data['title']}"
     yield f"\n{data['intro'].strip()}"
     for table in data["table"]:
         yield f"\n## {table['title']}\n"
-        read = f"read {table['read']} GB/s" if "read" in table else ""
-        commits = ", ".join(f"`{c}`" for c in table.get("commit", "").split())
-        command = f"`{table['command']}`" if "command" in table else ""
-        yield " · ".join(part for part in (table["board"], read, commits, command) if part) + "\n"
-        yield from (_row(table["columns"]), _row(["---"] * len(table["columns"])), *map(_row, table["rows"]))
-        if "note" in table:
-            yield f"\n{table['note'].strip()}"
+        yield from _table(table)
     yield ""
+
+
+def _measured(data: dict[str, Any]) -> Iterator[str]:
+    """A file's tables without headings, after what it says of them all."""
+    yield data["intro"].strip()
+    for table in data["table"]:
+        yield ""
+        yield from _table(table)
+
+
+def _table(table: dict[str, Any]) -> Iterator[str]:
+    read = f"read {table['read']} GB/s" if "read" in table else ""
+    commits = ", ".join(f"`{c}`" for c in table.get("commit", "").split())
+    command = f"`{table['command']}`" if "command" in table else ""
+    yield " · ".join(part for part in (table["board"], read, commits, command) if part) + "\n"
+    yield from (_row(table["columns"]), _row(["---"] * len(table["columns"])), *map(_row, table["rows"]))
+    if "note" in table:
+        yield f"\n{table['note'].strip()}"
 
 
 def _row(cells: list[str]) -> str:
@@ -79,7 +105,8 @@ def _row(cells: list[str]) -> str:
 
 
 def main() -> None:
-    PAGE.write_text(page())
+    for place, text in pages().items():
+        place.write_text(text)
 
 
 if __name__ == "__main__":

@@ -41,8 +41,9 @@ PARTS: Mapping[str, Part] = {
     "model": Part("Gemma-4's norms, residuals, gate and GELU", "kerngen.vllm.model", ("0.26",), needs="linear"),
     "attention": Part("Gemma-4's attention over pages", "kerngen.vllm.attention_v{release}", ("0.26",)),
     "moe": Part("W4A16 experts", "kerngen.vllm.moe_v{release}", ("0.26",)),
+    "head": Part("heads of Gemma-4's MTP drafters", "kerngen.vllm.head", ("0.26",)),
 }
-LEFT = "the head and all else stay vLLM's"
+LEFT = "the model's own head and all else stay vLLM's"
 _said: set[str] = set()
 
 

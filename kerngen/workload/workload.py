@@ -14,11 +14,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kerngen.arch import Arch
+from kerngen.arch import Arch, Target
 from kerngen.errors import UnknownName, UsageError
 from kerngen.runtime.config import DrafterConfig, ModelConfig, read_drafter_config, read_model_config
 from kerngen.runtime.world import World
 from kerngen.templates import find_kernel
+from kerngen.templates.centroid_head.spec import Problem as CentroidHead
+from kerngen.templates.greedy_head.spec import Problem as GreedyHead
+from kerngen.templates.greedy_head.spec import bits_for, most_tokens
 from kerngen.templates.kernel import Kernel
 from kerngen.templates.kv_write.spec import Problem as KvWrite
 from kerngen.workload.steps import Fuses, Kind, Recorder, Step, recorder
@@ -153,15 +156,13 @@ class Model:
     engine: str = ENGINES[0]
 
     def on(self, engine: str) -> Model:
-        """The same on that engine; inside vLLM its drafter is another model. Raises UsageError for what is not served
-        there.
-        """
+        """The same on that engine. Raises UsageError for what is not served there."""
         if engine == self.engine:
             return self
         if self.target.quant is None:
             raise UsageError(f"{self.name} has no W4A16 layers: kerngen serves nothing of it inside vLLM",
                              hint="a W4A16 checkpoint of the model, or --engine kerngen")  # fmt: skip
-        return replace(self, name=f"{self.name}-vllm", drafter=None, engine=engine)
+        return replace(self, name=f"{self.name}-vllm", engine=engine)
 
     def divided(self, world: World) -> Model:
         """What a rank has of it. Raises UsageError where it does not divide among so many."""
@@ -239,7 +240,7 @@ def workload(model: Model, arch: Arch) -> Workload:
 
 def _inside_vllm(model: Model, arch: Arch) -> Workload:
     """What kerngen.vllm asks: the linear layers' products one by one, a layer's norms with its residual, its experts,
-    attention over pages of K and V.
+    attention over pages of K and V, and the head of its drafter, if it has one.
 
     vLLM keeps K once more as V where V is K. Gate and up are here with the gate and without: its release decides.
     """
@@ -259,6 +260,8 @@ def _inside_vllm(model: Model, arch: Arch) -> Workload:
             made.append(item)
         elif item.kernel == "moe_combine":  # the norms behind the sum are vLLM's
             made.append(replace(item, problem=replace(p, residual_dtype=p.dtype, has_norms=False)))
+    if model.drafter is not None:
+        made += _drafts_inside_vllm(model.drafter, arch)
     uses: dict[tuple[str, Any], tuple[Use, ...]] = {}  # layers that vLLM asks alike may not be alike elsewhere
     for item in made:
         uses[item.kernel, item.problem] = uses.get((item.kernel, item.problem), ()) + item.uses
@@ -285,6 +288,23 @@ def _attention_inside_vllm(item: Item) -> Iterator[Item]:
         tokens = p.batch * p.q_len if item.kernel == "attn_decode" else p.num_tokens
         written = KvWrite(p.num_kv_heads, p.head_dim, p.page_size, p.dtype, tokens, **pages)
         yield Item("kv_write", _on_grid(written), cache)
+
+
+def _drafts_inside_vllm(drafter: DrafterConfig, arch: Arch) -> Iterator[Item]:
+    """The greedy head, for as many drafts at once as it takes: of a rank's part of the vocabulary, or with centroids of
+    all of it. Attention over the model's pages is not here, nor are matrices, which vLLM multiplies.
+    """
+    hidden = drafter.text.hidden_size
+    problem: Any
+    if count := drafter.num_centroids:
+        kernel, where, most = "centroid_head", "centroid head (drafter)", BATCHES[-1]
+        problem = CentroidHead(count, drafter.text.vocab_size // count, drafter.centroid_top_k, hidden, arch.dtype)
+    else:
+        kernel, where, most = "greedy_head", "greedy token (drafter)", most_tokens(Target.of(arch))
+        problem = GreedyHead(drafter.text.vocab_span.size, hidden, arch.dtype, bits=bits_for(hidden, likely=True))
+    for batch in BATCHES:
+        if batch <= most:
+            yield Item(kernel, replace(problem, num_tokens=batch), (Use(where, "draft", batch, 1, 1),))
 
 
 def _norms_inside_vllm(after_attention: Item, has_ple: bool) -> Iterator[Item]:

@@ -129,13 +129,18 @@ def test_a_folder_gives_its_own_shapes() -> None:
 
 
 def test_inside_vllm_a_model_asks_each_product_by_itself() -> None:
-    """Gate and up with the gate and without, K once more as V in full layers, norms; nothing of a drafter."""
+    """Gate and up with the gate and without, K once more as V in full layers, norms; of a drafter the head."""
     model = find_model("gemma-4-31b").on("vllm")
     items = workload(model, find_arch("sm90")).items
     problems = [item.problem for item in items if item.kernel == "w4a16_gemm"]
     norms = [item.problem for item in items if item.kernel == "add_norm"]
     attention = [item for item in items if item.kernel in ("attn_decode", "attn_prefill", "kv_write")]
-    assert len(problems) + len(norms) + len(attention) == len(items) == len({(i.kernel, i.problem) for i in items})
+    heads = [item for item in items if item.kernel == "greedy_head"]
+    assert (
+        len(problems) + len(norms) + len(attention) + len(heads)
+        == len(items)
+        == len({(i.kernel, i.problem) for i in items})
+    )
     assert {(p.has_post, p.has_scalar, p.has_next) for p in norms} == {
         (True, False, True), (True, True, True), (True, True, False),
     }  # fmt: skip
@@ -199,6 +204,7 @@ def test_inside_vllm_a_model_asks_its_experts_and_their_sum() -> None:
             "attn_decode",
             "attn_prefill",
             "kv_write",
+            "greedy_head",
         }
         experts = [i.problem for i in items if i.kernel == "moe_w4a16"]
         sums = [i.problem for i in items if i.kernel == "moe_combine"]
@@ -208,6 +214,26 @@ def test_inside_vllm_a_model_asks_its_experts_and_their_sum() -> None:
         assert {(p.hidden, p.top_k, p.dtype, p.has_norms) for p in sums} == {(2816, 8, "bf16", False)}
         for asked in (experts, sums):
             assert {p.num_tokens for p in asked} >= {1, 2, 8, 64, 8192}
+
+
+@pytest.mark.parametrize(("name", "kernel"), [("gemma-4-31b", "greedy_head"), ("gemma-4-e4b", "centroid_head")])
+def test_inside_vllm_a_drafter_asks_what_it_asks_of_kerngens_own_engine(name: str, kernel: str) -> None:
+    """The model's own head is vLLM's. A rank has a part of the drafter's, but all of one with centroids."""
+    model = find_model(name)
+    for arch, most in (("sm90", 32), ("sm75", 8 if kernel == "greedy_head" else 32)):
+        mine, all_of_it = (workload(m, find_arch(arch)).items for m in (model.on("vllm"), model))
+        heads = {i.problem: {u.where for u in i.uses} for i in mine if i.kernel in ("greedy_head", "centroid_head")}
+        assert heads == {
+            i.problem: {u.where for u in i.uses}
+            for i in all_of_it
+            if i.kernel == kernel and {u.phase for u in i.uses} == {"draft"} and getattr(i.problem, "greedy", True)
+        }
+        assert {p.num_tokens for p in heads} == {t for t in (1, 2, 4, 8, 16, 32) if t <= most}
+    for rank in model.ranks(2) if name == "gemma-4-31b" else ():
+        halves = [i.problem for i in workload(rank.on("vllm"), find_arch("sm90")).items if i.kernel == kernel]
+        assert {(p.vocab_size, p.hidden, p.bits) for p in halves} == {(131072, 1024, 4)}
+    alone = workload(replace(model, drafter=None).on("vllm"), find_arch("sm90")).items
+    assert not {i.kernel for i in alone} & {"greedy_head", "centroid_head"}
 
 
 def test_what_does_not_exist_is_named() -> None:

@@ -12,6 +12,7 @@ from kerngen.templates.attn_decode.spec import Problem as Decode
 from kerngen.templates.attn_prefill.spec import Problem as Prefill
 from kerngen.templates.common.rows.spec import keys_that_matter
 from kerngen.templates.kv_write.spec import Problem as Write
+from kerngen.templates.qkv_norm_rope.spec import Problem as Make
 from kerngen.tuning_db.read.ids import bucketed
 
 PAGE_SIZE = 64  # tokens: what the kernels are tuned for
@@ -51,6 +52,11 @@ class Heads:
 
     def write(self, num_tokens: int = 1) -> Write:
         return Write(self.num_kv_heads, self.head_dim, PAGE_SIZE, self.dtype, num_tokens, self.page_heads)
+
+    def make(self, num_rotated_pairs: int) -> Make:
+        """q, K and V of the projection's output q | k | v."""
+        return Make(self.num_q_heads, self.num_kv_heads, self.head_dim, num_rotated_pairs, PAGE_SIZE, self.dtype,
+                    page_heads=self.page_heads)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

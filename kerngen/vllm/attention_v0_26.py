@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.models import config as models
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
@@ -354,10 +355,24 @@ def _q_lens(vllm_config: VllmConfig) -> tuple[int, ...]:
     return tuple(sorted({1, verified if verified <= MAX_Q_LEN else 1}))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class NewHeads:
+    """How a layer makes q, K and V of its projection's output, for kerngen.templates.values.HeadNorms.
+
+    q_norm, k_norm: vLLM's RMSNorm, with weights [head_dim]; that of V has none. inv_freq [head_dim / 2] fp32.
+    """
+
+    q_norm: Any
+    k_norm: Any
+    inv_freq: Tensor
+    num_rotated_pairs: int
+
+
 class Impl(AttentionImpl[Metadata]):
-    """One layer's attention."""
+    """One layer's attention. new_heads: where it makes q, K and V too."""
 
     supports_dcp: bool = False
+    new_heads: NewHeads | None = None
 
     def __init__(
         self,
@@ -385,12 +400,26 @@ class Impl(AttentionImpl[Metadata]):
         self.window, self.logit_cap = sliding_window or 0, float(logits_soft_cap or 0.0)
         heads = Heads(num_heads, self.num_kv_heads, head_size, self.window, DTYPE_NAME[config.model_config.dtype],
                       self.logit_cap > 0)  # fmt: skip
+        self.heads = heads
         heads.decode(1, 1, 1), heads.prefill(1, 1, 1)  # refused here, not as the first forward asks
         scheduler = config.scheduler_config
         AHEAD.ask_all(Grid(heads, _q_lens(config), scheduler.max_num_seqs, scheduler.max_num_batched_tokens,
                            _max_kv_len(config)))  # fmt: skip
         if kv_sharing_target_layer_name is None:
             AHEAD.ask("kv_write", heads.write())
+
+    def make_heads(self, new: NewHeads) -> str | None:
+        """Have `forward` norm and rotate the heads of a projection's output, and write K and V, before attention.
+
+        Returns why the kernel does not serve that, or None: then it will, and `do_kv_cache_update` is not called.
+        """
+        problem = self.heads.make(new.num_rotated_pairs)
+        if why := find_kernel("qkv_norm_rope").why_unsupported(problem, target()):
+            return why
+        AHEAD.withdraw("kv_write", self.heads.write())
+        AHEAD.ask("qkv_norm_rope", problem)
+        self.new_heads = new
+        return None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """vLLM comes here after the linear layers, which have all kernels loaded where they are kerngen's."""
@@ -421,13 +450,18 @@ class Impl(AttentionImpl[Metadata]):
     ) -> Tensor:
         """query, output [T, num_heads, head_dim], of which the first num_actual_tokens are served; kv_cache as in
         do_kv_cache_update, with the new tokens' K and V. Returns output.
+
+        After `make_heads`, query is the projection's output q | k | v [T, W] and key the positions [T] int64; K and V
+        go where vLLM's forward context says for the layer.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("kerngen: attention's result is not quantised; --attention-backend TRITON_ATTN")
         if attn_metadata is None:  # vLLM measures memory
+            if self.new_heads is not None:
+                torch.empty_like(output)  # q, which counts
             return output.fill_(0)
         k, v = kv_cache.split(self.num_kv_heads, dim=1)
-        query = query.contiguous()
+        query = query.contiguous() if self.new_heads is None else self._made(self.new_heads, layer, query, key, k, v)
         for part in attn_metadata.parts:
             q, out = query[part.first : part.end], output[part.first : part.end]
             if part.q_len:
@@ -443,6 +477,18 @@ class Impl(AttentionImpl[Metadata]):
                     part.max_kv_len, self.scale, self.logit_cap,
                 )  # fmt: skip
         return output
+
+    def _made(self, new: NewHeads, layer: Any, qkv: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [slots, num_heads, head_dim] of the first tokens, as many as have a slot. Their K and V are written."""
+        slots = get_forward_context().slot_mapping.get(layer.layer_name)
+        if slots is None:  # vLLM writes nothing then
+            slots = torch.full_like(positions, -1)
+        tokens = slots.shape[0]
+        q: Tensor = torch.ops.kerngen.qkv_norm_rope(
+            qkv[:tokens], new.q_norm.weight, new.k_norm.weight, new.inv_freq, positions[:tokens], k, v, slots,
+            self.num_heads, new.num_rotated_pairs, new.q_norm.variance_epsilon,
+        )  # fmt: skip
+        return q
 
     def _with_images(
         self, layer: AttentionLayer, part: Part, ranges: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor

@@ -21,6 +21,7 @@ from kerngen.errors import ProblemError
 from kerngen.templates import find_kernel
 from kerngen.templates.add_norm.spec import Problem
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME
+from kerngen.vllm import self_attention_v0_26 as self_attention
 from kerngen.vllm.ahead import AHEAD
 from kerngen.vllm.linear import KerngenLinearKernel, target
 
@@ -129,6 +130,18 @@ def _serve(model: gemma4.Gemma4Model, config: VllmConfig) -> None:
     left = "".join(f"; {n} stay vLLM's: {why}" for why, n in Counter(filter(None, reasons)).items())
     log.info("kerngen: norms and residuals of %d of %d decoder layers, gate and GELU of %d%s",
              len(served), len(layers), len(gated), left)  # fmt: skip
+    _serve_attention([layer.self_attn for layer in served], len(layers))
+
+
+def _serve_attention(served: list[Any], num_layers: int) -> None:
+    """Of layers that are served, those whose attention is kerngen's too; a line says how many of them."""
+    mine = [attention for attention in served if self_attention.has_kerngens_backend(attention)]
+    if not mine:
+        return
+    reasons = Counter(map(self_attention.serve, mine))
+    left = "".join(f"; {n} stay vLLM's: {why}" for why, n in reasons.items() if why is not None)
+    log.info("kerngen: norms of heads, RoPE and cache write in one launch in %d of %d decoder layers%s",
+             reasons[None], num_layers, left)  # fmt: skip
 
 
 def _gate(layer: gemma4.Gemma4DecoderLayer, config: VllmConfig) -> bool:

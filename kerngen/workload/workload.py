@@ -24,6 +24,7 @@ from kerngen.templates.greedy_head.spec import Problem as GreedyHead
 from kerngen.templates.greedy_head.spec import bits_for, most_tokens
 from kerngen.templates.kernel import Kernel
 from kerngen.templates.kv_write.spec import Problem as KvWrite
+from kerngen.templates.qkv_norm_rope.spec import Problem as NewHeads
 from kerngen.workload.steps import Fuses, Kind, Recorder, Step, recorder
 
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -271,13 +272,13 @@ def _inside_vllm(model: Model, arch: Arch) -> Workload:
 
 def _attention_inside_vllm(item: Item) -> Iterator[Item]:
     """Attention of heads that are normed and rotated, after K and V of the new ones are written, in pages that have the
-    heads of both.
+    heads of both. The cache is written with the norms and RoPE, or without: vLLM's configuration decides.
     """
     p = item.problem
     pages = {"page_heads": 2 * p.num_kv_heads}
-    attention, cache = (
+    attention, cache, heads = (
         tuple(replace(u, where=f"{what} {u.where[u.where.rindex('(') :]}") for u in item.uses)
-        for what in ("attention", "cache")
+        for what in ("attention", "cache", "head norms, RoPE, cache")
     )
     if item.kernel == "attn_prefill":
         yield Item("attn_prefill", replace(p, **pages), attention)
@@ -288,6 +289,9 @@ def _attention_inside_vllm(item: Item) -> Iterator[Item]:
         tokens = p.batch * p.q_len if item.kernel == "attn_decode" else p.num_tokens
         written = KvWrite(p.num_kv_heads, p.head_dim, p.page_size, p.dtype, tokens, **pages)
         yield Item("kv_write", _on_grid(written), cache)
+        made = NewHeads(p.num_q_heads, p.num_kv_heads, p.head_dim, p.num_rotated_pairs, p.page_size, p.dtype,
+                        num_tokens=tokens, **pages)  # fmt: skip
+        yield Item("qkv_norm_rope", _on_grid(made), heads)
 
 
 def _drafts_inside_vllm(drafter: DrafterConfig, arch: Arch) -> Iterator[Item]:

@@ -116,3 +116,91 @@ def test_a_captured_batch_of_decodes_gives_what_it_gives_outside_of_a_graph(
         assert {f for _, _, f in devices.executor(device).launcher.functions} == loaded
     finally:
         use_stores(None)
+
+
+@pytest.mark.parametrize(
+    ("dim", "kv_heads", "window", "pairs"), [(256, 8, 1024, 128), (512, 2, 0, 64)], ids=["sliding", "full"]
+)
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_captured_layer_makes_its_heads_as_the_references_do(
+    dim: int, kv_heads: int, window: int, pairs: int, drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By vLLM's operator, from the projection's output on: norms, RoPE and cache write too, replayed with other lengths
+    and with rows that pad it. K, V and attention's output are those of the kernels' references.
+    """
+    from vllm.forward_context import override_forward_context
+    from vllm.model_executor.layers.attention import attention  # noqa: F401 - torch.ops.vllm
+    from vllm.utils.torch_utils import _encode_layer_name
+
+    from kerngen.ops import devices, use_stores
+    from kerngen.templates.common.attention.heads_torch import inverse_frequencies
+    from kerngen.vllm import ahead
+    from kerngen.vllm import attention_v0_26 as ours
+
+    dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    settings, device = _settings(drafts, dtype), torch.device("cuda", torch.cuda.current_device())
+    monkeypatch.setattr(ours, "get_current_vllm_config", lambda: settings)
+    monkeypatch.setattr(ahead, "get_current_vllm_config_or_none", lambda: settings)
+    monkeypatch.setattr(ours, "AHEAD", ahead.Ahead())
+    use_stores([])  # nothing of it was loaded before
+    try:
+        made = ours.Impl(Q_HEADS, dim, dim**-0.5, kv_heads, None, window or None)
+        draw = torch.Generator("cuda").manual_seed(6)
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=draw, device=device).to(dtype)
+
+        def norm() -> Any:
+            return SimpleNamespace(weight=1 + 0.25 * drawn(dim), variance_epsilon=1e-6)
+
+        new = ours.NewHeads(norm(), norm(), inverse_frequencies(dim, pairs, device), pairs)
+        assert made.make_heads(new) is None
+        made.process_weights_after_loading(dtype)
+        loaded = {f for _, _, f in devices.executor(device).launcher.functions}
+        q_len = 1 + drafts
+        tokens, spec = SEQUENCES * q_len, SimpleNamespace(block_size=SIZE)
+        builder = ours.Builder(spec, ["layer"], settings, device)  # type: ignore[arg-type]
+        tables = torch.arange(1, 1 + SEQUENCES * PAGES, dtype=torch.int32, device=device).reshape(SEQUENCES, PAGES)
+        qkv = drawn(tokens, (Q_HEADS + 2 * kv_heads) * dim)
+        layer: Any = SimpleNamespace(impl=made, layer_name="layer")
+        layer.kv_cache = drawn(*ours.Backend.get_kv_cache_shape(1 + SEQUENCES * PAGES, SIZE, kv_heads, dim))
+        positions = torch.zeros(tokens, dtype=torch.int64, device=device)
+        slots = torch.full_like(positions, -1)
+        captured = _batch([q_len] * SEQUENCES, [q_len] * SEQUENCES, tables, tokens)
+        metadata = builder.build_for_cudagraph_capture(captured)
+        out, graph = torch.empty(tokens, Q_HEADS, dim, dtype=dtype, device=device), torch.cuda.CUDAGraph()
+        context: Any = SimpleNamespace(
+            no_compile_layers={"layer": layer}, attn_metadata={"layer": metadata}, slot_mapping={"layer": slots}
+        )
+        torch.cuda.synchronize()
+        with override_forward_context(context), torch.cuda.graph(graph):
+            torch.ops.vllm.unified_attention_with_output(qkv, positions, positions, out, _encode_layer_name("layer"))
+
+        on_cpu = ours.NewHeads(
+            *(SimpleNamespace(weight=n.weight.cpu(), variance_epsilon=1e-6) for n in (new.q_norm, new.k_norm)),
+            new.inv_freq.cpu(), pairs,
+        )  # fmt: skip
+        for lengths in ([q_len, 63, 64, 65, 1023, 2500], [2048, 9, 1025, q_len, 0, 0], [700] * 6):
+            at = torch.tensor([n - q_len + i if n else -1 for n in lengths for i in range(q_len)])
+            rows = tables.cpu().repeat_interleave(q_len, 0)
+            pages = rows.gather(1, (at.clamp(min=0) // SIZE)[:, None])[:, 0].long()
+            slots.copy_(torch.where(at < 0, -1, pages * SIZE + at % SIZE))
+            positions.copy_(at.clamp(min=0))
+            captured.seq_lens.copy_(torch.tensor(lengths))
+            cache, expected = layer.kv_cache.cpu(), torch.empty_like(out, device="cpu")
+            graph.replay()
+            torch.cuda.synchronize()
+            with monkeypatch.context() as patch:
+                patch.setattr(made, "new_heads", on_cpu)
+                context.slot_mapping["layer"] = slots.cpu()
+                part = ours.Part(0, tokens, tables.cpu(), captured.seq_lens.cpu(), MAX_LEN, q_len)
+                with override_forward_context(context):
+                    made.forward(
+                        layer, qkv.cpu(), positions.cpu(), None, cache, ours.Metadata(tokens, (part,)), expected
+                    )
+            torch.testing.assert_close(layer.kv_cache.cpu().float(), cache.float(), rtol=2**-6, atol=2**-6)
+            torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=2**-6, atol=2**-6)
+            assert torch.equal(layer.kv_cache[0].cpu(), cache[0]), "page 0 is vLLM's null block"
+        assert {f for _, _, f in devices.executor(device).launcher.functions} == loaded
+    finally:
+        use_stores(None)

@@ -134,7 +134,7 @@ def test_inside_vllm_a_model_asks_each_product_by_itself() -> None:
     items = workload(model, find_arch("sm90")).items
     problems = [item.problem for item in items if item.kernel == "w4a16_gemm"]
     norms = [item.problem for item in items if item.kernel == "add_norm"]
-    attention = [item for item in items if item.kernel in ("attn_decode", "attn_prefill", "kv_write")]
+    attention = [i for i in items if i.kernel in ("attn_decode", "attn_prefill", "kv_write", "qkv_norm_rope")]
     heads = [item for item in items if item.kernel == "greedy_head"]
     assert (
         len(problems) + len(norms) + len(attention) + len(heads)
@@ -173,20 +173,23 @@ def test_inside_vllm_a_model_asks_each_product_by_itself() -> None:
 
 @pytest.mark.parametrize("name", ["gemma-4-31b", "gemma-4-e4b"])
 def test_inside_vllm_attention_is_over_pages_of_k_and_v(name: str) -> None:
-    """Of heads that are final: nothing norms or turns them. Each problem once, also of layers that share a cache."""
+    """Of heads that another launch made, or vLLM did. Each problem once, also of layers that share a cache."""
     model = find_model(name)
     items = workload(model.on("vllm"), find_arch("sm90")).items
     assert len({(i.kernel, i.problem) for i in items}) == len(items)
-    found = {k: [i.problem for i in items if i.kernel == k] for k in ("attn_decode", "attn_prefill", "kv_write")}
+    kernels = ("attn_decode", "attn_prefill", "kv_write", "qkv_norm_rope")
+    found = {k: [i.problem for i in items if i.kernel == k] for k in kernels}
     heads = {(layer.head_dim, layer.num_kv_heads) for layer in model.target.layers}
     for kernel, problems in found.items():
         assert {(p.head_dim, p.num_kv_heads) for p in problems} == heads, kernel
         assert all(p.page_heads == 2 * p.num_kv_heads and p.page_size == 64 for p in problems), kernel
     assert {(p.source, p.num_rotated_pairs) for p in found["attn_decode"]} == {("q", 0)}
     assert {p.q_len for p in found["attn_decode"]} == {*range(1, 9)}
-    assert {p.num_tokens for p in found["kv_write"]} >= {1, 2, 8, 32, 64, 8192}
+    assert {(p.head_dim, p.num_rotated_pairs) for p in found["qkv_norm_rope"]} == {(256, 128), (512, 64)}
+    for kernel in ("kv_write", "qkv_norm_rope"):
+        assert {p.num_tokens for p in found[kernel]} >= {1, 2, 8, 32, 64, 8192}, kernel
     places = {u.where for i in items if i.kernel in found for u in i.uses}
-    assert {w.split()[0] for w in places} == {"attention", "cache"}
+    assert {w.split(" (")[0] for w in places} == {"attention", "cache", "head norms, RoPE, cache"}
 
 
 def test_inside_vllm_a_model_asks_its_experts_and_their_sum() -> None:
@@ -205,6 +208,7 @@ def test_inside_vllm_a_model_asks_its_experts_and_their_sum() -> None:
             "attn_prefill",
             "kv_write",
             "greedy_head",
+            "qkv_norm_rope",
         }
         experts = [i.problem for i in items if i.kernel == "moe_w4a16"]
         sums = [i.problem for i in items if i.kernel == "moe_combine"]

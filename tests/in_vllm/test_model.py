@@ -483,24 +483,33 @@ def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, name: str) -> None:
 def _(q: Tensor, k: Tensor, v: Tensor, out: Tensor, name: str) -> None: ...
 
 
+def compiled_in_pieces(monkeypatch: pytest.MonkeyPatch, folder: Path, splitting_ops: list[str] | None = None) -> Any:
+    """Of a CompilationConfig: vLLM's own backend and torch's compiler, without the passes that need vLLM's compiled
+    code. splitting_ops: None for vLLM's own.
+    """
+    from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
+    from vllm.config import PassConfig
+
+    for name, value in (("CACHE_ROOT", str(folder)), ("USE_AOT_COMPILE", "0"), ("DISABLE_COMPILE_CACHE", "1")):
+        monkeypatch.setenv(f"VLLM_{name}", value)
+    monkeypatch.setattr(FixFunctionalizationPass, "__call__", lambda self, graph: None)
+    needs_gpu = {f"fuse_{name}": False for name in ("norm_quant", "act_quant", "attn_quant", "allreduce_rms",
+                                                    "rope_kvcache", "rope_kvcache_cat_mla")}  # fmt: skip
+    return {"mode": 3, "backend": "inductor", "splitting_ops": splitting_ops, "compile_sizes": [],
+            "cudagraph_mode": "NONE", "pass_config": PassConfig(enable_sp=False, **needs_gpu)}  # fmt: skip
+
+
 @pytest.mark.skipif(which("c++") is None, reason="torch's compiler for the CPU needs a C++ compiler")
 def test_compiled_by_vllm_in_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By vLLM's own backend and torch's compiler, for any number of tokens; what is tapped, and what comes from
     outside, is what it is without them. vLLM's passes that need its compiled code are left out.
     """
-    from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
-    from vllm.config import PassConfig, set_current_vllm_config
+    from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context
     from vllm.model_executor.models import gemma4
 
-    for name, value in (("CACHE_ROOT", str(tmp_path)), ("USE_AOT_COMPILE", "0"), ("DISABLE_COMPILE_CACHE", "1")):
-        monkeypatch.setenv(f"VLLM_{name}", value)
-    monkeypatch.setattr(FixFunctionalizationPass, "__call__", lambda self, graph: None)
+    settings = compiled_in_pieces(monkeypatch, tmp_path, ["kerngen_in_vllm::attend"])
     monkeypatch.setattr(gemma4, "Attention", AttendBetween)
-    needs_gpu = {f"fuse_{name}": False for name in ("norm_quant", "act_quant", "attn_quant", "allreduce_rms",
-                                                    "rope_kvcache", "rope_kvcache_cat_mla")}  # fmt: skip
-    settings = {"mode": 3, "backend": "inductor", "splitting_ops": ["kerngen_in_vllm::attend"], "compile_sizes": [],
-                "cudagraph_mode": "NONE", "pass_config": PassConfig(enable_sp=False, **needs_gpu)}  # fmt: skip
     hf = text_config()
     model = make(ours(), hf, True, Checkpoint(hf).int4, compilation=settings).float().model
     model.compilation_config.compile_sizes = []

@@ -53,10 +53,10 @@ class Heads:
     def write(self, num_tokens: int = 1) -> Write:
         return Write(self.num_kv_heads, self.head_dim, PAGE_SIZE, self.dtype, num_tokens, self.page_heads)
 
-    def make(self, num_rotated_pairs: int) -> Make:
-        """q, K and V of the projection's output q | k | v."""
+    def make(self, num_rotated_pairs: int, v_is_k: bool) -> Make:
+        """q, K and V of the projection's output q | k | v, or q | k where V is K."""
         return Make(self.num_q_heads, self.num_kv_heads, self.head_dim, num_rotated_pairs, PAGE_SIZE, self.dtype,
-                    page_heads=self.page_heads)  # fmt: skip
+                    v_is_k, page_heads=self.page_heads)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -359,13 +359,15 @@ def _q_lens(vllm_config: VllmConfig) -> tuple[int, ...]:
 class NewHeads:
     """How a layer makes q, K and V of its projection's output, for kerngen.templates.values.HeadNorms.
 
-    q_norm, k_norm: vLLM's RMSNorm, with weights [head_dim]; that of V has none. inv_freq [head_dim / 2] fp32.
+    q_norm, k_norm: vLLM's RMSNorm, with weights [head_dim]; that of V has none. inv_freq [head_dim / 2] fp32. v_is_k:
+    the projection's output is q | k, and V is the raw k; else it is q | k | v.
     """
 
     q_norm: Any
     k_norm: Any
     inv_freq: Tensor
     num_rotated_pairs: int
+    v_is_k: bool = False
 
 
 class Impl(AttentionImpl[Metadata]):
@@ -413,7 +415,7 @@ class Impl(AttentionImpl[Metadata]):
 
         Returns why the kernel does not serve that, or None: then it will, and `do_kv_cache_update` is not called.
         """
-        problem = self.heads.make(new.num_rotated_pairs)
+        problem = self.heads.make(new.num_rotated_pairs, new.v_is_k)
         if why := find_kernel("qkv_norm_rope").why_unsupported(problem, target()):
             return why
         AHEAD.withdraw("kv_write", self.heads.write())
@@ -451,7 +453,7 @@ class Impl(AttentionImpl[Metadata]):
         """query, output [T, num_heads, head_dim], of which the first num_actual_tokens are served; kv_cache as in
         do_kv_cache_update, with the new tokens' K and V. Returns output.
 
-        After `make_heads`, query is the projection's output q | k | v [T, W] and key the positions [T] int64; K and V
+        After `make_heads`, query is the projection's output [T, W] and key the positions [T] int64; K and V
         go where vLLM's forward context says for the layer.
         """
         if output_scale is not None or output_block_scale is not None:

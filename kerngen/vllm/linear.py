@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS, MPLinearKernel, MPLinearLayerConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
 from vllm.model_executor.layers.quantization.utils import replace_parameter
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
@@ -64,10 +65,25 @@ class KerngenLinearKernel(MPLinearKernel):
         gated = replace(self._problem, gated=True)
         if why := find_kernel("w4a16_gemm").why_unsupported(gated, target()):
             return why
-        AHEAD.withdraw("w4a16_gemm", self._problem)
-        AHEAD.ask("w4a16_gemm", gated)
-        self._problem = gated
+        self._serve(gated)
         return None
+
+    def keep_rows(self, rows: int) -> str | None:
+        """Have `apply_weights` give the first `rows` columns [..., rows], of a matrix whose other rows repeat some of
+        them, before it is packed: the others are not kept.
+
+        Returns why the kernel does not serve that, or None: then it will.
+        """
+        kept = replace(self._problem, n=rows)
+        if why := find_kernel("w4a16_gemm").why_unsupported(kept, target()):
+            return why
+        self._serve(kept)
+        return None
+
+    def _serve(self, problem: Problem) -> None:
+        AHEAD.withdraw("w4a16_gemm", self._problem)
+        AHEAD.ask("w4a16_gemm", problem)
+        self._problem = problem
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Pack the layer's weights, in place of those that it loaded, and have its kernels loaded.
@@ -85,6 +101,7 @@ class KerngenLinearKernel(MPLinearKernel):
                 f"of {n} x {k} in groups of {self.config.group_size} is packed along its rows",
                 hint=f"leave this model to vLLM's kernels: VLLM_DISABLED_KERNELS={type(self).__name__}",
             )
+        loaded, scales = loaded[: self._problem.n], scales[: self._problem.n]
         if self._problem.gated:
             loaded, scales = interleave(loaded, scales)
         packed = pack_w4(loaded, scales.to(self.config.act_type))
@@ -95,13 +112,20 @@ class KerngenLinearKernel(MPLinearKernel):
             AHEAD.load(loaded.device)
 
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [..., K] times W^T, and the bias [N]: [..., N] in x's dtype. See `gate`."""
+        """x [..., K] times W^T, and the bias [N]: [..., N] in x's dtype. See `gate` and `keep_rows`."""
         multiply = torch.ops.kerngen.w4a16_gated if self._problem.gated else torch.ops.kerngen.w4a16_gemm
         packed, scales = getattr(layer, self.w_q_name), getattr(layer, self.w_s_name)
         out: Tensor = multiply(x.reshape(-1, x.shape[-1]), packed, scales)
         if bias is not None:
             out = out + bias
         return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+def kernel_of(linear: Any) -> KerngenLinearKernel | None:
+    """What multiplies by a linear layer's matrix and nothing else, if that is kerngen's kernel."""
+    method = linear.quant_method
+    kernel = getattr(linear.scheme if isinstance(method, CompressedTensorsLinearMethod) else method, "kernel", None)
+    return kernel if isinstance(kernel, KerngenLinearKernel) else None
 
 
 def _rows_first(weights: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.activation import GeluAndMul
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
 from vllm.model_executor.models import gemma4
 
 from kerngen.errors import ProblemError
@@ -23,7 +22,7 @@ from kerngen.templates.add_norm.spec import Problem
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME
 from kerngen.vllm import self_attention_v0_26 as self_attention
 from kerngen.vllm.ahead import AHEAD
-from kerngen.vllm.linear import KerngenLinearKernel, target
+from kerngen.vllm.linear import kernel_of, target
 
 log = logging.getLogger("vllm.kerngen")
 
@@ -130,18 +129,18 @@ def _serve(model: gemma4.Gemma4Model, config: VllmConfig) -> None:
     left = "".join(f"; {n} stay vLLM's: {why}" for why, n in Counter(filter(None, reasons)).items())
     log.info("kerngen: norms and residuals of %d of %d decoder layers, gate and GELU of %d%s",
              len(served), len(layers), len(gated), left)  # fmt: skip
-    _serve_attention([layer.self_attn for layer in served], len(layers))
+    _serve_attention([layer.self_attn for layer in served], len(layers), config)
 
 
-def _serve_attention(served: list[Any], num_layers: int) -> None:
+def _serve_attention(served: list[Any], num_layers: int, config: VllmConfig) -> None:
     """Of layers that are served, those whose attention is kerngen's too; a line says how many of them."""
     mine = [attention for attention in served if self_attention.has_kerngens_backend(attention)]
     if not mine:
         return
-    reasons = Counter(map(self_attention.serve, mine))
+    reasons = Counter(self_attention.serve(attention, config) for attention in mine)
     left = "".join(f"; {n} stay vLLM's: {why}" for why, n in reasons.items() if why is not None)
-    log.info("kerngen: norms of heads, RoPE and cache write in one launch in %d of %d decoder layers%s",
-             reasons[None], num_layers, left)  # fmt: skip
+    log.info("kerngen: norms of heads, RoPE and cache write in one launch in %d of %d decoder layers, K as V in %d%s",
+             reasons[None], num_layers, sum(map(self_attention.has_k_as_v, mine)), left)  # fmt: skip
 
 
 def _gate(layer: gemma4.Gemma4DecoderLayer, config: VllmConfig) -> bool:
@@ -149,7 +148,7 @@ def _gate(layer: gemma4.Gemma4DecoderLayer, config: VllmConfig) -> bool:
 
     Adapters (LoRA) add to gate and up before the GELU.
     """
-    kernel, act = _kernel(layer.mlp.gate_up_proj), layer.mlp.act_fn
+    kernel, act = kernel_of(layer.mlp.gate_up_proj), layer.mlp.act_fn
     if config.lora_config is not None or not (isinstance(act, GeluAndMul) and act.approximate == "tanh"):
         return False
     if kernel is None or kernel.gate() is not None:
@@ -158,18 +157,11 @@ def _gate(layer: gemma4.Gemma4DecoderLayer, config: VllmConfig) -> bool:
     return True
 
 
-def _kernel(linear: Any) -> KerngenLinearKernel | None:
-    """What multiplies by a linear layer's matrix and nothing else, if that is kerngen's kernel."""
-    method = linear.quant_method
-    kernel = getattr(linear.scheme if isinstance(method, CompressedTensorsLinearMethod) else method, "kernel", None)
-    return kernel if isinstance(kernel, KerngenLinearKernel) else None
-
-
 def _why_not(layer: gemma4.Gemma4DecoderLayer, dtype: torch.dtype) -> str | None:
     """Kernels of norms are loaded with those of matrices (`Ahead`): a layer without any is not served."""
     if "forward" in vars(layer):
         return "vLLM offloads them, by a forward of its own"
-    if _kernel(layer.mlp.gate_up_proj) is None:
+    if kernel_of(layer.mlp.gate_up_proj) is None:
         return "gate and up are not kerngen's W4A16"
     try:
         problems = _norm_problems(layer, dtype)

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.gemma4_rope import Gemma4RotaryEmbedding
 from vllm.model_executor.models import gemma4
 from vllm.utils.torch_utils import _encode_layer_name
 
-from kerngen.errors import ProblemError
 from kerngen.vllm.attention_v0_26 import Impl, NewHeads
+from kerngen.vllm.linear import kernel_of
 
 
 class SelfAttention(gemma4.Gemma4Attention):
@@ -40,22 +41,39 @@ def has_kerngens_backend(attention: gemma4.Gemma4Attention) -> bool:
     return isinstance(getattr(attention.attn, "impl", None), Impl)
 
 
-def serve(attention: gemma4.Gemma4Attention) -> str | None:
-    """Make a layer with kerngen's backend a `SelfAttention`. Returns why it cannot be one, or None: then it is."""
+def has_k_as_v(attention: gemma4.Gemma4Attention) -> bool:
+    """Whether its projection gives q | k alone."""
+    new = attention.attn.impl.new_heads
+    return new is not None and new.v_is_k
+
+
+def serve(attention: gemma4.Gemma4Attention, config: VllmConfig) -> str | None:
+    """Make a layer with kerngen's backend a `SelfAttention`. Returns why it cannot be one, or None: then it is.
+
+    Where V is K, vLLM has loaded K's rows of the matrix once more as V's: kerngen's matrix goes without them.
+    """
     if attention.is_kv_shared_layer:
         return "their K and V are another layer's"
     rotation = _rotation(attention.rotary_emb, attention.head_dim)
     if isinstance(rotation, str):
         return rotation
     inv_freq, pairs = rotation
-    try:
-        why: str | None = attention.attn.impl.make_heads(NewHeads(attention.q_norm, attention.k_norm, inv_freq, pairs))
-    except ProblemError as e:
-        return e.message
+    without_v = attention.q_size + attention.kv_size
+    matrix = kernel_of(attention.qkv_proj) if _is_k_v(attention, config) else None
+    v_is_k = matrix is not None and matrix.keep_rows(without_v) is None
+    new = NewHeads(attention.q_norm, attention.k_norm, inv_freq, pairs, v_is_k)
+    why: str | None = attention.attn.impl.make_heads(new)
     if why is None:
         attention.__class__ = SelfAttention
         attention.register_buffer("inv_freq", inv_freq, persistent=False)  # vLLM keeps buffers while it sleeps
+    elif matrix is not None and v_is_k:
+        matrix.keep_rows(without_v + attention.kv_size)
     return why
+
+
+def _is_k_v(attention: gemma4.Gemma4Attention, config: VllmConfig) -> bool:
+    """Whether V is K, and nothing is added to either behind the matrix, as adapters (LoRA) and a bias are."""
+    return attention.use_k_eq_v and config.lora_config is None and attention.qkv_proj.bias is None
 
 
 def _rotation(rope: Any, head_dim: int) -> tuple[Tensor, int] | str:

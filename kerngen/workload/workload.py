@@ -243,10 +243,11 @@ def _inside_vllm(model: Model, arch: Arch) -> Workload:
     """What kerngen.vllm asks: the linear layers' products one by one, a layer's norms with its residual, its experts,
     attention over pages of K and V, and the head of its drafter, if it has one.
 
-    vLLM keeps K once more as V where V is K. Gate and up are here with the gate and without: its release decides.
+    vLLM has K once more as V where V is K, and what serves its attention may do without. Gate and up are here with the
+    gate and without too: its release and its configuration decide.
     """
-    layers = tuple(replace(layer, v_is_k=False) for layer in model.target.layers)
-    alone = replace(model.target, layers=layers, share=None)  # vLLM has its own sums over ranks
+    alone = replace(model.target, share=None)  # vLLM has its own sums over ranks
+    v_rows = {layer.num_kv_heads * layer.head_dim for layer in alone.layers if layer.v_is_k}
     items, _, steps = _recorded(recorder(alone, None, arch), _never)
     made: list[Item] = []
     for item in items:
@@ -255,6 +256,7 @@ def _inside_vllm(model: Model, arch: Arch) -> Workload:
             made += _attention_inside_vllm(item)
         elif item.kernel == "w4a16_gemm":
             made += [replace(item, problem=replace(p, gated=gated)) for gated in sorted({False, p.gated})]
+            made += (_with_v(item, rows) for rows in v_rows if any(map(_is_q_k, item.uses)))
         elif item.kernel == "add_norm" and p.has_next and not p.has_scalar:  # the norm after attention: one a layer
             made += _norms_inside_vllm(item, model.target.ple_size > 0)
         elif item.kernel == "moe_w4a16":
@@ -268,6 +270,16 @@ def _inside_vllm(model: Model, arch: Arch) -> Workload:
         uses[item.kernel, item.problem] = uses.get((item.kernel, item.problem), ()) + item.uses
     merged = tuple(Item(kernel, problem, places) for (kernel, problem), places in uses.items())
     return Workload(model.name, arch.name, merged, (), steps)
+
+
+def _is_q_k(use: Use) -> bool:
+    return use.where.startswith("q_proj+k_proj (")
+
+
+def _with_v(item: Item, v_rows: int) -> Item:
+    """The product of a layer whose V is K, with as many rows of K once more as V's."""
+    uses = (replace(u, where=u.where.replace("k_proj", "k_proj+v_proj")) for u in item.uses if _is_q_k(u))
+    return Item(item.kernel, replace(item.problem, n=item.problem.n + v_rows), tuple(uses))
 
 
 def _attention_inside_vllm(item: Item) -> Iterator[Item]:
@@ -289,9 +301,11 @@ def _attention_inside_vllm(item: Item) -> Iterator[Item]:
         tokens = p.batch * p.q_len if item.kernel == "attn_decode" else p.num_tokens
         written = KvWrite(p.num_kv_heads, p.head_dim, p.page_size, p.dtype, tokens, **pages)
         yield Item("kv_write", _on_grid(written), cache)
-        made = NewHeads(p.num_q_heads, p.num_kv_heads, p.head_dim, p.num_rotated_pairs, p.page_size, p.dtype,
-                        num_tokens=tokens, **pages)  # fmt: skip
-        yield Item("qkv_norm_rope", _on_grid(made), heads)
+        v_is_k = p.source == "qk" if item.kernel == "attn_decode" else p.k_eq_v
+        for without_v in sorted({False, v_is_k}):
+            made = NewHeads(p.num_q_heads, p.num_kv_heads, p.head_dim, p.num_rotated_pairs, p.page_size, p.dtype,
+                            without_v, num_tokens=tokens, **pages)  # fmt: skip
+            yield Item("qkv_norm_rope", _on_grid(made), heads)
 
 
 def _drafts_inside_vllm(drafter: DrafterConfig, arch: Arch) -> Iterator[Item]:

@@ -119,11 +119,13 @@ def test_a_captured_batch_of_decodes_gives_what_it_gives_outside_of_a_graph(
 
 
 @pytest.mark.parametrize(
-    ("dim", "kv_heads", "window", "pairs"), [(256, 8, 1024, 128), (512, 2, 0, 64)], ids=["sliding", "full"]
+    ("dim", "kv_heads", "window", "pairs", "v_is_k"),
+    [(256, 8, 1024, 128, False), (512, 2, 0, 64, False), (512, 2, 0, 64, True)],
+    ids=["sliding", "full", "full, K = V"],
 )
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_a_captured_layer_makes_its_heads_as_the_references_do(
-    dim: int, kv_heads: int, window: int, pairs: int, drafts: int, monkeypatch: pytest.MonkeyPatch
+    dim: int, kv_heads: int, window: int, pairs: int, v_is_k: bool, drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By vLLM's operator, from the projection's output on: norms, RoPE and cache write too, replayed with other lengths
     and with rows that pad it. K, V and attention's output are those of the kernels' references.
@@ -153,7 +155,7 @@ def test_a_captured_layer_makes_its_heads_as_the_references_do(
         def norm() -> Any:
             return SimpleNamespace(weight=1 + 0.25 * drawn(dim), variance_epsilon=1e-6)
 
-        new = ours.NewHeads(norm(), norm(), inverse_frequencies(dim, pairs, device), pairs)
+        new = ours.NewHeads(norm(), norm(), inverse_frequencies(dim, pairs, device), pairs, v_is_k)
         assert made.make_heads(new) is None
         made.process_weights_after_loading(dtype)
         loaded = {f for _, _, f in devices.executor(device).launcher.functions}
@@ -161,7 +163,7 @@ def test_a_captured_layer_makes_its_heads_as_the_references_do(
         tokens, spec = SEQUENCES * q_len, SimpleNamespace(block_size=SIZE)
         builder = ours.Builder(spec, ["layer"], settings, device)  # type: ignore[arg-type]
         tables = torch.arange(1, 1 + SEQUENCES * PAGES, dtype=torch.int32, device=device).reshape(SEQUENCES, PAGES)
-        qkv = drawn(tokens, (Q_HEADS + 2 * kv_heads) * dim)
+        qkv = drawn(tokens, (Q_HEADS + (1 if v_is_k else 2) * kv_heads) * dim)
         layer: Any = SimpleNamespace(impl=made, layer_name="layer")
         layer.kv_cache = drawn(*ours.Backend.get_kv_cache_shape(1 + SEQUENCES * PAGES, SIZE, kv_heads, dim))
         positions = torch.zeros(tokens, dtype=torch.int64, device=device)
@@ -178,7 +180,7 @@ def test_a_captured_layer_makes_its_heads_as_the_references_do(
 
         on_cpu = ours.NewHeads(
             *(SimpleNamespace(weight=n.weight.cpu(), variance_epsilon=1e-6) for n in (new.q_norm, new.k_norm)),
-            new.inv_freq.cpu(), pairs,
+            new.inv_freq.cpu(), pairs, v_is_k,
         )  # fmt: skip
         for lengths in ([q_len, 63, 64, 65, 1023, 2500], [2048, 9, 1025, q_len, 0, 0], [700] * 6):
             at = torch.tensor([n - q_len + i if n else -1 for n in lengths for i in range(q_len)])

@@ -129,7 +129,7 @@ def test_a_folder_gives_its_own_shapes() -> None:
 
 
 def test_inside_vllm_a_model_asks_each_product_by_itself() -> None:
-    """Gate and up with the gate and without, K once more as V in full layers, norms; of a drafter the head."""
+    """Gate and up with the gate and without, full layers with K once more as V and without; of a drafter the head."""
     model = find_model("gemma-4-31b").on("vllm")
     items = workload(model, find_arch("sm90")).items
     problems = [item.problem for item in items if item.kernel == "w4a16_gemm"]
@@ -145,9 +145,15 @@ def test_inside_vllm_a_model_asks_each_product_by_itself() -> None:
         (True, False, True), (True, True, True), (True, True, False),
     }  # fmt: skip
     assert {(p.hidden, p.residual_dtype) for p in norms} == {(5376, "bf16")}
-    sliding, full = (32 + 2 * 16) * 256, (32 + 2 * 4) * 512
+    sliding, full, without_v = (32 + 2 * 16) * 256, (32 + 2 * 4) * 512, (32 + 4) * 512
     assert {(p.n, p.k) for p in problems} == {
-        (sliding, 5376), (full, 5376), (5376, 32 * 256), (5376, 32 * 512), (2 * 21504, 5376), (5376, 21504),
+        (sliding, 5376), (full, 5376), (without_v, 5376), (5376, 32 * 256), (5376, 32 * 512), (2 * 21504, 5376),
+        (5376, 21504),
+    }  # fmt: skip
+    for n in (full, without_v):
+        assert {p.num_tokens for p in problems if p.n == n} >= {1, 2, 8, 64, 8192}
+    assert {(p.head_dim, p.k_eq_v) for p in (i.problem for i in attention if i.kernel == "qkv_norm_rope")} == {
+        (256, False), (512, False), (512, True),
     }  # fmt: skip
     assert {(p.n, p.k, p.row_invariant) for p in problems if p.gated} == {(2 * 21504, 5376, False)}
     for asked in ([p for p in problems if p.gated], [p for p in problems if p.n == 2 * 21504 and not p.gated], norms):
@@ -164,7 +170,7 @@ def test_inside_vllm_a_model_asks_each_product_by_itself() -> None:
     (rank,) = find_model("gemma-4-31b").ranks(2)
     halves = workload(rank.on("vllm"), find_arch("sm90")).items
     products = {(i.problem.n, i.problem.k) for i in halves if i.kernel == "w4a16_gemm"}
-    assert products >= {(21504, 5376), (5376, 10752), (full // 2, 5376)}
+    assert products >= {(21504, 5376), (5376, 10752), (full // 2, 5376), (without_v // 2, 5376)}
     assert {i.problem for i in halves if i.kernel == "add_norm"} == set(norms), "ranks have whole rows of the stream"
     dense = replace(model, target=replace(model.target, quant=None), engine="kerngen")
     with pytest.raises(UsageError, match="no W4A16 layers"):

@@ -270,6 +270,20 @@ def test_a_gated_matrix_gives_the_product_of_both_halves(kernel: Any) -> None:
     torch.testing.assert_close(made.apply_weights(layer, x), expected, rtol=2**-6, atol=2**-7)
 
 
+def test_a_matrix_may_go_without_its_last_rows(kernel: Any) -> None:
+    k, n, kept = 256, 192, 128
+    words, scales = weights(k, n, 32, torch.bfloat16)
+    layer = torch.nn.Module()
+    layer.w, layer.s = (torch.nn.Parameter(t.clone(), requires_grad=False) for t in (words, scales))
+    made = kernel(config(k, n), "w", "s")
+    assert made.keep_rows(kept) is None
+    made.process_weights_after_loading(layer)
+    assert layer.w.numel() == kept * k // 8
+    x = torch.randn(3, k, generator=torch.Generator().manual_seed(3)).bfloat16()
+    expected = (x.float() @ dequantize(words[:kept], scales[:kept]).T).bfloat16()
+    torch.testing.assert_close(made.apply_weights(layer, x), expected, rtol=2**-6, atol=2**-7)
+
+
 def test_kernels_of_all_layers_are_loaded_at_once(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, which is played: each shape once, for as many tokens as vLLM's scheduler sends."""
     from kerngen.vllm import ahead, linear
@@ -284,12 +298,14 @@ def test_kernels_of_all_layers_are_loaded_at_once(kernel: Any, monkeypatch: pyte
     )
     ours = ahead.Ahead()
     monkeypatch.setattr(linear, "AHEAD", ours)
-    made = [kernel(config(k, n), "w", "s") for k, n in ((256, 96), (256, 96), (128, 64), (256, 192))]
+    made = [kernel(config(k, n), "w", "s") for k, n in ((256, 96), (256, 96), (128, 64), (256, 192), (256, 96))]
     assert made[3].gate() is None
+    assert made[4].keep_rows(64) is None
     for _ in made:
         ours.load(torch.device("cuda", 0))
     ((problems, most),) = asked
     assert most == 2048
     assert [(name, p.n, p.k, p.gated) for name, p in problems] == [
         ("w4a16_gemm", 96, 256, False), ("w4a16_gemm", 64, 128, False), ("w4a16_gemm", 192, 256, True),
+        ("w4a16_gemm", 64, 256, False),
     ]  # fmt: skip

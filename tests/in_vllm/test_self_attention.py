@@ -192,7 +192,7 @@ def test_layers_whose_keys_are_anothers_stay_vllms(
     with caplog.at_level(logging.INFO, "vllm.kerngen"):
         mine, theirs = pair(monkeypatch, num_kv_shared_layers=2)
     assert kinds(mine) == ["SelfAttention"] * 2 + ["Gemma4Attention"] * 2
-    line = ("kerngen: norms of heads, RoPE and cache write in one launch in 2 of 4 decoder layers; "
+    line = ("kerngen: norms of heads, RoPE and cache write in one launch in 2 of 4 decoder layers, K as V in 1; "
             "2 stay vLLM's: their K and V are another layer's")  # fmt: skip
     assert line in [r.getMessage() for r in caplog.records]
     found, expected = (BATCHES["mixed"].run(in_fp32(model))[0] for model in (mine, theirs))
@@ -214,7 +214,7 @@ def test_another_rope_is_vllms(
     with caplog.at_level(logging.INFO, "vllm.kerngen"):
         mine, theirs = pair(monkeypatch, rope_parameters=ropes)
     assert kinds(mine) == ["Gemma4Attention", "SelfAttention"] * 2
-    assert f"in 2 of 4 decoder layers; 2 stay vLLM's: {why}" in caplog.text
+    assert f"in 2 of 4 decoder layers, K as V in 2; 2 stay vLLM's: {why}" in caplog.text
     found, expected = (BATCHES["decodes"].run(in_fp32(model))[0] for model in (mine, theirs))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -233,7 +233,45 @@ def test_what_the_kernel_does_not_serve_is_vllms(
     with caplog.at_level(logging.INFO, "vllm.kerngen"):
         mine = make(monkeypatch)
     assert kinds(mine) == ["Gemma4Attention"] * 4
-    assert "in 0 of 4 decoder layers; 4 stay vLLM's: a board without it" in caplog.text
+    assert "in 0 of 4 decoder layers, K as V in 0; 4 stay vLLM's: a board without it" in caplog.text
+    assert [projected(layer) for layer in mine.model.layers] == [1024, 1536] * 2
+
+
+def projected(layer: Any) -> int:
+    """Columns of q, k and v, by what is multiplied and by how many weights there are."""
+    proj = layer.self_attn.qkv_proj
+    columns = int(proj(torch.zeros(1, test_model.HIDDEN, dtype=torch.bfloat16))[0].shape[1])
+    packed, scales = proj.weight_packed, proj.weight_scale
+    assert packed.numel() * 8 == columns * test_model.HIDDEN
+    assert scales.numel() * test_model.GROUP == columns * test_model.HIDDEN
+    for kept in (packed, scales):
+        assert kept.untyped_storage().nbytes() == kept.numel() * kept.element_size(), "of a larger tensor"
+    return columns
+
+
+@pytest.mark.parametrize(("changes", "settings", "columns"), [
+    ({}, {}, [1024, 1280]), (OWN_V, {}, [1024, 2048]), ({}, {"lora": True}, [1024, 1536]),
+], ids=["K = V", "V apart", "adapters"])  # fmt: skip
+def test_where_v_is_k_its_rows_are_not_kept(
+    changes: dict[str, Any], settings: Any, columns: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 heads of q; of k and of v 2 in sliding layers, and in full ones 1 or 2. Adapters add to V alone."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
+
+    loaded: list[Any] = []
+    pack = CompressedTensorsWNA16.process_weights_after_loading
+
+    def packing(self: Any, layer: Any) -> None:
+        loaded.extend(StorageWeakRef(w.untyped_storage()) for w in (layer.weight_packed, layer.weight_scale))
+        pack(self, layer)
+
+    monkeypatch.setattr(CompressedTensorsWNA16, "process_weights_after_loading", packing)
+    mine = make(monkeypatch, hf=text_config(**changes), **settings)
+    assert kinds(mine) == ["SelfAttention"] * 4
+    assert [projected(layer) for layer in mine.model.layers] == columns * 2
+    assert loaded
+    assert all(storage.expired() for storage in loaded), "what was loaded is still there"
 
 
 def test_its_kernels_are_asked_for_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

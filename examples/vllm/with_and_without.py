@@ -75,7 +75,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     llm = LLM(
         model=options.model, load_format="dummy" if options.generated else "auto", skip_tokenizer_init=True,
         tensor_parallel_size=options.tensor_parallel_size, max_model_len=options.max_model_len, max_num_seqs=CHATS[0],
-        max_num_batched_tokens=8192, gpu_memory_utilization=0.85, enable_prefix_caching=False, disable_log_stats=True,
+        max_num_batched_tokens=8192, gpu_memory_utilization=0.85, disable_log_stats=True,
         enforce_eager=is_eager, compilation_config={} if is_eager else {"cudagraph_capture_sizes": GRAPHS},
         **json.loads(options.engine),
     )  # fmt: skip

@@ -227,7 +227,7 @@ def require_right_when_replayed(
 
 def _two_gpus(world: World, name: str, folder: str, replays: int, dies_after: int, told: Any) -> None:
     """A rank's process: `replays` replays of kernel `name`, and what came of them in a file `RANK`. dies_after: replays
-    after which rank 1 kills itself, as kill -9 does; -1 for never. told: an event that says that a rank has died.
+    after which rank 1 kills itself, as kill -9 does; -1 for never. told: a shared byte, not zero once a rank has died.
     """
     torch.cuda.set_device(world.rank)
     import torch.distributed as dist
@@ -246,7 +246,8 @@ def _two_gpus(world: World, name: str, folder: str, replays: int, dies_after: in
     if dies_after >= 0:
 
         def abort_when_told() -> None:
-            told.wait()
+            while not told.value:
+                time.sleep(0.001)
             memory.abort()
 
         threading.Thread(target=abort_when_told, daemon=True).start()
@@ -277,7 +278,7 @@ def _two_gpus(world: World, name: str, folder: str, replays: int, dies_after: in
                     torch.cuda.synchronize()  # no more than so many are under way
                 if world.rank == 1 and replay == dies_after:
                     os.kill(os.getpid(), signal.SIGKILL)
-                if told.is_set():
+                if told.value:
                     break
             torch.cuda.synchronize()
             outcome = f"{int(repeated.wrong)} of {replay + 1} wrong, NaN: {bool(last.isnan().any())}"
@@ -294,7 +295,8 @@ def _two_gpus(world: World, name: str, folder: str, replays: int, dies_after: in
 def in_processes(name: str, folder: Path, replays: int, dies_after: int) -> tuple[list[str], list[int | None], float]:
     """What each rank left, exit codes, and seconds from a rank's death to the other's end."""
     context = multiprocessing.get_context("spawn")
-    told = context.Event()
+    # Not an Event: its set() waits for the answer of each process that waits for it, also of one that was killed.
+    told = context.RawValue("b", 0)
     ranks = [
         context.Process(target=_two_gpus, args=(World(r, 2), name, str(folder), replays, dies_after, told))
         for r in range(2)
@@ -306,7 +308,7 @@ def in_processes(name: str, folder: Path, replays: int, dies_after: int) -> tupl
         died = time.monotonic()
         if dies_after >= 0:
             time.sleep(0.5)  # the other has noticed nothing yet: it polls
-            told.set()
+            told.value = 1
         ranks[0].join(60)
         took = time.monotonic() - died
     finally:

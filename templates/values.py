@@ -223,3 +223,7 @@ class Peers:
     rank: int
     max_rows: int
     two_shot_from: int = 0
+
+    def holds(self, x: Tensor, rows: int = 1) -> bool:
+        """Whether a launch exchanges so many rows for each token of x [T, ...]: of 16-bit elements, and few enough."""
+        return len(x) * rows <= self.max_rows and x.element_size() == 2

@@ -75,8 +75,10 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     exchange_best = _flat(_exchange_best.exchange_best)
     exchange_best_logits = _flat(_exchange_best.exchange_best_logits)
     exchange_norm = _flat(_exchange_norm.exchange_norm)
+    exchange_norm_functional = _flat(_exchange_norm.exchange_norm_functional)
     exchange_pair_norm = _flat(_exchange_norm.exchange_pair_norm)
     exchange_post_norm = _flat(_exchange_norm.exchange_post_norm)
+    exchange_post_norm_functional = _flat(_exchange_norm.exchange_post_norm_functional)
     gelu_gate = _run(_gelu_gate.gelu_gate)
     gelu_mul = _run(_gelu_gate.gelu_mul)
     greedy_head = _run(_greedy_head.greedy_head)
@@ -122,8 +124,10 @@ __all__ = [
     "exchange_best",
     "exchange_best_logits",
     "exchange_norm",
+    "exchange_norm_functional",
     "exchange_pair_norm",
     "exchange_post_norm",
+    "exchange_post_norm_functional",
     "gelu_gate",
     "gelu_mul",
     "greedy_head",

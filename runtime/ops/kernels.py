@@ -205,7 +205,7 @@ class KernelOps:
         there is.
         """
         peers = self.executor.peers.get(width)
-        return peers if peers is not None and len(h) * rows <= peers.max_rows and h.element_size() == 2 else None
+        return peers if peers is not None and peers.holds(h, rows) else None
 
     def linear_norm(self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms) -> Tensor | None:
         if self.executor.target is None:

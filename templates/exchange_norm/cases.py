@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kerngen.templates.call import Op
 from kerngen.templates.common.rows.torch_rows import DTYPE_PAIRS, Draw, poisoned
-from kerngen.templates.exchange_norm.op import exchange_norm, exchange_pair_norm, exchange_post_norm
+from kerngen.templates.exchange_norm import op
 from kerngen.templates.exchange_norm.spec import Problem, exchange_bytes
 from kerngen.templates.kernel import Case, asking
 
@@ -39,6 +39,7 @@ CASES = (
     *_cases(2, 8, 1, 3, 33),  # one vector: 31 lanes idle
     *_cases(3, 264, 1, 5, has_scalar=True),  # 33 vectors: a second warp with one
     *_cases(5, 1544, 2, 7, has_next=False),  # 193 vectors; peers are polled four at a time
+    *_cases(3, 264, 3, has_next=False, in_place=True),
     *_cases(2, 5376, 1, 8, 129),
     *_cases(4, 5376, 1, 32, 64, in_place=True, has_scalar=True),
     *_cases(8, 5376, 3),
@@ -108,5 +109,9 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
 
 def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]] | None:
     """The op that asks for this case, and its arguments."""
-    p = case.problem
-    return asking(exchange_pair_norm if p.top_k else exchange_norm if p.has_next else exchange_post_norm, case, inputs)
+    p: Problem = case.problem
+    if p.top_k:
+        return asking(op.exchange_pair_norm, case, inputs)
+    if case.options.get("in_place", False):
+        return asking(op.exchange_norm if p.has_next else op.exchange_post_norm, case, inputs)
+    return asking(op.exchange_norm_functional if p.has_next else op.exchange_post_norm_functional, case, inputs)

@@ -29,7 +29,7 @@ def exchange_norm(
     On the CPU, where no memory is shared, h stands for every rank's.
     """
     out = empty(h, *h.shape)
-    asked = _asked(residual, h, None, post_weight, layer_scalar, next_weight, eps, peers, out)
+    asked = _asked(residual, residual, h, None, post_weight, layer_scalar, next_weight, eps, peers, out)
     return Call("exchange_norm", *asked, out)
 
 
@@ -38,8 +38,31 @@ def exchange_post_norm(
     residual: Tensor, h: Tensor, post_weight: Tensor, layer_scalar: Tensor | None, eps: float, peers: Peers
 ) -> Call[None]:
     """As exchange_norm, where no norm follows: residual alone is written."""
-    asked = _asked(residual, h, None, post_weight, layer_scalar, None, eps, peers, None)
+    asked = _asked(residual, residual, h, None, post_weight, layer_scalar, None, eps, peers, None)
     return Call("exchange_norm", *asked, None)
+
+
+@op(takes={**_TAKES, "next_weight": "D[H]"})
+def exchange_norm_functional(
+    residual: Tensor, h: Tensor, post_weight: Tensor, layer_scalar: Tensor | None, next_weight: Tensor, eps: float,
+    peers: Peers,
+) -> Call[tuple[Tensor, Tensor]]:  # fmt: skip
+    """As exchange_norm, and writes no argument but the peers' memory: returns the new residual, in residual's dtype,
+    and its norm. For graphs that others compile, cut apart and rewrite.
+    """
+    results = empty(residual, *residual.shape), empty(h, *h.shape)
+    asked = _asked(results[0], residual, h, None, post_weight, layer_scalar, next_weight, eps, peers, results[1])
+    return Call("exchange_norm", *asked, results)
+
+
+@op(takes=_TAKES)
+def exchange_post_norm_functional(
+    residual: Tensor, h: Tensor, post_weight: Tensor, layer_scalar: Tensor | None, eps: float, peers: Peers
+) -> Call[Tensor]:
+    """As exchange_norm_functional, where no norm follows: returns the new residual."""
+    out = empty(residual, *residual.shape)
+    asked = _asked(out, residual, h, None, post_weight, layer_scalar, None, eps, peers, None)
+    return Call("exchange_norm", *asked, out)
 
 
 @op(
@@ -60,12 +83,12 @@ def exchange_pair_norm(
     """
     out = empty(h, *h.shape)
     require(experts.routed.shape[1] > 0, f"top_k=0 is not in 1..{MAX_TOP_K}")
-    asked = _asked(residual, h, (h_norm, experts), post_weight, layer_scalar, next_weight, eps, peers, out)
+    asked = _asked(residual, residual, h, (h_norm, experts), post_weight, layer_scalar, next_weight, eps, peers, out)
     return Call("exchange_norm", *asked, out)
 
 
 def _asked(
-    residual: Tensor, h: Tensor, pair: tuple[Tensor, Routed] | None, post_weight: Tensor,
+    residual_out: Tensor, residual: Tensor, h: Tensor, pair: tuple[Tensor, Routed] | None, post_weight: Tensor,
     layer_scalar: Tensor | None, next_weight: Tensor | None, eps: float, peers: Peers, out: Tensor | None,
 ) -> tuple[Problem | None, dict[str, Any]]:  # fmt: skip
     tokens, hidden = residual.shape
@@ -81,7 +104,7 @@ def _asked(
                 f"{tokens} tokens of {problem.rows} rows; the peers' memory has slots of {peers.max_rows}")  # fmt: skip
         require(0 <= peers.rank < problem.ranks, f"rank={peers.rank} is not in 0..{problem.ranks - 1}")
     arguments = {
-        "residual_out": residual, "out": out, "residual": residual, "h": h, "routed": routed, "h_norm": h_norm,
+        "residual_out": residual_out, "out": out, "residual": residual, "h": h, "routed": routed, "h_norm": h_norm,
         "routed_norm": None if experts is None else experts.routed_norm, "post_weight": post_weight,
         "layer_scalar": layer_scalar, "next_weight": next_weight, "addresses": peers.addresses, "eps": eps,
         "rank": peers.rank, "max_rows": peers.max_rows, "two_shot_from": peers.two_shot_from, "num_tokens": tokens,

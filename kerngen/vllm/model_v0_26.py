@@ -22,6 +22,7 @@ from kerngen.templates.add_norm.spec import Problem
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME
 from kerngen.vllm import self_attention_v0_26 as self_attention
 from kerngen.vllm.ahead import AHEAD
+from kerngen.vllm.exchange_v0_26 import share
 from kerngen.vllm.linear import kernel_of, target
 
 log = logging.getLogger("vllm.kerngen")
@@ -50,10 +51,13 @@ class Model(gemma4.Gemma4Model):
 class DecoderLayer(gemma4.Gemma4DecoderLayer):
     """vLLM's, with each post-norm, the residual, the layer's scalar and the norm that follows in one launch.
 
-    next_norm: the next layer's input norm, if that layer is one of these; else None.
+    next_norm: the next layer's input norm, if that layer is one of these; else None. attention_is_summand,
+    mlp_is_summand: o_proj and down_proj give this rank's summand, which is summed with the norms behind it.
     """
 
     next_norm: Any = None
+    attention_is_summand: bool = False
+    mlp_is_summand: bool = False
 
     def forward(
         self,
@@ -70,21 +74,24 @@ class DecoderLayer(gemma4.Gemma4DecoderLayer):
             residual, hidden_states = hidden_states, self.input_layernorm(hidden_states)
         hidden_states = self.self_attn(positions=positions, hidden_states=hidden_states, **kwargs)
         residual, hidden_states = _add_norm(
-            residual, hidden_states, self.post_attention_layernorm, None, self.pre_feedforward_layernorm
-        )
-        hidden_states = self.mlp(hidden_states)
+            residual, hidden_states, self.post_attention_layernorm, None, self.pre_feedforward_layernorm,
+            self.attention_is_summand,
+        )  # fmt: skip
+        hidden_states, is_summand = self.mlp(hidden_states), self.mlp_is_summand
         if self.enable_moe_block:
             routed = self.moe(self.pre_feedforward_layernorm_2(residual), self.router(residual))
             hidden_states = self.post_feedforward_layernorm_1(hidden_states) + self.post_feedforward_layernorm_2(routed)
         post_norm = self.post_feedforward_layernorm
         if per_layer_input is not None and self.per_layer_input_gate is not None:
-            residual = _add_post_norm(residual, hidden_states, post_norm, None)
+            residual = _add_post_norm(residual, hidden_states, post_norm, None, is_summand)
             gate = torch.nn.functional.gelu(self.per_layer_input_gate(residual), approximate="tanh")
             hidden_states = self.per_layer_projection(gate * per_layer_input)
-            post_norm = self.post_per_layer_input_norm
+            post_norm, is_summand = self.post_per_layer_input_norm, False
         if self.next_norm is None:
-            return _add_post_norm(residual, hidden_states, post_norm, self.layer_scalar), None
-        residual, hidden_states = _add_norm(residual, hidden_states, post_norm, self.layer_scalar, self.next_norm)
+            return _add_post_norm(residual, hidden_states, post_norm, self.layer_scalar, is_summand), None
+        residual, hidden_states = _add_norm(
+            residual, hidden_states, post_norm, self.layer_scalar, self.next_norm, is_summand
+        )
         return hidden_states, residual
 
 
@@ -92,18 +99,16 @@ class DecoderLayer(gemma4.Gemma4DecoderLayer):
 
 
 def _add_norm(
-    residual: Tensor, h: Tensor, post_norm: Any, scalar: Tensor | None, next_norm: Any
+    residual: Tensor, h: Tensor, post_norm: Any, scalar: Tensor | None, next_norm: Any, is_summand: bool
 ) -> tuple[Tensor, Tensor]:
-    stream, normed = torch.ops.kerngen.add_norm_functional(
-        residual, h, post_norm.weight.data, scalar, next_norm.weight.data, post_norm.variance_epsilon
-    )
+    op = torch.ops.kerngen_vllm.exchange_add_norm if is_summand else torch.ops.kerngen.add_norm_functional
+    stream, normed = op(residual, h, post_norm.weight.data, scalar, next_norm.weight.data, post_norm.variance_epsilon)
     return stream, normed
 
 
-def _add_post_norm(residual: Tensor, h: Tensor, post_norm: Any, scalar: Tensor | None) -> Tensor:
-    stream: Tensor = torch.ops.kerngen.add_post_norm_functional(
-        residual, h, post_norm.weight.data, scalar, post_norm.variance_epsilon
-    )
+def _add_post_norm(residual: Tensor, h: Tensor, post_norm: Any, scalar: Tensor | None, is_summand: bool) -> Tensor:
+    op = torch.ops.kerngen_vllm.exchange_add_post_norm if is_summand else torch.ops.kerngen.add_post_norm_functional
+    stream: Tensor = op(residual, h, post_norm.weight.data, scalar, post_norm.variance_epsilon)
     return stream
 
 
@@ -129,6 +134,7 @@ def _serve(model: gemma4.Gemma4Model, config: VllmConfig) -> None:
     left = "".join(f"; {n} stay vLLM's: {why}" for why, n in Counter(filter(None, reasons)).items())
     log.info("kerngen: norms and residuals of %d of %d decoder layers, gate and GELU of %d%s",
              len(served), len(layers), len(gated), left)  # fmt: skip
+    _sum_with_norms(model.config.hidden_size, served, config)
     _serve_attention([layer.self_attn for layer in served], len(layers), config)
 
 
@@ -141,6 +147,25 @@ def _serve_attention(served: list[Any], num_layers: int, config: VllmConfig) -> 
     left = "".join(f"; {n} stay vLLM's: {why}" for why, n in reasons.items() if why is not None)
     log.info("kerngen: norms of heads, RoPE and cache write in one launch in %d of %d decoder layers, K as V in %d%s",
              reasons[None], num_layers, sum(map(self_attention.has_k_as_v, mine)), left)  # fmt: skip
+
+
+def _sum_with_norms(hidden: int, layers: list[Any], config: VllmConfig) -> None:
+    """Have attention and MLP of these layers give this rank's summand, if the norms behind them can take the sum over
+    ranks along. Not an MLP that experts stand beside: each has a norm of its own. All ranks come here.
+    """
+    sums, behind = [], []
+    for layer in layers:
+        after_attention, *after_mlp = _norm_problems(layer, config.model_config.dtype)
+        sums.append([layer.layer_idx, "attention"])
+        behind.append(after_attention)
+        if not layer.enable_moe_block:
+            sums.append([layer.layer_idx, "mlp"])
+            behind += after_mlp[:1] if layer.per_layer_input_gate is not None else after_mlp
+    if share(hidden, sums, behind, config):
+        for layer in layers:
+            layer.attention_is_summand, layer.mlp_is_summand = True, not layer.enable_moe_block
+            layer.self_attn.o_proj.reduce_results = False
+            layer.mlp.down_proj.reduce_results = layer.enable_moe_block
 
 
 def _gate(layer: gemma4.Gemma4DecoderLayer, config: VllmConfig) -> bool:

@@ -39,6 +39,9 @@ class Part:
 PARTS: Mapping[str, Part] = {
     "linear": Part("W4A16 linear layers", "kerngen.vllm.linear", tuple(f"0.{minor}" for minor in range(26, 34))),
     "model": Part("Gemma-4's norms, residuals, gate and GELU", "kerngen.vllm.model", ("0.26",), needs="linear"),
+    "exchange": Part(
+        "sums over ranks with the norms behind them", "kerngen.vllm.exchange_v{release}", ("0.26",), needs="model"
+    ),
     "attention": Part("Gemma-4's attention over pages", "kerngen.vllm.attention_v{release}", ("0.26",)),
     "moe": Part("W4A16 experts", "kerngen.vllm.moe_v{release}", ("0.26",)),
     "head": Part("heads of Gemma-4's MTP drafters", "kerngen.vllm.head", ("0.26",)),
@@ -90,9 +93,12 @@ def chosen_parts(text: str | None) -> list[str]:
             hint=f"parts: {', '.join(PARTS)}; unset, all are taken; {ENV}= takes none",
         )
     for name in sorted(names):
-        if (needed := PARTS[name].needs) is not None and needed not in names:
-            raise UsageError(f"{ENV}={text} names {name}, which serves nothing without {needed}",
-                             hint=f"{ENV}={needed},{name}")  # fmt: skip
+        needed = [name]
+        while (before := PARTS[needed[0]].needs) is not None:
+            needed.insert(0, before)
+        if not names.issuperset(needed):
+            raise UsageError(f"{ENV}={text} names {name}, which serves nothing without {', '.join(needed[:-1])}",
+                             hint=f"{ENV}={','.join(needed)}")  # fmt: skip
     return [name for name in PARTS if name in names]
 
 

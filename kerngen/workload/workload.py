@@ -17,9 +17,11 @@ from typing import Any
 from kerngen.arch import Arch, Target
 from kerngen.errors import UnknownName, UsageError
 from kerngen.runtime.config import DrafterConfig, ModelConfig, read_drafter_config, read_model_config
+from kerngen.runtime.executors.peer_memory import most_rows
 from kerngen.runtime.world import World
 from kerngen.templates import find_kernel
 from kerngen.templates.centroid_head.spec import Problem as CentroidHead
+from kerngen.templates.exchange_norm.spec import Problem as ExchangeNorm
 from kerngen.templates.greedy_head.spec import Problem as GreedyHead
 from kerngen.templates.greedy_head.spec import bits_for, most_tokens
 from kerngen.templates.kernel import Kernel
@@ -244,9 +246,10 @@ def _inside_vllm(model: Model, arch: Arch) -> Workload:
     attention over pages of K and V, and the head of its drafter, if it has one.
 
     vLLM has K once more as V where V is K, and what serves its attention may do without. Gate and up are here with the
-    gate and without too: its release and its configuration decide.
+    gate and without too: its release and its configuration decide. Of a divided model norms are here with the sum over
+    ranks and without: where GPUs reach each other's memory decides.
     """
-    alone = replace(model.target, share=None)  # vLLM has its own sums over ranks
+    alone = replace(model.target, share=None)  # kerngen's own engine asks for other sums over ranks
     v_rows = {layer.num_kv_heads * layer.head_dim for layer in alone.layers if layer.v_is_k}
     items, _, steps = _recorded(recorder(alone, None, arch), _never)
     made: list[Item] = []
@@ -258,7 +261,8 @@ def _inside_vllm(model: Model, arch: Arch) -> Workload:
             made += [replace(item, problem=replace(p, gated=gated)) for gated in sorted({False, p.gated})]
             made += (_with_v(item, rows) for rows in v_rows if any(map(_is_q_k, item.uses)))
         elif item.kernel == "add_norm" and p.has_next and not p.has_scalar:  # the norm after attention: one a layer
-            made += _norms_inside_vllm(item, model.target.ple_size > 0)
+            norms = list(_norms_inside_vllm(item, model.target.ple_size > 0))
+            made += _with_sums_inside_vllm(norms, model.target)
         elif item.kernel == "moe_w4a16":
             made.append(item)
         elif item.kernel == "moe_combine":  # the norms behind the sum are vLLM's
@@ -335,6 +339,21 @@ def _norms_inside_vllm(after_attention: Item, has_ple: bool) -> Iterator[Item]:
         yield Item("add_norm", replace(p, has_next=False), uses)
     yield Item("add_norm", replace(p, has_scalar=True), ends)
     yield Item("add_norm", replace(p, has_scalar=True, has_next=False), tuple(replace(u, count=1) for u in ends))
+
+
+def _with_sums_inside_vllm(norms: Iterable[Item], model: ModelConfig) -> Iterator[Item]:
+    """The same; of a divided model those behind a sum of few tokens only where there is no launch that sums, too. What
+    experts end with is summed before.
+    """
+    ranks = model.world.size
+    for item in norms:
+        p = item.problem
+        if ranks == 1 or p.num_tokens > most_rows(p.hidden) or (model.num_experts and p.has_scalar):
+            yield item
+            continue
+        summed = ExchangeNorm(ranks, p.hidden, p.dtype, p.residual_dtype, 0, p.has_scalar, p.has_next, p.num_tokens)
+        yield Item("exchange_norm", summed, item.uses)
+        yield replace(item, uses=tuple(replace(u, count=0) for u in item.uses))
 
 
 def _never(kernel: Kernel, problem: Any) -> bool:

@@ -90,7 +90,7 @@ def test_a_part_that_does_not_know_the_release_is_left_out(vllm: Played, caplog:
     register()
     assert vllm.installed == ["linear"]
     (line,) = caplog.messages
-    assert "; model, attention, moe, head: not for this release of vLLM" in line
+    assert "; model, exchange, attention, moe, head: not for this release of vLLM" in line
 
 
 def test_vllms_compile_cache_is_another_one(vllm: Played) -> None:

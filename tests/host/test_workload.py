@@ -171,7 +171,13 @@ def test_inside_vllm_a_model_asks_each_product_by_itself() -> None:
     halves = workload(rank.on("vllm"), find_arch("sm90")).items
     products = {(i.problem.n, i.problem.k) for i in halves if i.kernel == "w4a16_gemm"}
     assert products >= {(21504, 5376), (5376, 10752), (full // 2, 5376), (without_v // 2, 5376)}
-    assert {i.problem for i in halves if i.kernel == "add_norm"} == set(norms), "ranks have whole rows of the stream"
+    whole = [i for i in halves if i.kernel == "add_norm"]
+    assert {i.problem for i in whole} == set(norms), "ranks have whole rows of the stream"
+    sums = [i for i in halves if i.kernel == "exchange_norm"]
+    assert {(p.ranks, p.hidden, p.residual_dtype, p.top_k) for p in (i.problem for i in sums)} == {(2, 5376, "bf16", 0)}
+    assert {(i.problem.has_scalar, i.problem.has_next) for i in sums} == {(False, True), (True, True), (True, False)}
+    assert {i.problem.num_tokens for i in sums} == {1, 2, 4, 8, 16, 32, 64, 128}
+    assert {i.problem.num_tokens for i in whole if any(u.count for u in i.uses)} == {256, 512, 1024, 2048, 4096, 8192}
     dense = replace(model, target=replace(model.target, quant=None), engine="kerngen")
     with pytest.raises(UsageError, match="no W4A16 layers"):
         dense.on("vllm")
@@ -205,7 +211,7 @@ def test_inside_vllm_a_model_asks_its_experts_and_their_sum() -> None:
         (rank,) = model.ranks(ranks)
         items = workload(rank.on("vllm"), find_arch("sm90")).items
         assert len(items) == len({(i.kernel, i.problem) for i in items})
-        assert {i.kernel for i in items} == {
+        assert {i.kernel for i in items} - {"exchange_norm"} == {
             "w4a16_gemm",
             "add_norm",
             "moe_w4a16",
@@ -216,6 +222,8 @@ def test_inside_vllm_a_model_asks_its_experts_and_their_sum() -> None:
             "greedy_head",
             "qkv_norm_rope",
         }
+        exchanges = [i.problem for i in items if i.kernel == "exchange_norm"]
+        assert {(p.ranks, p.hidden, p.has_scalar) for p in exchanges} == ({(2, 2816, False)} if ranks == 2 else set())
         experts = [i.problem for i in items if i.kernel == "moe_w4a16"]
         sums = [i.problem for i in items if i.kernel == "moe_combine"]
         assert {(p.num_experts, p.top_k, p.hidden, p.inner, p.dtype) for p in experts} == {

@@ -47,7 +47,7 @@ from kerngen.vllm.plugin import ENV
 
 log = logging.getLogger("vllm.kerngen")
 KERNEL = "exchange_norm"
-GRACE_S = 2.0  # after a rank's end: nobody takes an answer any more, and vLLM's 5 s for the others are not over
+GRACE_S = 2.0  # after a rank's end vLLM takes no answer any more, and has not yet killed the others: it gives them 5 s
 _is_chosen = False
 _memory: dict[tuple[str, int], PeerMemory] = {}  # by the group's name and the width of its rows; as long as the process
 
@@ -180,7 +180,7 @@ def _why_not_shared(hidden: int, sums: Sequence[Any], behind: Sequence[AddNorm])
     """Make the memory, once. Why it cannot be, where it cannot: on all ranks, in the words of one."""
     group = get_tp_group()
     gather = gather_by(group.cpu_group)
-    mine = [_why_not_here(behind, group.world_size), list(sums), os.readlink("/proc/self/ns/pid"), os.getpid()]
+    mine = [_why_not_here(behind, group.world_size), list(sums), _pid_namespace(), os.getpid()]
     said = [json.loads(text) for text in gather(json.dumps(mine).encode())]
     for rank, (why, its, _, _) in enumerate(said):
         if why is not None:
@@ -195,8 +195,15 @@ def _why_not_shared(hidden: int, sums: Sequence[Any], behind: Sequence[AddNorm])
     except DeviceError as e:
         return e.message
     _memory[key] = memory
-    _abort_without([pid for _, _, where, pid in said if where == mine[2] and pid != mine[3]], memory.abort)
+    _abort_without([pid for _, _, where, pid in said if where and where == mine[2] and pid != mine[3]], memory.abort)
     return None
+
+
+def _pid_namespace() -> str:
+    """In which process ids mean the same; "" where that is not told."""
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
 
 
 def _why_not_here(behind: Sequence[AddNorm], ranks: int) -> str | None:
@@ -223,7 +230,7 @@ def _abort_without(pids: Sequence[int], abort: Callable[[], None]) -> None:
     def wait() -> None:
         ends.poll()
         time.sleep(GRACE_S)
-        log.error("kerngen: the process of another rank has ended: launches that wait for it give up")
+        log.info("kerngen: the process of another rank has ended: launches that wait for it give up")
         abort()
 
     threading.Thread(target=wait, name="kerngen-exchange", daemon=True).start()

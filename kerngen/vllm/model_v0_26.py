@@ -160,7 +160,7 @@ def _sum_with_norms(hidden: int, layers: list[Any], config: VllmConfig) -> None:
         behind.append(after_attention)
         if not layer.enable_moe_block:
             sums.append([layer.layer_idx, "mlp"])
-            behind += after_mlp[:1] if layer.per_layer_input_gate is not None else after_mlp
+            behind += after_mlp
     if share(hidden, sums, behind, config):
         for layer in layers:
             layer.attention_is_summand, layer.mlp_is_summand = True, not layer.enable_moe_block

@@ -26,7 +26,22 @@ from torch import Tensor
 if not serves("exchange"):
     pytest.skip("the part `exchange` is not for this release of vLLM", allow_module_level=True)
 import test_model
-from test_model import EXPERTS, HIDDEN, PER_LAYER_INPUTS, Checkpoint, kinds, make, ours, run, small_vllm, text_config
+from test_model import (
+    EXPERTS,
+    HIDDEN,
+    PER_LAYER_INPUTS,
+    AttendBetween,
+    Checkpoint,
+    compiled_in_pieces,
+    kinds,
+    make,
+    needs_compiler,
+    ours,
+    require_compiled_right,
+    run,
+    small_vllm,
+    text_config,
+)
 
 __all__ = ["small_vllm"]  # a fixture
 pytestmark = pytest.mark.usefixtures("registered", "small_vllm")
@@ -67,8 +82,8 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def divided(hf: Any, ranks: int = 2, **settings: Any) -> Any:
-    """A model of ours for one of `ranks`. settings: of its ParallelConfig."""
+def divided(hf: Any, compilation: Any = None, **settings: Any) -> Any:
+    """A model of ours for one of two ranks. settings: of its ParallelConfig."""
     from vllm.config import ParallelConfig
 
     with pytest.MonkeyPatch.context() as patch:
@@ -78,13 +93,13 @@ def divided(hf: Any, ranks: int = 2, **settings: Any) -> Any:
             config = made(*args, **kwargs)
             config.compilation_config.pass_config.enable_sp = settings.pop("enable_sp", False)
             config.parallel_config = ParallelConfig()
-            config.parallel_config.tensor_parallel_size = ranks
+            config.parallel_config.tensor_parallel_size = 2
             for name, value in {"disable_custom_all_reduce": False, **settings}.items():  # so it is on CUDA
                 setattr(config.parallel_config, name, value)
             return config
 
         patch.setattr(test_model, "vllm_config", vllm_config)
-        return make(ours(), hf, True, Checkpoint(hf).int4)
+        return make(ours(), hf, True, Checkpoint(hf).int4, compilation=compilation)
 
 
 def reduces(model: Any) -> set[tuple[bool, bool]]:
@@ -114,7 +129,7 @@ def test_two_ranks_give_what_one_gives(changes: dict[str, Any], tmp_path: Path) 
         for i in range(2)
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=120)[0] for process in ranks]
+        said = [process.communicate(timeout=400)[0] for process in ranks]
     finally:
         for process in ranks:
             process.kill()
@@ -382,6 +397,22 @@ def test_one_graph_serves_few_tokens_and_many(exchange: Any, monkeypatch: pytest
         torch.testing.assert_close(compiled(*given), layer(*given), rtol=0, atol=0)
     assert len(graphs) == 1
     assert asked == [MANY] * 4 + [129] * 4
+
+
+@needs_compiler
+def test_compiled_by_vllm_in_pieces(exchange: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In one graph for three tokens and five, which one launch sums here, and seven."""
+    from vllm.model_executor.models import gemma4
+
+    from kerngen.templates.values import Peers
+
+    played(monkeypatch, exchange, alike)
+    monkeypatch.setattr(Peers, "holds", lambda self, x, rows=1: len(x) <= 5)
+    monkeypatch.setattr(gemma4, "Attention", AttendBetween)
+    settings = compiled_in_pieces(monkeypatch, tmp_path, ["kerngen_in_vllm::attend"])
+    model = divided(text_config(**SHAPE), settings).float()
+    assert reduces(model) == {(False, False)}
+    require_compiled_right(model.model)
 
 
 def test_a_rank_that_ends_ends_what_waits_for_it(exchange: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -499,19 +499,11 @@ def compiled_in_pieces(monkeypatch: pytest.MonkeyPatch, folder: Path, splitting_
             "cudagraph_mode": "NONE", "pass_config": PassConfig(enable_sp=False, **needs_gpu)}  # fmt: skip
 
 
-@pytest.mark.skipif(which("c++") is None, reason="torch's compiler for the CPU needs a C++ compiler")
-def test_compiled_by_vllm_in_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By vLLM's own backend and torch's compiler, for any number of tokens; what is tapped, and what comes from
-    outside, is what it is without them. vLLM's passes that need its compiled code are left out.
-    """
+def require_compiled_right(model: Any) -> None:
+    """Of any number of tokens; what is tapped, and what comes from outside, is what it is without the compiler."""
     from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context
-    from vllm.model_executor.models import gemma4
 
-    settings = compiled_in_pieces(monkeypatch, tmp_path, ["kerngen_in_vllm::attend"])
-    monkeypatch.setattr(gemma4, "Attention", AttendBetween)
-    hf = text_config()
-    model = make(ours(), hf, True, Checkpoint(hf).int4, compilation=settings).float().model
     model.compilation_config.compile_sizes = []
     model._set_aux_hidden_state_layers((0, 1, 4))
     torch._dynamo.reset()
@@ -525,3 +517,15 @@ def test_compiled_by_vllm_in_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: P
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
             assert torch.equal(given, kept)
     assert model.compiled
+
+
+needs_compiler = pytest.mark.skipif(which("c++") is None, reason="torch's compiler for the CPU needs a C++ compiler")
+
+
+@needs_compiler
+def test_compiled_by_vllm_in_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from vllm.model_executor.models import gemma4
+
+    settings, hf = compiled_in_pieces(monkeypatch, tmp_path, ["kerngen_in_vllm::attend"]), text_config()
+    monkeypatch.setattr(gemma4, "Attention", AttendBetween)
+    require_compiled_right(make(ours(), hf, True, Checkpoint(hf).int4, compilation=settings).float().model)

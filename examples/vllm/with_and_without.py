@@ -43,6 +43,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write there what was measured")
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    for said, known in ((options.arms, ARMS), (options.loads, (*STEPS, "chats", ""))):
+        if unknown := set(said.split(",")) - set(known):
+            parser.error(f"{', '.join(sorted(unknown))}: there are {', '.join(filter(None, known))}")
     if options.arm is not None:
         return options.json.write_text(json.dumps(measured(options)))
     found: dict[str, Any] = {}
@@ -57,12 +60,18 @@ def main() -> None:
             environment["PYTHONPATH"] = peer.environment(Path(folder))["PYTHONPATH"]
         for arm in options.arms.split(","):
             out = Path(folder) / f"{arm}.json"
-            subprocess.run([*command, "--arm", arm, "--json", str(out)], env=os.environ | environment | ARMS[arm],
-                           check=True)  # fmt: skip
+            ended = subprocess.run([*command, "--arm", arm, "--json", str(out)],
+                                   env=os.environ | environment | ARMS[arm])  # fmt: skip
+            if ended.returncode != 0:
+                print(f"{arm} ended with code {ended.returncode}: what vLLM said is above", file=sys.stderr)
+                break
             found[arm] = json.loads(out.read_text())
     if options.json is not None:
         options.json.write_text(json.dumps(found))
-    print_arms(found)
+    if found:
+        print_arms(found)
+    if len(found) < len(options.arms.split(",")):
+        sys.exit(1)
 
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:

@@ -336,11 +336,29 @@ class Kernel:
 
     def why_invalid(self, problem: Any, config: Any, target: Target) -> str | None:
         """Why `config` cannot run `problem` on `target`, with the numbers, or None if it can."""
-        return self.why_unsupported(problem, target) or self.spec.why_invalid(problem, config, target)
+        if (why := self.why_unsupported(problem, target)) is not None:
+            return why
+        try:
+            return self.spec.why_invalid(problem, config, target)
+        except ZeroDivisionError:  # a spec divides by what its space has no zero of
+            if (why := self._why_outside(problem, config, target)) is None:
+                raise
+            return why
+
+    def _why_outside(self, problem: Any, config: Any, target: Target) -> str | None:
+        """Which numbers below one of `config` are in no body's space, with what is, or None."""
+        spaces = [body.choices(problem, target) for body in self.bodies(target.arch)]
+        outside = []
+        for name, value in fields_of(config).items():
+            known = sorted({v for space in spaces for v in space.get(name, ())})
+            if known and value not in known and value < 1:
+                outside.append(f"{name}={value} is none of {', '.join(map(str, known))}")
+        return "; ".join(outside) or None
 
     def require_valid(self, problem: Any, config: Any, target: Target) -> None:
         """Raises ConfigRefused with the reason. Asked before every compile and every launch."""
-        if (why := self.why_invalid(problem, config, target)) is not None:
+        why = self.why_invalid(problem, config, target) or self._why_outside(problem, config, target)
+        if why is not None:
             raise ConfigRefused(f"{self.name}{describe(problem)} {describe(config)} on {target.arch}: {why}")
 
     def default_config(self, problem: Any, target: Target) -> Any:

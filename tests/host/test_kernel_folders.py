@@ -334,6 +334,22 @@ def test_refusals_say_why_and_leave_something(kernel: Kernel, arch: Arch) -> Non
     assert not rare, f"of {drawn} configurations only {valid} are valid on {arch}"
 
 
+@EACH_KERNEL
+def test_a_number_below_the_space_is_refused(kernel: Kernel) -> None:
+    """Specs divide by fields that their spaces have no zero of; a user may write one."""
+    for arch in ("sm70", "sm90"):
+        target = Target.of(find_arch(arch))
+        served = [c.problem for c in kernel.cases.CASES if kernel.why_unsupported(c.problem, target) is None]
+        for problem in served[:6]:
+            default = kernel.default_config(problem, target)
+            space = space_of(kernel, problem, target)
+            for name in fields_of(default):
+                known = {value for part in space for value in part.get(name, ())}
+                for wrong in {0, -1} - known if any(type(value) is int for value in known) else ():
+                    with pytest.raises(ConfigRefused):
+                        kernel.require_valid(problem, replace(default, **{name: wrong}), target)
+
+
 def _args(kernel: Kernel) -> list[Arg]:
     """The arguments of every entry of every body."""
     return [a for body in kernel.spec.BODIES for args in body.args.values() for a in args]

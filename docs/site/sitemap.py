@@ -49,7 +49,7 @@ NAVIGATION: Mapping[str, Mapping[str, str]] = {
         **{page: "" for page in MADE if page.startswith("experiments/")},
     },
     "Run": {"runtime.md": "", "library.md": "As a library"},
-    "Serve": {"serving.md": "An OpenAI-compatible server", "vllm.md": "", "in-vllm.md": ""},
+    "Serve": {"serving.md": "An OpenAI-compatible server", "vllm.md": "", "vllm-parts.md": "", "in-vllm.md": ""},
     "Tune": {"tuning.md": "", "prediction.md": "", "tuning-database.md": "", "cluster.md": ""},
     "Ship": {"shipping.md": "", "shipped.md": ""},
     "Extend": {"architecture.md": "Architecture", "kernels.md": "", "add-a-kernel.md": "", "contributing.md": ""},

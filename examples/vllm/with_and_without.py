@@ -1,13 +1,24 @@
-"""One model in vLLM with kerngen's plug-in and without: log-probabilities, times per token, 80 chats, start.
+"""Compare a model in vLLM with kerngen's plug-in and without: time per token, 80 chats, start, log-probabilities.
 
+    python examples/vllm/with_and_without.py google/gemma-4-31B-it-qat-w4a16-ct --tensor-parallel-size 2
     python examples/vllm/with_and_without.py gemma-4-31b --generated
     python examples/vllm/with_and_without.py gemma-4-26b-a4b --generated --loads one,many --json 26b.json
-    python examples/vllm/with_and_without.py google/gemma-4-31B-it-qat-w4a16-ct --tensor-parallel-size 2
 
-Each arm is a process of its own, and all have the same options but for KERNGEN_VLLM: `without` leaves it empty, `with`
-takes what is set here, or all parts. `eager` is vLLM without torch.compile and CUDA graphs: how far its
-log-probabilities lie from those of `without` is what vLLM's own choice of code changes. --generated: random weights of
-a released model's shapes, the same in each arm.
+Use the Python that has both vLLM and kerngen. vLLM starts once for each arm, one after the other:
+
+    without  vLLM's own kernels (KERNGEN_VLLM is made empty)
+    with     kerngen's: the parts that KERNGEN_VLLM names, all if it is unset
+    eager    vLLM's own without torch.compile and CUDA graphs, for its log-probabilities alone: how far they are from
+             those of `without` is what vLLM's own choice of code changes
+
+Loads, greedy and with generated prompts; the first two are timed three times:
+
+    one      a sequence, context 512: ms a token
+    many     32 sequences, context 2048: ms a step, which gives each a token
+    chats    80 requests at once, 1024 tokens each way: output tokens/s, median s to the first token
+
+Each arm is printed beside the first: the median, the least and the most, and the ratio. Log-probabilities are of 396
+tokens of four prompts. If an arm fails, those before it are printed, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -33,14 +44,20 @@ GRAPHS = [1, 2, 4, 8, 16, 32, 64, 80]  # batches of CUDA graphs
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="what `vllm serve` takes, or a released model's name with --generated")
-    parser.add_argument("--generated", action="store_true", help="random weights")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
-    parser.add_argument("--max-model-len", type=int, default=3072, metavar="N")
-    parser.add_argument("--loads", default="one,many,chats", help="of: one, many, chats (%(default)s); may be empty")
-    parser.add_argument("--arms", default=",".join(ARMS), help="%(default)s")
-    parser.add_argument("--engine", default="{}", metavar="JSON", help="more arguments of vllm.LLM")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write there what was measured")
+    parser.add_argument("model", help="name or folder, as for `vllm serve`; with --generated: gemma-4-31b, ...")
+    parser.add_argument("--generated", action="store_true",
+                        help="random weights of a released model's shapes, the same in each arm")  # fmt: skip
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs (%(default)s)")
+    parser.add_argument("--max-model-len", type=int, default=3072, metavar="N",
+                        help="%(default)s; the loads need 2121 tokens")  # fmt: skip
+    parser.add_argument(
+        "--loads", default="one,many,chats", help="%(default)s, or some of them; empty: log-probabilities alone"
+    )
+    parser.add_argument("--arms", default=",".join(ARMS), help="%(default)s, or some of them")
+    parser.add_argument(
+        "--engine", default="{}", metavar="JSON", help='more arguments of vllm.LLM: \'{"kv_cache_dtype": "fp8"}\''
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every measurement, by arm")
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     options = parser.parse_args()
     for said, known in ((options.arms, ARMS), (options.loads, (*STEPS, "chats", ""))):
@@ -138,15 +155,16 @@ def chats(llm: Any, prompts: list[Any], params: Any) -> dict[str, float]:
 
 
 def print_arms(found: dict[str, Any]) -> None:
-    """Each arm beside the first."""
+    """Each arm beside the first; its times beside the first that has any, which `eager` has not."""
     base = next(iter(found.values()))
+    timed = next((one for arm, one in found.items() if arm != "eager"), base)
     for arm, one in found.items():
         print(f"{arm}: ready in {one['start_s']:.1f} s")
         for name in (f"{step}_ms" for step in STEPS if f"{step}_ms" in one):
-            mine, other = statistics.median(one[name]), statistics.median(base[name])
+            mine, other = statistics.median(one[name]), statistics.median(timed[name])
             print(f"  {name}: {mine:.3f} a token ({min(one[name]):.3f}-{max(one[name]):.3f}), {other / mine:.2f}x")
         for name, value in one.get("chats", {}).items():
-            print(f"  chats, {name}: {value:.2f} ({value / base['chats'][name]:.2f} of the first arm's)")
+            print(f"  chats, {name}: {value:.2f} ({value / timed['chats'][name]:.2f} of the first arm's)")
         apart = [abs(a - b) for a, b in zip(one["logprobs"], base["logprobs"], strict=True)]
         same = statistics.mean(a == b for a, b in zip(one["best"], base["best"], strict=True))
         print(f"  log-probabilities: {statistics.mean(apart):.4f} apart in the mean, {max(apart):.4f} at most; the"

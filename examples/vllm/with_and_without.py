@@ -65,6 +65,8 @@ def main() -> None:
             parser.error(f"{', '.join(sorted(unknown))}: there are {', '.join(filter(None, known))}")
     if options.arm is not None:
         return options.json.write_text(json.dumps(measured(options)))
+    if "with" in options.arms.split(",") and os.environ.get("KERNGEN_VLLM") == "":
+        parser.error("KERNGEN_VLLM is empty here: `with` would be `without`; unset it, or name parts")
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="kerngen-vllm-") as folder:
         environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # steps are timed without another process's say

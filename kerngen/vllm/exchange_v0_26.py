@@ -223,7 +223,8 @@ def _abort_without(pids: Sequence[int], abort: Callable[[], None]) -> None:
     the rank that is gone, until SIGKILL comes, if there is somebody left to send it.
     """
     ends = poll()
-    with suppress(OSError):  # Linux before 5.3: SIGKILL it is
+    # Linux before 5.3, or a Python that was built on one: SIGKILL it is.
+    with suppress(OSError, AttributeError):
         for pid in pids:
             ends.register(os.pidfd_open(pid))
 

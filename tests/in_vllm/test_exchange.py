@@ -427,6 +427,13 @@ def test_a_rank_that_ends_ends_what_waits_for_it(exchange: Any, monkeypatch: pyt
         assert time.monotonic() - began > 0.2, "vLLM ends this process first, if it can"
 
 
+def test_a_python_that_cannot_watch_processes_serves_too(exchange: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """os.pidfd_open is missing where Python was built on a Linux before 5.3."""
+    monkeypatch.delattr(os, "pidfd_open")
+    played(monkeypatch, exchange, lambda said: [*said[:3], 1])
+    assert reduces(divided(text_config(**SHAPE))) == {(False, False)}
+
+
 def test_what_is_called_is_there_in_vllm() -> None:
     """Names that are used of vLLM and stand in no signature of ours."""
     from vllm.config import CompilationConfig, ParallelConfig, PassConfig

@@ -43,7 +43,7 @@ from kerngen.templates.exchange_norm.spec import Problem
 from kerngen.templates.values import Peers
 from kerngen.vllm.ahead import AHEAD
 from kerngen.vllm.linear import target
-from kerngen.vllm.plugin import ENV
+from kerngen.vllm.plugin import ENV, tell_compile_caches
 
 log = logging.getLogger("vllm.kerngen")
 KERNEL = "exchange_norm"
@@ -143,6 +143,9 @@ def share(hidden: int, sums: Sequence[Any], behind: Sequence[AddNorm], config: V
         return False
     for problem in dict.fromkeys(behind):
         AHEAD.ask_all(Rows(_with_sum(problem, ranks), most_rows(hidden)))
+    # vLLM's key is the same with --disable-custom-all-reduce and on other GPUs. A rank that took a graph of such a
+    # start would do its sums by vLLM's all-reduce while another waits for it in a launch.
+    tell_compile_caches(f"{len(sums)} sums over {ranks} ranks with norms of {hidden}")
     log.info("kerngen: %d sums over %d ranks by exchange_norm, with the norms behind them, up to %d tokens each",
              len(sums), ranks, most_rows(hidden))  # fmt: skip
     return True

@@ -48,6 +48,7 @@ PARTS: Mapping[str, Part] = {
 }
 LEFT = "the model's own head and all else stay vLLM's"
 _said: set[str] = set()
+_in_graphs: list[str] = []  # what vLLM's compiled graphs depend on
 
 
 def register() -> None:
@@ -71,7 +72,7 @@ def register() -> None:
         return _nothing(arch)
     for name in known:
         import_module(PARTS[name].module_for(release)).install()
-    _tell_compile_caches(known)
+    tell_compile_caches(f"{__version__} on {arch}: {','.join(known)}")
     served = ", ".join(f"{PARTS[name].serves} ({name})" for name in known)
     unknown = [name for name in chosen if name not in known]
     beside = f"; {', '.join(unknown)}: not for this release of vLLM" if unknown else ""
@@ -129,17 +130,18 @@ def _arch() -> Arch | str:
         return e.message
 
 
-def _tell_compile_caches(parts: list[str]) -> None:
-    """Make what is registered part of the key of vLLM's compile caches.
+def tell_compile_caches(what: str) -> None:
+    """Make `what` part of the key of vLLM's compile caches, from the next graph that is compiled on.
 
-    vLLM keeps compiled graphs by its configuration, its environment variables and the sources that it traced. Graphs of
-    a start without this plug-in have other kernels in them, for weights in another order, and it is not in that key
-    whether a plug-in is installed.
+    vLLM keeps compiled graphs by its configuration, its environment variables and the sources that it traced, and takes
+    them without tracing anew. It is not in that key whether a plug-in is installed, which makes other graphs for
+    weights in another order, nor what the plug-in found on this machine and made its graphs by.
     """
     from vllm import envs
 
-    state = f"{__version__} {','.join(parts)}"
-    envs.environment_variables[ENV] = lambda: state
+    if what not in _in_graphs:
+        _in_graphs.append(what)
+    envs.environment_variables[ENV] = lambda: "; ".join(_in_graphs)
 
 
 def _nothing(why: str) -> None:

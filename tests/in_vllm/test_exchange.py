@@ -341,6 +341,32 @@ def test_memory_is_made_once_for_all_models(exchange: Any, monkeypatch: pytest.M
     divided(text_config(**SHAPE))
 
 
+def test_graphs_with_the_sums_are_not_taken_for_those_without(exchange: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's key of compiled graphs, by which it takes them without tracing the model, says nothing of either."""
+    from vllm.compilation.caching import aot_compile_hash_factors
+
+    from kerngen.vllm import plugin
+
+    monkeypatch.setattr(plugin, "_in_graphs", ["as registered"])
+    played(monkeypatch, exchange, alike)
+    keys = []
+    for no_all_reduce in (True, False, False):
+        model = divided(text_config(**SHAPE), disable_custom_all_reduce=no_all_reduce)
+        assert reduces(model) == {(no_all_reduce, no_all_reduce)}
+        config = model.model.vllm_config.parallel_config
+        keys.append((config.compute_hash(), vllm_env_key()))
+    assert keys[0][0] == keys[1][0]
+    assert keys[0][1] != keys[1][1] == keys[2][1]
+    assert "compile_factors()" in inspect.getsource(aot_compile_hash_factors)
+
+
+def vllm_env_key() -> str:
+    from vllm import envs
+    from vllm.config.utils import hash_factors
+
+    return hash_factors(envs.compile_factors())
+
+
 def test_the_matrix_behind_per_layer_inputs_is_no_summand(exchange: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank has all of it: its norm follows without a sum."""
     played(monkeypatch, exchange, alike)

@@ -41,7 +41,7 @@ from kerngen.templates import find_kernel
 from kerngen.templates.add_norm.spec import Problem as AddNorm
 from kerngen.templates.exchange_norm.spec import Problem
 from kerngen.templates.values import Peers
-from kerngen.vllm.ahead import AHEAD
+from kerngen.vllm.ahead import AHEAD, kept_in_sleep
 from kerngen.vllm.linear import target
 from kerngen.vllm.plugin import ENV, tell_compile_caches
 
@@ -197,6 +197,8 @@ def _why_not_shared(hidden: int, sums: Sequence[Any], behind: Sequence[AddNorm])
         memory = PeerMemory(world, gather, hidden=hidden, max_rows=most_rows(hidden), device=group.device)
     except DeviceError as e:
         return e.message
+    given = memory.peers.addresses
+    memory.peers = replace(memory.peers, addresses=kept_in_sleep(given.device, given.clone))
     _memory[key] = memory
     _abort_without([pid for _, _, where, pid in said if where and where == mine[2] and pid != mine[3]], memory.abort)
     return None

@@ -367,6 +367,20 @@ def vllm_env_key() -> str:
     return hash_factors(envs.compile_factors())
 
 
+def test_addresses_are_not_in_what_sleep_empties(exchange: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+
+    def keep(device: Any, make: Callable[[], Tensor]) -> Tensor:
+        kept.append(make())
+        return kept[-1]
+
+    played(monkeypatch, exchange, alike)
+    monkeypatch.setattr(exchange, "kept_in_sleep", keep)
+    divided(text_config(**SHAPE))
+    (memory,) = exchange._memory.values()
+    assert [memory.peers.addresses.data_ptr()] == [t.data_ptr() for t in kept]
+
+
 def test_the_matrix_behind_per_layer_inputs_is_no_summand(exchange: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank has all of it: its norm follows without a sum."""
     played(monkeypatch, exchange, alike)

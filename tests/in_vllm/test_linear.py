@@ -6,6 +6,8 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
 
@@ -289,7 +291,8 @@ def test_kernels_of_all_layers_are_loaded_at_once(kernel: Any, monkeypatch: pyte
     from kerngen.vllm import ahead, linear
 
     asked: list[tuple[list[Any], int]] = []
-    settings = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=2048))
+    settings = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=False),
+                               scheduler_config=SimpleNamespace(max_num_batched_tokens=2048))  # fmt: skip
     monkeypatch.setattr(ahead, "get_current_vllm_config_or_none", lambda: settings)
     monkeypatch.setattr(
         ahead,
@@ -309,3 +312,35 @@ def test_kernels_of_all_layers_are_loaded_at_once(kernel: Any, monkeypatch: pyte
         ("w4a16_gemm", 96, 256, False), ("w4a16_gemm", 64, 128, False), ("w4a16_gemm", 192, 256, True),
         ("w4a16_gemm", 64, 256, False),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_scratch_is_not_in_what_sleep_empties(sleeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch says of the pool that vLLM loads into: it makes only the current thread's allocations route to it."""
+    from vllm.config import ModelConfig
+
+    from kerngen.vllm import ahead
+
+    assert "enable_sleep_mode" in ModelConfig.__dataclass_fields__
+    assert "only current thread's allocations" in " ".join((torch.cuda.use_mem_pool.__doc__ or "").split())
+    settings = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleeps),
+                               scheduler_config=SimpleNamespace(max_num_batched_tokens=16))  # fmt: skip
+    monkeypatch.setattr(ahead, "get_current_vllm_config_or_none", lambda: settings)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    threads: list[int] = []
+
+    def load_ahead(*args: Any) -> Counter[str]:
+        threads.append(get_ident())
+        if len(threads) == 2:
+            raise ProblemError("what loading says", hint="")
+        return Counter()
+
+    monkeypatch.setattr(ahead, "load_ahead", load_ahead)
+    asked = ahead.Ahead()
+    asked.ask("a kernel", 1)
+    asked.load(torch.device("cpu"))
+    assert (threads[0] != get_ident()) == sleeps
+    asked.ask("a kernel", 1)
+    with pytest.raises(ProblemError, match="what loading says"):
+        asked.load(torch.device("cpu"))

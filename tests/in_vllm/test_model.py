@@ -142,8 +142,8 @@ def make(cls: Any, hf: Any, quantised: bool, checkpoint: list[tuple[str, Tensor]
 class Checkpoint:
     """Random weights for a `text_config`, int4 in groups and the same ones dense. ignore: not int4 in either."""
 
-    def __init__(self, hf: Any, ignore: tuple[str, ...] = ()) -> None:
-        self.draw = torch.Generator().manual_seed(1)
+    def __init__(self, hf: Any, ignore: tuple[str, ...] = (), seed: int = 1) -> None:
+        self.draw = torch.Generator().manual_seed(seed)
         self.int4: list[tuple[str, Tensor]] = []
         self.dense: list[tuple[str, Tensor]] = []
         self._both("embed_tokens.weight", self._normal(hf.vocab_size, HIDDEN))

@@ -49,7 +49,7 @@ def text_config(**changes: Any) -> Any:
     return test_model.text_config(**(fields | changes))
 
 
-def make(monkeypatch: pytest.MonkeyPatch, cls: Any = None, hf: Any = None, **settings: Any) -> Any:
+def make(monkeypatch: pytest.MonkeyPatch, cls: Any = None, hf: Any = None, seed: int = 1, **settings: Any) -> Any:
     made = test_model.vllm_config
 
     def vllm_config(*args: Any, **given: Any) -> Any:
@@ -59,7 +59,7 @@ def make(monkeypatch: pytest.MonkeyPatch, cls: Any = None, hf: Any = None, **set
 
     monkeypatch.setattr(test_model, "vllm_config", vllm_config)
     hf = hf or text_config()
-    checkpoint = test_model.Checkpoint(hf)
+    checkpoint = test_model.Checkpoint(hf, seed=seed)
     if not hf.attention_k_eq_v:
         for i, kind in enumerate(hf.layer_types):
             if kind == "full_attention":
@@ -272,6 +272,24 @@ def test_where_v_is_k_its_rows_are_not_kept(
     assert [projected(layer) for layer in mine.model.layers] == columns * 2
     assert loaded
     assert all(storage.expired() for storage in loaded), "what was loaded is still there"
+
+
+def test_weights_that_are_loaded_again_are_served_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM's reload, which puts the loaded shapes back first: in the memory that CUDA graphs hold."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    mine, other = make(monkeypatch), make(monkeypatch, seed=2)
+    before, expected = (BATCHES["mixed"].run(model)[0] for model in (mine, other))
+    assert not torch.equal(before, expected)
+    lie = {name: tensor.data_ptr() for name, tensor in [*mine.named_parameters(), *mine.named_buffers()]}
+    config = mine.model.vllm_config
+    with set_current_vllm_config(config), torch.no_grad(), torch.device("cpu"):
+        initialize_layerwise_reload(mine)
+        mine.load_weights(iter(test_model.Checkpoint(text_config(), seed=2).int4))
+        finalize_layerwise_reload(mine, config.model_config)
+    assert lie == {name: tensor.data_ptr() for name, tensor in [*mine.named_parameters(), *mine.named_buffers()]}
+    assert torch.equal(BATCHES["mixed"].run(mine)[0], expected)
 
 
 def test_its_kernels_are_asked_for_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import inspect
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from shutil import which
 from types import SimpleNamespace
 from typing import Any
 
@@ -342,9 +341,22 @@ def test_each_method_takes_what_vllm_gives_it() -> None:
     assert [(p.name, p.kind, p.default) for p in mine] == [(p.name, p.kind, p.default) for p in theirs]
 
 
-@pytest.mark.skipif(which("c++") is None, reason="torch's compiler for the CPU needs a C++ compiler")
+def require_compiled_right(mine: Any) -> None:
+    """As vLLM compiles it, for any number of tokens."""
+    model = mine.model
+    model.compilation_config.compile_sizes = []
+    torch._dynamo.reset()
+    for batch in (BATCHES["decodes"], BATCHES["mixed"], BATCHES["a padded graph"]):
+        expected, wanted = batch.run(mine, call=lambda ids, at: model.forward(ids, at, None, None))
+        found, caches = batch.run(mine, call=lambda ids, at: model(ids, at, None, None))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        for name, cache in caches.items():
+            torch.testing.assert_close(cache, wanted[name], rtol=1e-4, atol=1e-4)
+
+
+@test_model.needs_compiler
 def test_vllm_cuts_its_graphs_around_heads_and_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By vLLM's own list of operators that it cuts at, and compiled for any number of tokens."""
+    """By vLLM's own list of operators that it cuts at."""
     from vllm.compilation import backends
 
     graphs: list[Any] = []
@@ -355,19 +367,28 @@ def test_vllm_cuts_its_graphs_around_heads_and_attention(monkeypatch: pytest.Mon
         return graphs[-1]
 
     monkeypatch.setattr(backends, "split_graph", splitting)
-    settings = test_model.compiled_in_pieces(monkeypatch, tmp_path)
-    mine = in_fp32(make(monkeypatch, compilation=settings))
-    model = mine.model
-    model.compilation_config.compile_sizes = []
-    torch._dynamo.reset()
-    for batch in (BATCHES["decodes"], BATCHES["mixed"], BATCHES["a padded graph"]):
-        expected, wanted = batch.run(mine, call=lambda ids, at: model.forward(ids, at, None, None))
-        found, caches = batch.run(mine, call=lambda ids, at: model(ids, at, None, None))
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        for name, cache in caches.items():
-            torch.testing.assert_close(cache, wanted[name], rtol=1e-4, atol=1e-4)
+    require_compiled_right(in_fp32(make(monkeypatch, compilation=test_model.compiled_in_pieces(monkeypatch, tmp_path))))
     ((_, items),) = graphs
     cuts = [item for item in items if item.is_splitting_graph]
     assert len(cuts) == 4
     called = [[str(n.target) for n in item.graph.graph.nodes if n.op == "call_function"] for item in cuts]
     assert all(ops == ["vllm.unified_attention_with_output"] for ops in called), called
+
+
+@test_model.needs_compiler
+@pytest.mark.parametrize("cuts", [None, []], ids=["in pieces", "in one"])
+def test_graphs_that_vllm_keeps_serve_the_next_start(
+    cuts: list[str] | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of other weights, here, without tracing its model."""
+    from vllm.compilation.counter import compilation_counter as counter
+    from vllm.config import VllmConfig
+
+    monkeypatch.setattr(VllmConfig, "compute_hash", lambda self: "the same")  # stand-ins in it have none
+    settings = test_model.compiled_in_pieces(monkeypatch, tmp_path, cuts)
+    monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "1")
+    monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "0")
+    before = counter.num_aot_compiles, counter.num_aot_artifacts_loaded
+    for seed in (1, 2):
+        require_compiled_right(in_fp32(make(monkeypatch, compilation=settings, seed=seed)))
+    assert (counter.num_aot_compiles, counter.num_aot_artifacts_loaded) == (before[0] + 1, before[1] + 1)

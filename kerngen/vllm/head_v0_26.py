@@ -168,8 +168,8 @@ def _why_not(model: Gemma4MTP) -> str | None:
         return f"its weights are of {type(head.quant_method).__name__}, not as they were trained"
     if dtype not in (None, head.weight.dtype):
         return f"its logits are asked for in {dtype}"
-    if head.org_vocab_size <= (head.tp_size - 1) * head.num_embeddings_per_partition:
-        return f"not each of {head.tp_size} ranks has tokens of its {head.org_vocab_size}"
+    if head.tp_size > 1 and head.org_vocab_size != head.tp_size * head.num_embeddings_per_partition:
+        return f"its {head.org_vocab_size} tokens are not as many for each of {head.tp_size} ranks"
     return None
 
 

@@ -386,6 +386,22 @@ def test_what_is_not_served_is_vllms_and_one_line_says_why(
         assert not ran(lambda: made.get_top_tokens(y))
 
 
+def test_ranks_with_unequal_parts_leave_the_head_to_vllm() -> None:
+    """They would decide by their own numbers of rows, and must decide alike."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    from kerngen.vllm.head_v0_26 import _why_not
+
+    def why(tokens: int, ranks: int) -> str | None:
+        head = SimpleNamespace(quant_method=UnquantizedEmbeddingMethod(), weight=torch.empty(1), org_vocab_size=tokens,
+                               tp_size=ranks, num_embeddings_per_partition=512)  # fmt: skip
+        return _why_not(SimpleNamespace(lm_head=head, logits_processor=SimpleNamespace(head_dtype=None)))
+
+    assert why(1024, 2) is None
+    assert why(500, 1) is None
+    assert why(1000, 2) == "its 1000 tokens are not as many for each of 2 ranks"
+
+
 def recorded(run: Callable[[], Any]) -> list[Any]:
     """The calls of kernels that `run` makes."""
     from kerngen.ops.devices import CPU

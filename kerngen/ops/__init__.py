@@ -84,6 +84,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     greedy_head = _run(_greedy_head.greedy_head)
     kv_write = _flat(_kv_write.kv_write)
     moe_combine = _run(_moe_combine.moe_combine)
+    moe_combine_functional = _run(_moe_combine.moe_combine_functional)
     moe_sum = _run(_moe_combine.moe_sum)
     moe_route = _run(_moe_route.moe_route)
     moe_w4a16 = _run(_moe_w4a16.moe_w4a16)
@@ -135,6 +136,7 @@ __all__ = [
     "kv_write",
     "load_ahead",
     "moe_combine",
+    "moe_combine_functional",
     "moe_route",
     "moe_router",
     "moe_sum",

@@ -85,4 +85,6 @@ _OF_A_SUM = ("out", "routed", "topk_weights", "eps", "num_tokens")
 
 def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
     """The op that asks for this case, and its arguments."""
-    return asking(op.moe_combine if case.problem.has_norms else op.moe_sum, case, inputs)
+    if not case.problem.has_norms:
+        return asking(op.moe_sum, case, inputs)
+    return asking(op.moe_combine if case.options.get("in_place", False) else op.moe_combine_functional, case, inputs)

@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from kerngen.templates.call import Call, op
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, empty
 from kerngen.templates.moe_combine.spec import Problem
 
-_ENDS_A_LAYER = (
-    "residual_out",
-    "residual",
-    "dense",
-    "dense_norm",
-    "routed_norm",
-    "post_norm",
-    "layer_scalar",
-    "next_norm",
-)
+_TAKES = {
+    "residual": "R[T, H]",
+    "dense": "D[T, H]",
+    "routed": "D[T, K, H]",
+    "topk_weights": "fp32[T, K]",
+    "dense_norm": "D[H]",
+    "routed_norm": "D[H]",
+    "post_norm": "D[H]",
+    "layer_scalar": "D[1]",
+    "next_norm": "D[H]",
+}
 
 
-@op(
-    mutates=("residual",),
-    takes={
-        "residual": "R[T, H]",
-        "dense": "D[T, H]",
-        "routed": "D[T, K, H]",
-        "topk_weights": "fp32[T, K]",
-        "dense_norm": "D[H]",
-        "routed_norm": "D[H]",
-        "post_norm": "D[H]",
-        "layer_scalar": "D[1]",
-        "next_norm": "D[H]",
-    },
-)
+@op(mutates=("residual",), takes=_TAKES)
 def moe_combine(
     residual: Tensor,
     dense: Tensor,
@@ -52,18 +42,30 @@ def moe_combine(
     post_norm)) * layer_scalar. residual [T, H] in dense's dtype or fp32; dense [T, H]; routed [T, K, H]; topk_weights
     [T, K] fp32; norms [H]; layer_scalar [1]. Returns [T, H] in dense's dtype.
     """
-    tokens, hidden = residual.shape
-    out = empty(dense, tokens, hidden)
-    problem = None
-    if tokens:
-        dtypes = DTYPE_NAME[dense.dtype], DTYPE_NAME[residual.dtype]
-        problem = Problem(hidden, routed.shape[1], *dtypes, num_tokens=tokens)
-    arguments = {
-        "residual_out": residual, "out": out, "residual": residual, "dense": dense, "routed": routed,
-        "topk_weights": topk_weights, "dense_norm": dense_norm, "routed_norm": routed_norm, "post_norm": post_norm,
-        "layer_scalar": layer_scalar, "next_norm": next_norm, "eps": eps, "num_tokens": tokens,
-    }  # fmt: skip
-    return Call("moe_combine", problem, arguments, out)
+    out = empty(dense, *dense.shape)
+    given = residual, dense, routed, topk_weights, dense_norm, routed_norm, post_norm, layer_scalar, next_norm, eps
+    return Call("moe_combine", *_asked(residual, *given, out), out)
+
+
+@op(takes=_TAKES)
+def moe_combine_functional(
+    residual: Tensor,
+    dense: Tensor,
+    routed: Tensor,
+    topk_weights: Tensor,
+    dense_norm: Tensor,
+    routed_norm: Tensor,
+    post_norm: Tensor,
+    layer_scalar: Tensor,
+    next_norm: Tensor,
+    eps: float,
+) -> Call[tuple[Tensor, Tensor]]:
+    """As moe_combine, and writes no argument: returns the new residual, in residual's dtype, and its norm. For graphs
+    that others compile, cut apart and rewrite.
+    """
+    results = empty(residual, *residual.shape), empty(dense, *dense.shape)
+    given = residual, dense, routed, topk_weights, dense_norm, routed_norm, post_norm, layer_scalar, next_norm, eps
+    return Call("moe_combine", *_asked(results[0], *given, results[1]), results)
 
 
 @op(takes={"routed": "D[T, K, H]", "topk_weights": "fp32[T, K]"})
@@ -79,4 +81,31 @@ def moe_sum(routed: Tensor, topk_weights: Tensor) -> Call[Tensor]:
         dtype = DTYPE_NAME[routed.dtype]
         problem = Problem(hidden, top_k, dtype, dtype, has_norms=False, num_tokens=tokens)
     given = {"out": out, "routed": routed, "topk_weights": topk_weights, "eps": 0.0, "num_tokens": tokens}
-    return Call("moe_combine", problem, dict.fromkeys(_ENDS_A_LAYER) | given, out)
+    return Call("moe_combine", problem, dict.fromkeys(("residual_out", *_TAKES)) | given, out)
+
+
+def _asked(
+    residual_out: Tensor,
+    residual: Tensor,
+    dense: Tensor,
+    routed: Tensor,
+    topk_weights: Tensor,
+    dense_norm: Tensor,
+    routed_norm: Tensor,
+    post_norm: Tensor,
+    layer_scalar: Tensor,
+    next_norm: Tensor,
+    eps: float,
+    out: Tensor,
+) -> tuple[Problem | None, dict[str, Any]]:
+    tokens, hidden = residual.shape
+    problem = None
+    if tokens:
+        dtypes = DTYPE_NAME[dense.dtype], DTYPE_NAME[residual.dtype]
+        problem = Problem(hidden, routed.shape[1], *dtypes, num_tokens=tokens)
+    arguments = {
+        "residual_out": residual_out, "out": out, "residual": residual, "dense": dense, "routed": routed,
+        "topk_weights": topk_weights, "dense_norm": dense_norm, "routed_norm": routed_norm, "post_norm": post_norm,
+        "layer_scalar": layer_scalar, "next_norm": next_norm, "eps": eps, "num_tokens": tokens,
+    }  # fmt: skip
+    return problem, arguments

@@ -20,6 +20,7 @@ from kerngen.errors import ProblemError
 from kerngen.templates import find_kernel
 from kerngen.templates.add_norm.spec import Problem
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME
+from kerngen.vllm import expert_layer_v0_26 as expert_layer
 from kerngen.vllm import self_attention_v0_26 as self_attention
 from kerngen.vllm.ahead import AHEAD
 from kerngen.vllm.exchange_v0_26 import share
@@ -51,11 +52,13 @@ class Model(gemma4.Gemma4Model):
 class DecoderLayer(gemma4.Gemma4DecoderLayer):
     """vLLM's, with each post-norm, the residual, the layer's scalar and the norm that follows in one launch.
 
-    next_norm: the next layer's input norm, if that layer is one of these; else None. attention_is_summand,
-    mlp_is_summand: o_proj and down_proj give this rank's summand, which is summed with the norms behind it.
+    next_norm: the next layer's input norm, if that layer is one of these; else None. has_expert_end: `expert_layer`
+    serves its experts and what follows. attention_is_summand, mlp_is_summand: o_proj and down_proj give this rank's
+    summand, which is summed with the norms behind it.
     """
 
     next_norm: Any = None
+    has_expert_end: bool = False
     attention_is_summand: bool = False
     mlp_is_summand: bool = False
 
@@ -78,6 +81,8 @@ class DecoderLayer(gemma4.Gemma4DecoderLayer):
             self.attention_is_summand,
         )  # fmt: skip
         hidden_states, is_summand = self.mlp(hidden_states), self.mlp_is_summand
+        if self.has_expert_end:
+            return expert_layer.end_of_layer(self, residual, hidden_states, self.next_norm)
         if self.enable_moe_block:
             routed = self.moe(self.pre_feedforward_layernorm_2(residual), self.router(residual))
             hidden_states = self.post_feedforward_layernorm_1(hidden_states) + self.post_feedforward_layernorm_2(routed)
@@ -128,12 +133,13 @@ def _serve(model: gemma4.Gemma4Model, config: VllmConfig) -> None:
             # Past Module.__setattr__, by which the norm's weight would be a parameter of both layers.
             object.__setattr__(layer, "next_norm", after.input_layernorm)
     gated = [layer for layer in served if _gate(layer, config)]
-    for layer in served:
-        for problem in _norm_problems(layer, dtype):
-            AHEAD.ask("add_norm", problem)
-    left = "".join(f"; {n} stay vLLM's: {why}" for why, n in Counter(filter(None, reasons)).items())
     log.info("kerngen: norms and residuals of %d of %d decoder layers, gate and GELU of %d%s",
-             len(served), len(layers), len(gated), left)  # fmt: skip
+             len(served), len(layers), len(gated), _left(Counter(reasons)))  # fmt: skip
+    _serve_experts([layer for layer in served if layer.enable_moe_block], len(layers), config)
+    for layer in served:
+        after_attention, *ends = _norm_problems(layer, dtype)
+        for problem in (after_attention, *(() if layer.has_expert_end else ends)):
+            AHEAD.ask("add_norm", problem)
     _sum_with_norms(model.config.hidden_size, served, config)
     _serve_attention([layer.self_attn for layer in served], len(layers), config)
 
@@ -144,9 +150,26 @@ def _serve_attention(served: list[Any], num_layers: int, config: VllmConfig) -> 
     if not mine:
         return
     reasons = Counter(self_attention.serve(attention, config) for attention in mine)
-    left = "".join(f"; {n} stay vLLM's: {why}" for why, n in reasons.items() if why is not None)
     log.info("kerngen: norms of heads, RoPE and cache write in one launch in %d of %d decoder layers, K as V in %d%s",
-             reasons[None], num_layers, sum(map(self_attention.has_k_as_v, mine)), left)  # fmt: skip
+             reasons[None], num_layers, sum(map(self_attention.has_k_as_v, mine)), _left(reasons))  # fmt: skip
+
+
+def _serve_experts(with_experts: list[Any], num_layers: int, config: VllmConfig) -> None:
+    """Of layers that are served, those with experts; a line says how many have these served with their routing."""
+    if not with_experts:
+        return
+    reasons = Counter[str | None]()
+    for layer in with_experts:
+        why = expert_layer.serve(layer, config)
+        layer.has_expert_end = why is None
+        reasons[why] += 1
+    log.info("kerngen: routing, and the experts' sum with the norms behind it, in one launch each in %d of %d decoder "
+             "layers%s", reasons[None], num_layers, _left(reasons))  # fmt: skip
+
+
+def _left(reasons: Counter[str | None]) -> str:
+    """What a line says of layers that are not served, by why they are not."""
+    return "".join(f"; {n} stay vLLM's: {why}" for why, n in reasons.items() if why is not None)
 
 
 def _sum_with_norms(hidden: int, layers: list[Any], config: VllmConfig) -> None:

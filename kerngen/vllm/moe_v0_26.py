@@ -1,8 +1,8 @@
 """vLLM 0.26's W4A16 experts by moe_w4a16, and their weighted sum by moe_combine.
 
-Routing, the loading of weights and the sum over ranks are vLLM's. Source of the contract: vLLM 0.26,
-vllm/model_executor/layers/fused_moe/fused_moe_method_base.py and routed_experts.py beside it (which loads), and of what
-a checkpoint may say, its class CompressedTensorsMoEMethod.
+The loading of weights and the sum over ranks are vLLM's, and routing where `expert_layer_v0_26` does not serve it.
+Source of the contract: vLLM 0.26, vllm/model_executor/layers/fused_moe/fused_moe_method_base.py and routed_experts.py
+beside it (which loads), and of what a checkpoint may say, its class CompressedTensorsMoEMethod.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ def get_moe_method(
     """kerngen's method for a layer's experts where it serves them; else vLLM's own, and one line a reason says why."""
     scheme = _scheme(quant_config, layer, layer_name)
     if (why := _why_not(scheme, layer)) is None:
+        moe: FusedMoEConfig = layer.moe_config
+        say_once(logging.INFO, f"kerngen: experts by moe_w4a16, {moe.experts_per_token} of {moe.num_experts} a token")
         return KerngenMoEMethod(layer.moe_config, scheme["weights"].group_size)
     say_once(logging.INFO, f"kerngen: experts stay vLLM's: {why}")
     method: FusedMoEMethodBase = VLLMS(quant_config, layer, layer_name)
@@ -66,8 +68,13 @@ class KerngenMoEMethod(FusedMoEMethodBase):
     def __init__(self, moe: FusedMoEConfig, group_size: int) -> None:
         super().__init__(moe)
         self._group_size = group_size
-        for kernel, problem in _problems(moe, group_size):
+        self._asked = dict(_problems(moe, group_size))
+        for kernel, problem in self._asked.items():
             AHEAD.ask(kernel, problem)
+
+    def leave_sum(self) -> None:
+        """Say that `multiply` is called in place of `apply`: the sum's kernels are not loaded."""
+        AHEAD.withdraw("moe_combine", self._asked["moe_combine"])
 
     def create_weights(
         self,
@@ -129,10 +136,19 @@ class KerngenMoEMethod(FusedMoEMethodBase):
 
         x [T, hidden]; topk_weights [T, top_k] fp32; topk_ids [T, top_k] int32. Shared experts are run by the caller.
         """
-        weights = layer.w13_weight_packed, layer.w13_weight_scale, layer.w2_weight_packed, layer.w2_weight_scale
-        routed = torch.ops.kerngen.moe_w4a16(x, topk_ids.to(torch.int32), *weights)
+        routed = multiply(layer, x, topk_ids.to(torch.int32))
         out: Tensor = torch.ops.kerngen.moe_sum(routed, topk_weights.float())
         return out
+
+
+def multiply(layer: RoutedExperts, x: Tensor, topk_ids: Tensor) -> Tensor:
+    """Each token's experts by `KerngenMoEMethod`'s weights: [T, top_k, hidden] in x's dtype.
+
+    x [T, hidden]; topk_ids [T, top_k] int32.
+    """
+    weights = layer.w13_weight_packed, layer.w13_weight_scale, layer.w2_weight_packed, layer.w2_weight_scale
+    routed: Tensor = torch.ops.kerngen.moe_w4a16(x, topk_ids, *weights)
+    return routed
 
 
 def _pack_in_place(words: Tensor, scales: Tensor, *, gated: bool) -> tuple[Tensor, Tensor]:

@@ -242,8 +242,8 @@ def workload(model: Model, arch: Arch) -> Workload:
 
 
 def _inside_vllm(model: Model, arch: Arch) -> Workload:
-    """What kerngen.vllm asks: the linear layers' products one by one, a layer's norms with its residual, its experts,
-    attention over pages of K and V, and the head of its drafter, if it has one.
+    """What kerngen.vllm asks: the linear layers' products one by one, a layer's norms with its residual, its experts
+    with their routing, attention over pages of K and V, and the head of its drafter, if it has one.
 
     vLLM has K once more as V where V is K, and what serves its attention may do without. Gate and up are here with the
     gate and without too: its release and its configuration decide. Of a divided model norms are here with the sum over
@@ -265,8 +265,10 @@ def _inside_vllm(model: Model, arch: Arch) -> Workload:
             made += _with_sums_inside_vllm(norms, model.target)
         elif item.kernel == "moe_w4a16":
             made.append(item)
-        elif item.kernel == "moe_combine":  # the norms behind the sum are vLLM's
-            made.append(replace(item, problem=replace(p, residual_dtype=p.dtype, has_norms=False)))
+        elif item.kernel == "moe_router" and model.target.world.size == 1:
+            made.append(replace(item, problem=replace(p, residual_dtype=p.dtype)))
+        elif item.kernel == "moe_combine":
+            made += _ends_inside_vllm(item, model.target.world.size)
     if model.drafter is not None:
         made += _drafts_inside_vllm(model.drafter, arch)
     uses: dict[tuple[str, Any], tuple[Use, ...]] = {}  # layers that vLLM asks alike may not be alike elsewhere
@@ -343,17 +345,37 @@ def _norms_inside_vllm(after_attention: Item, has_ple: bool) -> Iterator[Item]:
 
 def _with_sums_inside_vllm(norms: Iterable[Item], model: ModelConfig) -> Iterator[Item]:
     """The same; of a divided model those behind a sum of few tokens only where there is no launch that sums, too. What
-    experts end with is summed before.
+    experts end with is summed before; on one rank it is `_ends_inside_vllm`'s unless a part of kerngen.vllm is off.
     """
     ranks = model.world.size
     for item in norms:
         p = item.problem
-        if ranks == 1 or p.num_tokens > most_rows(p.hidden) or (model.num_experts and p.has_scalar):
+        ends_with_experts = model.num_experts > 0 and p.has_scalar
+        if ranks == 1 and ends_with_experts:
+            yield _beside(item)
+        elif ranks == 1 or p.num_tokens > most_rows(p.hidden) or ends_with_experts:
             yield item
-            continue
-        summed = ExchangeNorm(ranks, p.hidden, p.dtype, p.residual_dtype, 0, p.has_scalar, p.has_next, p.num_tokens)
-        yield Item("exchange_norm", summed, item.uses)
-        yield replace(item, uses=tuple(replace(u, count=0) for u in item.uses))
+        else:
+            summed = ExchangeNorm(ranks, p.hidden, p.dtype, p.residual_dtype, 0, p.has_scalar, p.has_next, p.num_tokens)
+            yield Item("exchange_norm", summed, item.uses)
+            yield _beside(item)
+
+
+def _ends_inside_vllm(item: Item, ranks: int) -> Iterator[Item]:
+    """The experts' sum: with the norms behind it on one rank, where no part of kerngen.vllm is off; else alone, since
+    what is behind it is vLLM's.
+    """
+    with_norms = replace(item.problem, residual_dtype=item.problem.dtype)
+    alone = replace(item, problem=replace(with_norms, has_norms=False))
+    if ranks == 1:
+        yield replace(item, problem=with_norms)
+        alone = _beside(alone)
+    yield alone
+
+
+def _beside(item: Item) -> Item:
+    """The same, asked only where vLLM's configuration wants it."""
+    return replace(item, uses=tuple(replace(u, count=0) for u in item.uses))
 
 
 def _never(kernel: Kernel, problem: Any) -> bool:

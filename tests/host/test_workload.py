@@ -204,14 +204,16 @@ def test_inside_vllm_attention_is_over_pages_of_k_and_v(name: str) -> None:
     assert {w.split(" (")[0] for w in places} == {"attention", "cache", "head norms, RoPE, cache"}
 
 
-def test_inside_vllm_a_model_asks_its_experts_and_their_sum() -> None:
-    """Of any number of tokens, on one rank and on two, which have half of each expert; routing is vLLM's."""
+def test_inside_vllm_a_model_asks_its_experts_and_what_is_around_them() -> None:
+    """Of any number of tokens. On one rank with their routing and the end of a layer, each in a launch; of two, which
+    have half of each expert, both are vLLM's.
+    """
     model = find_model("gemma-4-26b-a4b")
     for ranks, inner in ((1, 704), (2, 352)):
         (rank,) = model.ranks(ranks)
         items = workload(rank.on("vllm"), find_arch("sm90")).items
         assert len(items) == len({(i.kernel, i.problem) for i in items})
-        assert {i.kernel for i in items} - {"exchange_norm"} == {
+        assert {i.kernel for i in items} - {"exchange_norm", "moe_router"} == {
             "w4a16_gemm",
             "add_norm",
             "moe_w4a16",
@@ -224,14 +226,29 @@ def test_inside_vllm_a_model_asks_its_experts_and_their_sum() -> None:
         }
         exchanges = [i.problem for i in items if i.kernel == "exchange_norm"]
         assert {(p.ranks, p.hidden, p.has_scalar) for p in exchanges} == ({(2, 2816, False)} if ranks == 2 else set())
-        experts = [i.problem for i in items if i.kernel == "moe_w4a16"]
-        sums = [i.problem for i in items if i.kernel == "moe_combine"]
+        experts, routers = ([i.problem for i in items if i.kernel == k] for k in ("moe_w4a16", "moe_router"))
+        sums = [i for i in items if i.kernel == "moe_combine"]
+        alone, ends = ([i for i in sums if i.problem.has_norms is has_norms] for has_norms in (False, True))
         assert {(p.num_experts, p.top_k, p.hidden, p.inner, p.dtype) for p in experts} == {
             (128, 8, 2816, inner, "bf16")
         }
-        assert {(p.hidden, p.top_k, p.dtype, p.has_norms) for p in sums} == {(2816, 8, "bf16", False)}
-        for asked in (experts, sums):
-            assert {p.num_tokens for p in asked} >= {1, 2, 8, 64, 8192}
+        assert {(p.num_experts, p.top_k, p.hidden, p.dtype, p.residual_dtype) for p in routers} == (
+            {(128, 8, 2816, "bf16", "bf16")} if ranks == 1 else set()
+        )
+        assert {(p.hidden, p.top_k, p.dtype, p.residual_dtype) for p in (i.problem for i in sums)} == {
+            (2816, 8, "bf16", "bf16")
+        }
+        norms = [i for i in items if i.kernel == "add_norm" and i.problem.has_scalar]
+        for items_asked in (alone, norms):
+            assert {any(u.count for u in i.uses) for i in items_asked} == {ranks == 2}, "else only without a part"
+        asked = [experts, [i.problem for i in alone]]
+        if ranks == 1:
+            asked += [routers, [i.problem for i in ends]]
+            assert all(u.count for i in ends for u in i.uses)
+        else:
+            assert not ends
+        for problems in asked:
+            assert {p.num_tokens for p in problems} >= {1, 2, 8, 64, 8192}
 
 
 @pytest.mark.parametrize(("name", "kernel"), [("gemma-4-31b", "greedy_head"), ("gemma-4-e4b", "centroid_head")])

@@ -26,7 +26,6 @@ DENSE: dict[str, Any] = {}
 PER_LAYER_INPUTS = {"hidden_size_per_layer_input": 32}
 EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
 TOKENS = torch.tensor([3, 1, 60, 7, 7, 22, 41])
-VLLMS_EXPERTS: list[Any] = []  # what `Experts` stands in for
 
 
 class Attend(nn.Module):
@@ -77,7 +76,6 @@ def small_vllm(registered: None) -> Iterator[None]:
     ops.define("gelu_and_mul(Tensor! out, Tensor x) -> ()")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gemma4, "Attention", Attend)
-        VLLMS_EXPERTS[:] = [gemma4.Gemma4MoE]
         patch.setattr(gemma4, "Gemma4MoE", Experts)
         patch.setattr(gemma4, "GateLinear", Gate)
         yield
@@ -109,7 +107,8 @@ def vllm_config(
     compiled = CompilationConfig(custom_ops=["none"], **(compilation or {"mode": 0}))
     made = VllmConfig(device_config=DeviceConfig(device="cpu"), compilation_config=compiled)
     made.model_config = SimpleNamespace(hf_config=hf, dtype=torch.bfloat16, head_dtype=torch.bfloat16,
-                                        quantization=None, enforce_eager=False, compute_hash=lambda: "")  # fmt: skip
+                                        quantization=None, enforce_eager=False, compute_hash=lambda: "",
+                                        enable_return_routed_experts=False)  # fmt: skip
     made.lora_config = SimpleNamespace() if lora else None
     if quantised:
         int4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True}
@@ -178,6 +177,16 @@ class Checkpoint:
             self._both(f"layers.{i}.layer_scalar", self._around_one(1))
             for name, (n, k) in matrices.items():
                 self._matrix(f"layers.{i}.{name}", n, k, f"model.layers.{i}.{name}" not in ignore)
+
+    def with_experts(self, hf: Any) -> Checkpoint:
+        """The same, with the experts' matrices, and a scale of each expert."""
+        inner = hf.moe_intermediate_size
+        for layer in range(hf.num_hidden_layers):
+            self._both(f"layers.{layer}.router.per_expert_scale", self._around_one(hf.num_experts))
+            for expert in range(hf.num_experts):
+                for name, shape in (("gate", (inner, HIDDEN)), ("up", (inner, HIDDEN)), ("down", (HIDDEN, inner))):
+                    self._matrix(f"layers.{layer}.experts.{expert}.{name}_proj", *shape)
+        return self
 
     def _both(self, name: str, tensor: Tensor) -> None:
         for tensors in (self.int4, self.dense):
@@ -272,38 +281,6 @@ def test_computes_what_vllms_own_computes(changes: dict[str, Any]) -> None:
     torch.testing.assert_close(exact, expected, rtol=1e-4, atol=1e-4)
     errors = [(found - expected).norm() / expected.norm() for found in in_bf16]
     assert errors[0] <= 1.25 * errors[1] < 0.1
-
-
-def test_a_layers_experts_are_loaded_and_run_by_the_part_moe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside vLLM's own layer around the same experts: by a checkpoint's names, routed and run by vLLM's runner."""
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import parallel_state
-    from vllm.forward_context import set_forward_context
-    from vllm.model_executor.models import gemma4
-
-    monkeypatch.setattr(gemma4, "Gemma4MoE", VLLMS_EXPERTS[0])
-    monkeypatch.setattr(gemma4, "gemma4_fused_routing_kernel_triton", gemma4.gemma4_routing_function_torch)
-    for group in ("_DP", "_PCP"):
-        monkeypatch.setattr(parallel_state, group, rank())
-    hf = text_config(**EXPERTS, moe_intermediate_size=32)
-    checkpoint = Checkpoint(hf)
-    for layer in range(hf.num_hidden_layers):
-        checkpoint._both(f"layers.{layer}.router.per_expert_scale", checkpoint._around_one(hf.num_experts))
-        for expert in range(hf.num_experts):
-            for name, shape in (("gate", (32, HIDDEN)), ("up", (32, HIDDEN)), ("down", (HIDDEN, 32))):
-                checkpoint._matrix(f"layers.{layer}.experts.{expert}.{name}_proj", *shape)
-    outs = []
-    for cls in (ours(), gemma4.Gemma4ForCausalLM):
-        model = make(cls, hf, True, checkpoint.int4).float()
-        experts = model.model.layers[0].moe.experts.routed_experts
-        assert type(experts.quant_method).__name__ == "KerngenMoEMethod"
-        assert experts.w13_weight_packed.any()
-        assert experts.w2_weight_packed.any()
-        config = model.model.vllm_config
-        with torch.no_grad(), set_current_vllm_config(config), set_forward_context(None, config, num_tokens=7):
-            outs.append(model(TOKENS, torch.arange(7)))
-    assert kinds(model) == ["Gemma4DecoderLayer"] * 4
-    torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-4)
 
 
 def test_a_layer_is_four_launches_around_attention() -> None:

@@ -43,8 +43,8 @@ def moe_combine(
     [T, K] fp32; norms [H]; layer_scalar [1]. Returns [T, H] in dense's dtype.
     """
     out = empty(dense, *dense.shape)
-    given = residual, dense, routed, topk_weights, dense_norm, routed_norm, post_norm, layer_scalar, next_norm, eps
-    return Call("moe_combine", *_asked(residual, *given, out), out)
+    given = residual, dense, routed, topk_weights, dense_norm, routed_norm, post_norm, layer_scalar, next_norm
+    return Call("moe_combine", *_asked(residual, out, eps, *given), out)
 
 
 @op(takes=_TAKES)
@@ -64,8 +64,8 @@ def moe_combine_functional(
     that others compile, cut apart and rewrite.
     """
     results = empty(residual, *residual.shape), empty(dense, *dense.shape)
-    given = residual, dense, routed, topk_weights, dense_norm, routed_norm, post_norm, layer_scalar, next_norm, eps
-    return Call("moe_combine", *_asked(results[0], *given, results[1]), results)
+    given = residual, dense, routed, topk_weights, dense_norm, routed_norm, post_norm, layer_scalar, next_norm
+    return Call("moe_combine", *_asked(*results, eps, *given), results)
 
 
 @op(takes={"routed": "D[T, K, H]", "topk_weights": "fp32[T, K]"})
@@ -84,28 +84,13 @@ def moe_sum(routed: Tensor, topk_weights: Tensor) -> Call[Tensor]:
     return Call("moe_combine", problem, dict.fromkeys(("residual_out", *_TAKES)) | given, out)
 
 
-def _asked(
-    residual_out: Tensor,
-    residual: Tensor,
-    dense: Tensor,
-    routed: Tensor,
-    topk_weights: Tensor,
-    dense_norm: Tensor,
-    routed_norm: Tensor,
-    post_norm: Tensor,
-    layer_scalar: Tensor,
-    next_norm: Tensor,
-    eps: float,
-    out: Tensor,
-) -> tuple[Problem | None, dict[str, Any]]:
+def _asked(residual_out: Tensor, out: Tensor, eps: float, *given: Tensor) -> tuple[Problem | None, dict[str, Any]]:
+    """given: what _TAKES names, in its order."""
+    named = dict(zip(_TAKES, given, strict=True))
+    residual, dense, routed = named["residual"], named["dense"], named["routed"]
     tokens, hidden = residual.shape
     problem = None
     if tokens:
         dtypes = DTYPE_NAME[dense.dtype], DTYPE_NAME[residual.dtype]
         problem = Problem(hidden, routed.shape[1], *dtypes, num_tokens=tokens)
-    arguments = {
-        "residual_out": residual_out, "out": out, "residual": residual, "dense": dense, "routed": routed,
-        "topk_weights": topk_weights, "dense_norm": dense_norm, "routed_norm": routed_norm, "post_norm": post_norm,
-        "layer_scalar": layer_scalar, "next_norm": next_norm, "eps": eps, "num_tokens": tokens,
-    }  # fmt: skip
-    return problem, arguments
+    return problem, {"residual_out": residual_out, "out": out, **named, "eps": eps, "num_tokens": tokens}

@@ -347,11 +347,18 @@ class Kernel:
 
     def _why_outside(self, problem: Any, config: Any, target: Target) -> str | None:
         """Which numbers below one of `config` are in no body's space, with what is, or None."""
+        low = {
+            f.name: v
+            for f in dataclasses.fields(config)
+            if type(v := getattr(config, f.name)) is int and v < 1 and v != f.default
+        }
+        if not low:
+            return None
         spaces = [body.choices(problem, target) for body in self.bodies(target.arch)]
         outside = []
-        for name, value in fields_of(config).items():
+        for name, value in low.items():
             known = sorted({v for space in spaces for v in space.get(name, ())})
-            if known and value not in known and value < 1:
+            if known and value not in known:
                 outside.append(f"{name}={value} is none of {', '.join(map(str, known))}")
         return "; ".join(outside) or None
 

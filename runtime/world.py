@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from math import gcd
 
 from kerngen.errors import UsageError
+from kerngen.templates.exchange_best.spec import POSTED
 
 VECTOR = 8  # 16-bit elements that kernels read together
+MOST_ROWS = 128  # that a divided model exchanges in one launch: from there on a sum by NCCL takes no longer
+MOST_CHOICES = 1024  # tokens that it chooses in one: those of a step, of which each takes 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +96,8 @@ class Share:
     q_heads: Span
     expert_width: Span
     vocab: Span
+
+
+def most_rows(width: int) -> int:
+    """Rows of `width` that a divided model's memory has room for."""
+    return MOST_CHOICES if width == POSTED else MOST_ROWS

@@ -34,9 +34,9 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 import kerngen.ops  # noqa: F401 - torch.ops.kerngen
 from kerngen.errors import DeviceError, ProblemError, UnknownName
-from kerngen.runtime.executors.peer_memory import PeerMemory, gather_by, most_rows
+from kerngen.runtime.executors.peer_memory import PeerMemory, gather_by
 from kerngen.runtime.selection import lengths_up_to
-from kerngen.runtime.world import World
+from kerngen.runtime.world import World, most_rows
 from kerngen.templates import find_kernel
 from kerngen.templates.add_norm.spec import Problem as AddNorm
 from kerngen.templates.exchange_norm.spec import Problem

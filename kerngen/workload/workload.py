@@ -17,8 +17,7 @@ from typing import Any
 from kerngen.arch import Arch, Target
 from kerngen.errors import UnknownName, UsageError
 from kerngen.runtime.config import DrafterConfig, ModelConfig, read_drafter_config, read_model_config
-from kerngen.runtime.executors.peer_memory import most_rows
-from kerngen.runtime.world import World
+from kerngen.runtime.world import World, most_rows
 from kerngen.templates import find_kernel
 from kerngen.templates.centroid_head.spec import Problem as CentroidHead
 from kerngen.templates.exchange_norm.spec import Problem as ExchangeNorm

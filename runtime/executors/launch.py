@@ -15,8 +15,9 @@ from kerngen.arch import Target
 from kerngen.errors import DeviceError
 from kerngen.runtime.executors import Say, run_inline
 from kerngen.runtime.executors.collectives import Collectives, Distributed, OneRank
-from kerngen.runtime.executors.peer_memory import PeerMemory, most_rows
+from kerngen.runtime.executors.peer_memory import PeerMemory
 from kerngen.runtime.launcher import Launcher, shares_sms
+from kerngen.runtime.world import most_rows
 from kerngen.system.cores import usable_cores
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call

@@ -18,14 +18,11 @@ import torch
 from kerngen.errors import DeviceError, KerngenError
 from kerngen.runtime.launcher import _check, _driver, gpu_uuid, probe_device
 from kerngen.runtime.world import World
-from kerngen.templates.exchange_best.spec import POSTED
 from kerngen.templates.exchange_norm.spec import MOST_RANKS, exchange_bytes
 from kerngen.templates.values import Peers
 
 # bytes of this rank -> those of all ranks, in their order, once all have given theirs
 Gather = Callable[[bytes], list[bytes]]
-MOST_ROWS = 128  # that a divided model exchanges in one launch: from there on a sum by NCCL takes no longer
-MOST_CHOICES = 1024  # tokens that it chooses in one: those of a step, of which each takes 16 bytes
 GRANULE = 2 << 20  # an IPC handle is of whole pages of the driver: a smaller allocation may share one
 WORD = 16
 NCCL_SERVES = "NCCL serves: exchanges go through torch.distributed, at some 15 us more each"
@@ -253,11 +250,6 @@ class PeerMemory:
                 raise self._unreachable(told, peer, "what was written there is not what is read there")
             if here != self._pattern(peer, rank):
                 raise self._unreachable(told, peer, "what it wrote here has not arrived")
-
-
-def most_rows(width: int) -> int:
-    """Rows of `width` that a divided model's memory has room for."""
-    return MOST_CHOICES if width == POSTED else MOST_ROWS
 
 
 def gather_by(group: Any = None) -> Gather:

@@ -12,9 +12,9 @@ from kerngen.arch import Target
 from kerngen.errors import ProblemError
 from kerngen.runtime.executors import InOrder
 from kerngen.runtime.executors.collectives import Collectives, Noted
-from kerngen.runtime.executors.peer_memory import cheaper_in_two_shots, most_rows
+from kerngen.runtime.executors.peer_memory import cheaper_in_two_shots
 from kerngen.runtime.selection import default_selector
-from kerngen.runtime.world import ONE_RANK, World
+from kerngen.runtime.world import ONE_RANK, World, most_rows
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
 from kerngen.templates.decode_layers.spec import PEER_ROWS

@@ -22,14 +22,13 @@ from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import read_drafter_config, read_model_config
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.executors.collectives import Collectives
-from kerngen.runtime.executors.peer_memory import MOST_ROWS, most_rows
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import Ops, ResidualNorms, residual_dtype
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.weights.loader import load_drafter, load_model
-from kerngen.runtime.world import World
+from kerngen.runtime.world import MOST_ROWS, World, most_rows
 from kerngen.templates import find_kernel
 from kerngen.templates.call import Call
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME

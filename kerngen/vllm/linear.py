@@ -62,11 +62,7 @@ class KerngenLinearKernel(MPLinearKernel):
 
         Returns why the kernel does not serve that, or None: then it will.
         """
-        gated = replace(self._problem, gated=True)
-        if why := find_kernel("w4a16_gemm").why_unsupported(gated, target()):
-            return why
-        self._serve(gated)
-        return None
+        return self._serve(replace(self._problem, gated=True))
 
     def keep_rows(self, rows: int) -> str | None:
         """Have `apply_weights` give the first `rows` columns [..., rows], of a matrix whose other rows repeat some of
@@ -74,16 +70,16 @@ class KerngenLinearKernel(MPLinearKernel):
 
         Returns why the kernel does not serve that, or None: then it will.
         """
-        kept = replace(self._problem, n=rows)
-        if why := find_kernel("w4a16_gemm").why_unsupported(kept, target()):
-            return why
-        self._serve(kept)
-        return None
+        return self._serve(replace(self._problem, n=rows))
 
-    def _serve(self, problem: Problem) -> None:
+    def _serve(self, problem: Problem) -> str | None:
+        """Have another problem served in place of this one. Why the kernel cannot, or None."""
+        if why := find_kernel("w4a16_gemm").why_unsupported(problem, target()):
+            return why
         AHEAD.withdraw("w4a16_gemm", self._problem)
         AHEAD.ask("w4a16_gemm", problem)
         self._problem = problem
+        return None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Pack the layer's weights, in place of those that it loaded, and have its kernels loaded.

@@ -46,6 +46,19 @@ def _batch(q_lens: list[int], kv_lens: list[int], tables: Tensor, tokens: int) -
     )  # fmt: skip
 
 
+def _configured(drafts: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, torch.dtype, torch.device]:
+    """vLLM's configuration, which is its current one, the model's dtype and the GPU; no kernel has been asked for."""
+    from kerngen.vllm import ahead
+    from kerngen.vllm import attention_v0_26 as ours
+
+    dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    settings = _settings(drafts, dtype)
+    monkeypatch.setattr(ours, "get_current_vllm_config", lambda: settings)
+    monkeypatch.setattr(ahead, "get_current_vllm_config_or_none", lambda: settings)
+    monkeypatch.setattr(ours, "AHEAD", ahead.Ahead())
+    return settings, dtype, torch.device("cuda", torch.cuda.current_device())
+
+
 @pytest.mark.parametrize(("dim", "kv_heads", "window"), [(256, 8, 1024), (512, 2, 0)], ids=["sliding", "full"])
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_a_captured_batch_of_decodes_gives_what_it_gives_outside_of_a_graph(
@@ -55,14 +68,9 @@ def test_a_captured_batch_of_decodes_gives_what_it_gives_outside_of_a_graph(
     kernel was launched before: the capture would fail where one was loaded, or allocated scratch memory.
     """
     from kerngen.ops import devices, use_stores
-    from kerngen.vllm import ahead
     from kerngen.vllm import attention_v0_26 as ours
 
-    dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    settings, device = _settings(drafts, dtype), torch.device("cuda", torch.cuda.current_device())
-    monkeypatch.setattr(ours, "get_current_vllm_config", lambda: settings)
-    monkeypatch.setattr(ahead, "get_current_vllm_config_or_none", lambda: settings)
-    monkeypatch.setattr(ours, "AHEAD", ahead.Ahead())
+    settings, dtype, device = _configured(drafts, monkeypatch)
     use_stores([])  # nothing of it was loaded before
     try:
         made = ours.Impl(Q_HEADS, dim, dim**-0.5, kv_heads, None, window or None)
@@ -136,14 +144,9 @@ def test_a_captured_layer_makes_its_heads_as_the_references_do(
 
     from kerngen.ops import devices, use_stores
     from kerngen.templates.common.attention.heads_torch import inverse_frequencies
-    from kerngen.vllm import ahead
     from kerngen.vllm import attention_v0_26 as ours
 
-    dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    settings, device = _settings(drafts, dtype), torch.device("cuda", torch.cuda.current_device())
-    monkeypatch.setattr(ours, "get_current_vllm_config", lambda: settings)
-    monkeypatch.setattr(ahead, "get_current_vllm_config_or_none", lambda: settings)
-    monkeypatch.setattr(ours, "AHEAD", ahead.Ahead())
+    settings, dtype, device = _configured(drafts, monkeypatch)
     use_stores([])  # nothing of it was loaded before
     try:
         made = ours.Impl(Q_HEADS, dim, dim**-0.5, kv_heads, None, window or None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +40,23 @@ def rank(this: int = 0, of: int = 1) -> Any:
     """A group of vLLM's, as one of its ranks sees it. Ranks are played one by one: a sum is that rank's summand."""
     return SimpleNamespace(rank_in_group=this, world_size=of, is_first_rank=this == 0, is_last_rank=this == of - 1,
                            all_reduce=lambda summand: summand)  # fmt: skip
+
+
+def recorded(run: Callable[[], Any]) -> list[Any]:
+    """The calls of kernels that `run` makes."""
+    from kerngen.ops.devices import CPU
+
+    calls: list[Any] = []
+    execute = type(CPU).run
+
+    def record(self: Any, call: Any, name: str) -> Any:
+        calls.append(call)
+        return execute(self, call, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(CPU), "run", record)
+        run()
+    return calls
 
 
 @pytest.fixture(scope="session")
@@ -83,3 +100,15 @@ def registered(vllm_on_h100: None, tmp_path_factory: pytest.TempPathFactory) -> 
         yield
     finally:
         sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="session")
+def gated_gelu(registered: None) -> Iterator[None]:
+    """Operators of vLLM's compiled code that its layers look up, and do not call here."""
+    import torch
+
+    library = torch.library.Library("_C", "FRAGMENT")  # they are there as long as it is
+    for name in ("gelu_tanh_and_mul", "gelu_and_mul"):
+        library.define(f"{name}(Tensor! out, Tensor x) -> ()")
+    yield
+    del library

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import test_model
 import torch
-from conftest import rank, serves
+from conftest import rank, recorded, serves
 from torch import Tensor
 
 if not (serves("model") and serves("moe")):
@@ -38,15 +38,11 @@ EXPERTS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def vllms_experts(registered: None) -> Iterator[None]:
+def vllms_experts(gated_gelu: None) -> Iterator[None]:
     """Gemma-4's own experts and router, with its routing in torch in place of Triton's."""
     from vllm.distributed import parallel_state
     from vllm.model_executor.models import gemma4
 
-    ops = torch.library.Library("_C", "FRAGMENT")
-    for name in ("gelu_tanh_and_mul", "gelu_and_mul"):  # which vLLM's layers look up, and do not call here
-        if not hasattr(torch.ops._C, name):
-            ops.define(f"{name}(Tensor! out, Tensor x) -> ()")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gemma4, "Attention", test_model.Attend)
         patch.setattr(gemma4, "GateLinear", Gate)
@@ -146,22 +142,14 @@ def test_its_kernels_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a forward asks, whatever its tokens, and nothing else."""
     from dataclasses import replace
 
-    from kerngen.ops.devices import CPU
     from kerngen.vllm import ahead, expert_layer_v0_26, linear, model_v0_26, moe_v0_26
 
     asked = ahead.Ahead()
     for module in (expert_layer_v0_26, linear, model_v0_26, moe_v0_26):
         monkeypatch.setattr(module, "AHEAD", asked)
     mine = made()
-    ran: set[tuple[str, Any]] = set()
-    execute = type(CPU).run
-
-    def record(self: Any, call: Any, name: str) -> Any:
-        ran.add((call.kernel, replace(call.problem, num_tokens=1)))
-        return execute(self, call, name)
-
-    monkeypatch.setattr(type(CPU), "run", record)
-    run(mine, tokens_of(5))
+    calls = recorded(lambda: run(mine, tokens_of(5)))
+    ran = {(call.kernel, replace(call.problem, num_tokens=1)) for call in calls}
     assert ran == set(+asked._asked)
 
 

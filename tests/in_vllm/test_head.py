@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import capability, rank, serves
+from conftest import capability, rank, recorded, serves
 from torch import Tensor, nn
 
 if not serves("head"):
@@ -41,12 +41,9 @@ class Attend(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def small_vllm(registered: None) -> Iterator[None]:
+def small_vllm(gated_gelu: None) -> Iterator[None]:
     from vllm.model_executor.models import gemma4_mtp
 
-    ops = torch.library.Library("_C", "FRAGMENT")  # which vLLM's layers look up, and do not call here
-    ops.define("gelu_tanh_and_mul(Tensor! out, Tensor x) -> ()")
-    ops.define("gelu_and_mul(Tensor! out, Tensor x) -> ()")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gemma4_mtp, "Attention", Attend)
         yield
@@ -400,23 +397,6 @@ def test_ranks_with_unequal_parts_leave_the_head_to_vllm() -> None:
     assert why(1024, 2) is None
     assert why(500, 1) is None
     assert why(1000, 2) == "its 1000 tokens are not as many for each of 2 ranks"
-
-
-def recorded(run: Callable[[], Any]) -> list[Any]:
-    """The calls of kernels that `run` makes."""
-    from kerngen.ops.devices import CPU
-
-    calls: list[Any] = []
-    execute = type(CPU).run
-
-    def record(self: Any, call: Any, name: str) -> Any:
-        calls.append(call)
-        return execute(self, call, name)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(CPU), "run", record)
-        run()
-    return calls
 
 
 def test_every_problem_of_a_draft_is_asked_for_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from conftest import rank, serves
+from conftest import rank, recorded, serves
 from torch import Tensor, nn
 
 from kerngen.templates.common.w4.pack import dequantize
@@ -68,12 +68,9 @@ class Gate(nn.Linear):
 
 
 @pytest.fixture(scope="module")
-def small_vllm(registered: None) -> Iterator[None]:
+def small_vllm(gated_gelu: None) -> Iterator[None]:
     from vllm.model_executor.models import gemma4
 
-    ops = torch.library.Library("_C", "FRAGMENT")  # which vLLM's layers look up, and do not call here
-    ops.define("gelu_tanh_and_mul(Tensor! out, Tensor x) -> ()")
-    ops.define("gelu_and_mul(Tensor! out, Tensor x) -> ()")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gemma4, "Attention", Attend)
         patch.setattr(gemma4, "Gemma4MoE", Experts)
@@ -415,7 +412,6 @@ def test_an_offloaded_layer_is_vllms(monkeypatch: pytest.MonkeyPatch, caplog: py
 
 def test_its_kernels_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a forward asks is loaded ahead, and gate and up without the gate is not."""
-    from kerngen.ops.devices import CPU
     from kerngen.vllm import ahead, linear, model_v0_26
 
     asked = ahead.Ahead()
@@ -423,15 +419,7 @@ def test_its_kernels_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "AHEAD", asked)
     hf = text_config(**PER_LAYER_INPUTS)
     mine = make(ours(), hf, True, Checkpoint(hf).int4)
-    ran: set[tuple[str, Any]] = set()
-    execute = type(CPU).run
-
-    def record(self: Any, call: Any, name: str) -> Any:
-        ran.add((call.kernel, call.problem))
-        return execute(self, call, name)
-
-    monkeypatch.setattr(type(CPU), "run", record)
-    run(mine, TOKENS[:1])
+    ran = {(call.kernel, call.problem) for call in recorded(lambda: run(mine, TOKENS[:1]))}
     assert ran == set(+asked._asked)
 
 

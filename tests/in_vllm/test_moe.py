@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import capability, rank, serves
+from conftest import capability, rank, recorded, serves
 from torch import Tensor
 from torch.nn.functional import gelu
 
@@ -337,22 +337,14 @@ def test_its_kernels_are_asked_for_by_all_layers_at_once(monkeypatch: pytest.Mon
     """All that a forward asks, whatever its tokens, and nothing else."""
     from dataclasses import replace
 
-    from kerngen.ops.devices import CPU
     from kerngen.vllm import ahead, moe_v0_26
 
     asked = ahead.Ahead()
     monkeypatch.setattr(moe_v0_26, "AHEAD", asked)
     layer = loaded(checkpoint())
     make(prefix="another")
-    ran: set[tuple[str, Any]] = set()
-    execute = type(CPU).run
-
-    def record(self: Any, call: Any, name: str) -> Any:
-        ran.add((call.kernel, replace(call.problem, num_tokens=1)))
-        return execute(self, call, name)
-
-    monkeypatch.setattr(type(CPU), "run", record)
-    run(layer, inputs(5), *routes(5))
+    calls = recorded(lambda: run(layer, inputs(5), *routes(5)))
+    ran = {(call.kernel, replace(call.problem, num_tokens=1)) for call in calls}
     assert ran == set(+asked._asked)
     assert set(asked._asked.values()) == {2}
 

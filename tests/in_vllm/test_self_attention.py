@@ -13,7 +13,7 @@ import pytest
 import test_attention
 import test_model
 import torch
-from conftest import serves
+from conftest import recorded, serves
 from torch import Tensor
 
 if not (serves("model") and serves("attention")):
@@ -27,16 +27,12 @@ OWN_V: dict[str, Any] = {"attention_k_eq_v": False, "num_global_key_value_heads"
 
 
 @pytest.fixture(scope="module")
-def kerngens_backend(registered: None) -> Iterator[None]:
+def kerngens_backend(gated_gelu: None) -> Iterator[None]:
     """vLLM's own Attention, for which its platform would choose the backend."""
     from vllm.model_executor.layers.attention import attention
 
     from kerngen.vllm.attention_v0_26 import Backend
 
-    ops = torch.library.Library("_C", "FRAGMENT")
-    for name in ("gelu_tanh_and_mul", "gelu_and_mul"):  # which vLLM's layers look up, and do not call here
-        if not hasattr(torch.ops._C, name):
-            ops.define(f"{name}(Tensor! out, Tensor x) -> ()")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "get_attn_backend", lambda *args, **options: Backend)
         yield
@@ -293,7 +289,6 @@ def test_weights_that_are_loaded_again_are_served_as_the_first(monkeypatch: pyte
 
 def test_its_kernels_are_asked_for_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that a forward asks for beside attention's, whose grid has its own test; kv_write is not among them."""
-    from kerngen.ops.devices import CPU
     from kerngen.vllm import ahead, linear, model_v0_26
     from kerngen.vllm import attention_v0_26 as ours
 
@@ -301,15 +296,7 @@ def test_its_kernels_are_asked_for_ahead(monkeypatch: pytest.MonkeyPatch) -> Non
     for module in (linear, model_v0_26, ours):
         monkeypatch.setattr(module, "AHEAD", asked)
     mine = make(monkeypatch)
-    ran: set[tuple[str, Any]] = set()
-    execute = type(CPU).run
-
-    def record(self: Any, call: Any, name: str) -> Any:
-        ran.add((call.kernel, call.problem))
-        return execute(self, call, name)
-
-    monkeypatch.setattr(type(CPU), "run", record)
-    Batch([1], [70]).run(mine)
+    ran = {(call.kernel, call.problem) for call in recorded(lambda: Batch([1], [70]).run(mine))}
     there = {(kernel, p) for kernel, p in ran if not kernel.startswith("attn_")}
     assert there == set(+asked._asked)
     assert {kernel for kernel, _ in there} == {"w4a16_gemm", "add_norm", "qkv_norm_rope"}

@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,11 @@ def main() -> None:
     )
     parser.add_argument("--arms", default=",".join(ARMS), help="%(default)s, or some of them")
     parser.add_argument(
-        "--engine", default="{}", metavar="JSON", help='more arguments of vllm.LLM: \'{"kv_cache_dtype": "fp8"}\''
+        "--engine",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help='more arguments of vllm.LLM: \'{"kv_cache_dtype": "fp8"}\'',
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every measurement, by arm")
     parser.add_argument("--arm", help=argparse.SUPPRESS)
@@ -67,6 +72,10 @@ def main() -> None:
         return options.json.write_text(json.dumps(measured(options)))
     if "with" in options.arms.split(",") and os.environ.get("KERNGEN_VLLM") == "":
         parser.error("KERNGEN_VLLM is empty here: `with` would be `without`; unset it, or name parts")
+    if find_spec("vllm") is None:
+        parser.error(f"vLLM is not in this environment: {sys.executable} -m pip install 'vllm==0.26.*'")
+    if options.json is not None and not options.json.parent.is_dir():  # not after an hour of measuring
+        parser.error(f"--json {options.json}: there is no folder {options.json.parent}")
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="kerngen-vllm-") as folder:
         environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # steps are timed without another process's say
@@ -75,7 +84,12 @@ def main() -> None:
             sys.path.insert(0, str(SERVING))
             import peer
 
-            command[2 + sys.argv[1:].index(options.model)] = peer.generated(options.model, Path(folder))
+            from kerngen.errors import KerngenError
+
+            try:
+                command[2 + sys.argv[1:].index(options.model)] = peer.generated(options.model, Path(folder))
+            except KerngenError as e:
+                parser.error(" ".join(filter(None, (f"--generated: {e.message};", e.hint))))
             environment["PYTHONPATH"] = peer.environment(Path(folder))["PYTHONPATH"]
         for arm in options.arms.split(","):
             out = Path(folder) / f"{arm}.json"
@@ -105,7 +119,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         tensor_parallel_size=options.tensor_parallel_size, max_model_len=options.max_model_len, max_num_seqs=CHATS[0],
         max_num_batched_tokens=8192, gpu_memory_utilization=0.85, disable_log_stats=True,
         enforce_eager=is_eager, compilation_config={} if is_eager else {"cudagraph_capture_sizes": GRAPHS},
-        **json.loads(options.engine),
+        **options.engine,
     )  # fmt: skip
     found: dict[str, Any] = {"start_s": time.monotonic() - began}
     random = torch.Generator().manual_seed(7)

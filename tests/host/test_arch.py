@@ -118,6 +118,7 @@ def test_devices_have_sources_and_known_arches() -> None:
     ("kerngen.cli.run", ("prompt_toolkit",)),
     ("kerngen.tuning_db", ("torch", "cupy", "sqlalchemy", "optuna")),
     ("kerngen.vllm", ("vllm", "torch", "cupy", "sqlalchemy")),
+    ("kerngen.workload.workload", ("torch", "cupy", "sqlalchemy")),
     ("kerngen.tuning_db.read.values", ("kerngen.templates", "kerngen.compiler.compile", "jinja2", "zstandard")),
     ("kerngen.tuning_db.read.ids", ("kerngen.compiler.compile", "jinja2", "zstandard", "multiprocessing")),
     ("kerngen.tuning_db.read.winner_table", ("multiprocessing", "jinja2", "sqlalchemy", "torch", "cupy")),

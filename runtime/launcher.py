@@ -233,6 +233,8 @@ class Function:
         driver = _driver()
         values, types = [], []
         for arg in self._args[launch.entry]:
+            if arg.only and not getattr(problem, arg.only):
+                continue
             types.append(_CTYPES[arg.kind])
             if arg.kind == "map":
                 values.append(self._map(problem, arg, arguments[arg.of]))

@@ -5,8 +5,8 @@ The launcher, `kerngen compile` and `kerngen doctor` share `Selector`. It has a 
 gets what won for one near in shape, where the cost model holds that for good (neighbours.py), else the kernel's
 default. That is chosen at powers of two of the dynamic field (between two of them a kernel may prefer another's) and of
 the other runtime fields, or at finer steps of those. Then a new problem costs a bisection and a known one a dict
-lookup: a prompt's forward selects hundreds of times. Fields that change addresses alone (Problem.ADDRESSING) need no
-tuning of their own: what serves the problem with their defaults gives the configuration.
+lookup: a prompt's forward selects hundreds of times. Fields that hardly change a time (Problem.TUNED_AS_DEFAULT) need
+no tuning of their own: what serves the problem with their defaults gives the configuration.
 """
 
 from __future__ import annotations

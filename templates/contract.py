@@ -95,10 +95,14 @@ def _of_problem(problem: Any) -> Iterator[tuple[str, str]]:
         yield "Problem", f"Problem.RUNTIME is {runtime!r}, not a tuple of its fields: {', '.join(sorted(names))}"
     elif dynamic not in ("", *runtime):
         yield "Problem", f"Problem.DYNAMIC is {dynamic!r}: one of RUNTIME ({', '.join(runtime)}), or '' for none"
-    addressing = getattr(problem, "ADDRESSING", ())
+    alike = getattr(problem, "TUNED_AS_DEFAULT", ())
     settled = {f.name for f in fields(problem) if f.default is not MISSING} - set(runtime or ())
-    if not isinstance(addressing, tuple) or not set(addressing) <= settled:
-        yield "Problem", f"Problem.ADDRESSING is {addressing!r}, not a tuple of compiled-in fields that have defaults"
+    if not isinstance(alike, tuple) or not set(alike) <= settled:
+        yield "Problem", f"Problem.TUNED_AS_DEFAULT is {alike!r}, not a tuple of compiled-in fields that have defaults"
+
+
+def _compiled_in(problem: Any) -> set[str]:
+    return {f.name for f in fields(problem)} - set(getattr(problem, "RUNTIME", ()))
 
 
 def _of_body(body: Body, spec: Any, folder: Path) -> Iterator[str]:
@@ -111,6 +115,8 @@ def _of_body(body: Body, spec: Any, folder: Path) -> Iterator[str]:
     if wrong := [a for a in args if not isinstance(a, Arg) or a.kind not in ARG_KINDS]:
         yield f"{body.template}: {wrong[0]!r} is no Arg of kind {', '.join(ARG_KINDS)}"
         return
+    if strange := [a.only for a in args if a.only not in ("", *_compiled_in(spec.Problem))]:
+        yield f"{body.template}: {strange[0]} of an argument's `only` is no compiled-in field of Problem"
     pointers = {a.name for a in args if a.kind == "ptr"}
     if maps := [a.name for a in args if a.kind == "map" and (a.of not in pointers or not hasattr(spec, "tensor_map"))]:
         yield f"{body.template}: {', '.join(maps)}: a map is `of` another argument that is a ptr, as tensor_map says"

@@ -40,9 +40,9 @@ class Problem(Protocol):
     RUNTIME names the fields that may differ between two launches of one cubin (batch, num_tokens, kv_len); they are
     never rendered. DYNAMIC is the one of them that tuning buckets ("" if there is none). All other fields are
     compiled in. __post_init__ raises ProblemError on fields that contradict each other. REACH, if there is one: what is
-    tuned for a value of DYNAMIC serves no value that is smaller by more than this factor. ADDRESSING, if there is one,
-    names compiled-in fields that say where things lie in memory and change no time: what is tuned with their defaults
-    serves their other values too.
+    tuned for a value of DYNAMIC serves no value that is smaller by more than this factor. TUNED_AS_DEFAULT, if there is
+    one, names compiled-in fields that hardly change what a configuration takes, as where things lie in memory: what is
+    tuned with their defaults serves their other values too.
 
     The tuning database files a Problem and a Config without the fields that have their default. So a new field with a
     default that means what was done before keeps everything that was tuned, and a default, once shipped, never changes.
@@ -72,6 +72,7 @@ class Arg:
     pointer's address is a multiple of, in bytes: 16 where the kernel reads vectors. contiguous: False where another
     argument says how far apart the tensor's rows are. page_heads: of a paged cache, the problem's field that says how
     many heads a page has in memory (values.py, page_strides); it must lie so, and be contiguous where that field is 0.
+    only: the problem's flag without which the entry has no such argument; empty for one that is always there.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Arg:
     contiguous: bool = True
     of: str = ""
     page_heads: str = ""
+    only: str = ""
 
 
 def args(kind: str, *names: str, align: int = 16, page_heads: str = "") -> tuple[Arg, ...]:
@@ -477,8 +479,8 @@ class Kernel:
         return [replace(self.cases.case_for(parse_fields(self.problem_type, text)), name=text) for text in problems]
 
     def tuned_as(self, problem: Any) -> Any:
-        """The problem whose tuning serves `problem` where it has none of its own: see Problem.ADDRESSING."""
-        names = getattr(problem, "ADDRESSING", ())
+        """The problem whose tuning serves `problem` where it has none of its own: see TUNED_AS_DEFAULT."""
+        names = getattr(problem, "TUNED_AS_DEFAULT", ())
         return replace(problem, **{f.name: f.default for f in dataclasses.fields(problem) if f.name in names})
 
     def tensor_map(self, problem: Any, config: Any, of: str, shape: tuple[int, ...]) -> TensorMap | None:

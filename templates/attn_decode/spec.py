@@ -39,7 +39,7 @@ class Problem:
     RUNTIME: ClassVar[tuple[str, ...]] = ("batch", "kv_len")
     DYNAMIC: ClassVar[str] = "kv_len"
     REACH: ClassVar[float] = 4  # contexts are tuned at powers of four
-    ADDRESSING: ClassVar[tuple[str, ...]] = ("page_heads",)
+    TUNED_AS_DEFAULT: ClassVar[tuple[str, ...]] = ("page_heads",)
     FINER: ClassVar[tuple[str, ...]] = ("batch",)  # by sequences that share the SMs: of seven each has more of them
 
     head_dim: int = 128

@@ -43,7 +43,7 @@ class Problem:
     RUNTIME: ClassVar[tuple[str, ...]] = ("batch", "num_tokens", "kv_len")
     DYNAMIC: ClassVar[str] = "num_tokens"
     REACH: ClassVar[float] = 4
-    ADDRESSING: ClassVar[tuple[str, ...]] = ("page_heads",)
+    TUNED_AS_DEFAULT: ClassVar[tuple[str, ...]] = ("page_heads",)
 
     head_dim: int = 256
     num_q_heads: int = 32

@@ -27,7 +27,7 @@ class Problem(TokenProblem):
     0 for num_kv_heads. All tensors dtype, slot_mapping int64.
     """
 
-    ADDRESSING: ClassVar[tuple[str, ...]] = ("page_heads",)
+    TUNED_AS_DEFAULT: ClassVar[tuple[str, ...]] = ("page_heads",)
 
     num_kv_heads: int = 16
     head_dim: int = 256

@@ -30,7 +30,7 @@ class Problem(TokenProblem):
     by positions[t] * inv_freq[j]; the other dims pass unchanged. All tensors dtype, inv_freq [head_dim / 2] fp32.
     """
 
-    ADDRESSING: ClassVar[tuple[str, ...]] = ("page_heads",)
+    TUNED_AS_DEFAULT: ClassVar[tuple[str, ...]] = ("page_heads",)
 
     num_q_heads: int = 32
     num_kv_heads: int = 16  # 0 with q_only

@@ -171,10 +171,11 @@ WRONG = {
     "output": (('OUTPUTS = ("out"', 'OUTPUTS = ("y"'), r"spec.py:30: .*OUTPUTS has y, which is no ptr or ptrs of"),
     "runtime": (("= (\"num_tokens\",)", "= (\"tokens\",)"), r"spec.py:13: Problem.RUNTIME is \('tokens',\), not"),
     "dynamic": (('str] = "num_tokens"', 'str] = "width"'), r"spec.py:13: Problem.DYNAMIC is 'width': one of RUNTIME"),
-    "addressing": (
-        ('str] = "num_tokens"', 'str] = "num_tokens"\n    ADDRESSING: ClassVar[tuple[str, ...]] = ("num_tokens",)'),
-        r"spec.py:13: Problem.ADDRESSING is \('num_tokens',\), not a tuple of compiled-in fields that have defaults",
+    "tuned as default": (
+        ('str] = "num_tokens"', 'str] = "num_tokens"\n    TUNED_AS_DEFAULT: ClassVar = ("num_tokens",)'),
+        r"spec.py:13: Problem.TUNED_AS_DEFAULT is \('num_tokens',\), not a tuple of compiled-in fields that have ",
     ),
+    "only": (('"x", "ptr"', '"x", "ptr", only="num_tokens"'), r"spec.py:30: .*num_tokens of an argument's `only`"),
     "fused": (("def cost(", "def replaces(p):\n    return ()\n\n\ndef cost("), r":\d+: Config has no field fused"),
     "thawed": (("frozen=True, ", ""), r"spec.py:13: Problem is not frozen"),
 }  # fmt: skip

@@ -116,16 +116,25 @@ class Mask:
     """Which keys of its sequence a query sees.
 
     kind: "causal", those at or before its own position; "full", all. window: of those the last so many up to its own
-    position; 0 for no limit. What needs more than that (to the end of the query's image, a list of tiles) is a kind of
-    its own, and has its tensors here. An op refuses a kind that its kernel does not have.
+    position; 0 for no limit. ends [T] int32, of "causal": the position in its sequence of the last key that each query
+    sees, which is its own or, of a token of an image, that image's last one. Ends never fall within a sequence; one
+    behind a sequence's keys means its last key. So query q sees q - window < k <= ends[q]. What needs more than that (a
+    list of tiles) is a kind of its own, and has its tensors here. An op refuses a mask that its kernel does not have.
+    Raises ProblemError for ends of another kind.
     """
 
     kind: Literal["causal", "full"] = "causal"
     window: int = 0
+    ends: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        fits = self.ends is None or self.kind == "causal"
+        require(fits, f"kind={self.kind!r}: only queries of a causal mask have ends")
 
     @property
     def is_causal(self) -> bool:
-        return self.kind == "causal"
+        """Whether no query sees a key behind itself."""
+        return self.kind == "causal" and self.ends is None
 
 
 CAUSAL = Mask()

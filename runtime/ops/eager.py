@@ -36,6 +36,7 @@ from kerngen.runtime.weights.layout import MoeWeights, PleLayerWeights
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.common.attention.attention_torch import attend, first_key, gather_pages
 from kerngen.templates.common.attention.heads_torch import slots_of as rows_of
+from kerngen.templates.common.rows.spec import require
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, gelu_gated, rms_norm, rope
 from kerngen.templates.common.w4.pack import dequantize
 from kerngen.templates.values import AttnBatch, HeadNorms, KVView, Mask
@@ -157,6 +158,9 @@ class TorchOps:
 
     def attn_decode(self, q: Tensor, kv: KVView, batch: AttnBatch) -> Tensor:
         """Of ready queries [batch * q_len, nq, d]: the second half of attend_decode."""
+        require(
+            batch.mask.is_causal, "attn_decode has causal masks: attn_prefill takes queries that see keys behind them"
+        )
         return _attend_each(q.split(batch.q_len), kv, batch)
 
     def attn_prefill(self, q: Tensor, kv: KVView, batch: AttnBatch) -> Tensor:
@@ -288,17 +292,24 @@ def _write(kv: KVView, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _attend_each(queries: Sequence[Tensor], kv: KVView, batch: AttnBatch) -> Tensor:
     """queries: [n, nq, d] of each sequence."""
-    of_each = zip(queries, batch.block_table, batch.kv_lens.tolist(), strict=True)
-    return torch.cat([_attend(q, kv, table, kv_len, batch.mask) for q, table, kv_len in of_each])
+    mask = batch.mask
+    ends: Sequence[Tensor | None] = [None] * len(queries)
+    if mask.ends is not None:
+        ends = mask.ends.split([len(q) for q in queries])
+    of_each = zip(queries, batch.block_table, batch.kv_lens.tolist(), ends, strict=True)
+    return torch.cat([_attend(q, kv, table, kv_len, replace(mask, ends=its)) for q, table, kv_len, its in of_each])
 
 
 def _attend(q: Tensor, kv: KVView, table: Tensor, kv_len: int, mask: Mask) -> Tensor:
-    """One sequence: q [n, nq, d] at positions kv_len - n to kv_len - 1, table [max_pages]. Returns [n, nq, d]."""
+    """One sequence and its mask: q [n, nq, d] at positions kv_len - n to kv_len - 1, table [max_pages]. Returns [n, nq,
+    d].
+    """
     first = min(first_key(kv_len, len(q), mask.window), max(kv_len, 0))
     if len(q) == 1 and first < kv_len:
         return _attend_one(q, kv, table, first, kv_len).to(q.dtype)
     k, v = (gather_pages(pool, table, first, kv_len) for pool in (kv.k_cache, kv.v_cache))
-    return attend(q, k, v, kv_len, causal=mask.is_causal, window=mask.window).to(q.dtype)
+    causal = mask.kind == "causal"
+    return attend(q, k, v, kv_len, causal=causal, window=mask.window, ends=mask.ends).to(q.dtype)
 
 
 def _attend_one(q: Tensor, kv: KVView, table: Tensor, first: int, kv_len: int) -> Tensor:

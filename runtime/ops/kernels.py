@@ -465,9 +465,11 @@ def _of_all(found: Sequence[bool]) -> bool | None:
 
 
 def _letters(layers: Sequence[LayerInStep]) -> str | None:
-    """decode_layers' `layers`; None where windows differ, or where a layer shares K and V of another than the last of
-    its kind that owns some, or if none does, than the first of its kind.
+    """decode_layers' `layers`; None where windows differ or a mask is not causal, or where a layer shares K and V of
+    another than the last of its kind that owns some, or if none does, than the first of its kind.
     """
+    if not all(layer.batch.mask.is_causal for layer in layers):
+        return None
     letters, last = "", {}
     own = [layer.heads.owns_kv for layer in layers]
     for layer, owns in zip(layers, own, strict=True):

@@ -98,7 +98,8 @@ def _call(
     """source: what `q` holds, as Problem has it. heads: None where it holds q itself."""
     kv.require_plain()
     require(heads is None or batch.positions is not None, "positions is None: RoPE turns q and k by them")
-    require(batch.mask.is_causal and batch.cu_seqlens_q is None, "attn_decode has causal masks and one q_len for all")
+    require(batch.cu_seqlens_q is None, "attn_decode has one q_len for all: attn_prefill takes ragged queries")
+    require(batch.mask.is_causal, "attn_decode has causal masks: attn_prefill takes queries that see keys behind them")
     sequences, max_pages = batch.block_table.shape
     _, num_kv_heads, page_size, dim = kv.k_cache.shape
     problem = Problem(

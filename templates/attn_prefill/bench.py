@@ -28,15 +28,16 @@ BENCH_CASES: tuple[Case, ...] = (
     _bench("d256-8k-window", window=1024, **_D256),
     _bench("d512-8k", **_D512),
     _bench("d256-8k-window-paged", window=1024, page_size=16, **_D256),
+    _bench("d256-8k-window-images", window=1024, page_size=16, ends=True, **_D256),
     _bench("d512-8k-paged", page_size=16, **_D512),
     _bench("d512-chunk2k-of-32k-paged", page_size=16, num_tokens=2048, kv_len=32768, **_D512),
 )
 
 
 def baselines(case: Case, inputs: dict[str, Any]) -> dict[str, Callable[[], object]]:
-    """torch's scaled_dot_product_attention where it says the same: whole sequences, causal, no window, no cap."""
+    """torch's scaled_dot_product_attention where it says the same: whole sequences, causal, no window, cap or ends."""
     p = case.problem
-    same = p.causal and not p.window and not p.logit_cap and p.num_tokens == p.batch * p.kv_len
+    same = p.causal and not (p.window or p.logit_cap or p.ends) and p.num_tokens == p.batch * p.kv_len
     if not same or p.head_dim > 256:  # above 256 torch has only its unfused path, which holds all scores at once
         return {}
     if p.page_size:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
+from random import Random
 from typing import Any
 
 import torch
@@ -14,16 +16,36 @@ from kerngen.templates.call import Op
 from kerngen.templates.common.attention.heads_torch import in_pages
 from kerngen.templates.kernel import Case, asking
 
+Images = tuple[tuple[int, int], ...]  # of a sequence, the first and the last position of each
+
 NO_PAGE = 0x3FFFFFFF  # a table entry that faults if it is followed
+IMAGE_TOKENS, IMAGE_EVERY = 280, 1024  # of an image, as Gemma-4 makes it by default
 _LOGIT_CAP = 2.0  # low enough to bend most scores of the cases
 
 
-def _case(name: str, q_lens: list[int], kv_lens: list[int], seed: int = 0, into: bool = False, **fields: Any) -> Case:
+def _case(
+    name: str,
+    q_lens: list[int],
+    kv_lens: list[int],
+    seed: int = 0,
+    into: bool = False,
+    images: tuple[Images, ...] | None = None,
+    **fields: Any,
+) -> Case:
     """A case with one sequence for each entry of q_lens (new tokens) and kv_lens (keys, the new ones included). into:
-    whether the op that asks for it is given where the result goes.
+    whether the op that asks for it is given where the result goes. images: of each sequence; None for a causal mask.
     """
-    problem = Problem(batch=len(q_lens), num_tokens=sum(q_lens), kv_len=max(kv_lens), **fields)
-    return Case(name, problem, seed, {"q_lens": q_lens, "kv_lens": kv_lens, "into": into})
+    problem = Problem(batch=len(q_lens), num_tokens=sum(q_lens), kv_len=max(kv_lens), ends=images is not None, **fields)
+    return Case(name, problem, seed, {"q_lens": q_lens, "kv_lens": kv_lens, "into": into, "images": images})
+
+
+def ends_of(q_lens: Sequence[int], kv_lens: Sequence[int], images: Sequence[Images]) -> list[int]:
+    """Of each query the last key that it sees: its own position or, in an image, that image's last one."""
+    found = []
+    for q_len, kv_len, its in zip(q_lens, kv_lens, images, strict=True):
+        last = {p: end for first, end in its for p in range(first, end + 1)}
+        found += [last.get(p, p) for p in range(kv_len - q_len, kv_len)]
+    return found
 
 
 # Lengths around 1, a page, a tile of 64 packed rows (32 tokens at group 2) and of 128 keys.
@@ -32,6 +54,27 @@ _CHUNK_Q = [1, 17, 64, 0, 33, 1, 2]
 _CHUNK_KV = [200, 17, 129, 50, 97, 1, 128]
 _WINDOW_Q = [39, 40, 41, 1, 1, 1, 150, 30]  # window 40
 _WINDOW_KV = [39, 40, 41, 39, 40, 41, 150, 333]
+# A chunk that is an image; images at a chunk's begin and end; one of one token, and one right behind another; one that
+# begins before its chunk, after a prefix. Most are longer than the window of 16.
+_IMAGES_Q = [40, 64, 1, 0, 150, 33]
+_IMAGES_KV = [40, 200, 1, 50, 150, 97]
+_IMAGES: tuple[Images, ...] = (
+    ((0, 39),), ((136, 170), (190, 199)), ((0, 0),), (), ((2, 2), (3, 60), (61, 149)), ((50, 80),),
+)  # fmt: skip
+
+
+def _random_images(seed: int, kv_lens: list[int], text: int, image: int) -> tuple[Images, ...]:
+    """Of each sequence runs of up to `text` tokens of text and images of up to `image` tokens, by turns, to its end."""
+    draw, found = Random(seed), []
+    for kv_len in kv_lens:
+        its: list[tuple[int, int]] = []
+        at = draw.randint(0, text)
+        while at < kv_len:
+            end = min(at + draw.randint(1, image), kv_len)
+            its.append((at, end - 1))
+            at = end + draw.randint(0, text)
+        found.append(tuple(its))
+    return tuple(found)
 
 
 def _edges() -> list[Case]:
@@ -49,6 +92,7 @@ def _edges() -> list[Case]:
                 _case(f"{tag}-dense-self", _SELF, _SELF, 1, **shape),
                 _case(f"{tag}-paged-chunk", _CHUNK_Q, _CHUNK_KV, 2, page_size=16, **shape),
                 _case(f"{tag}-paged-window", _WINDOW_Q, _WINDOW_KV, 3, page_size=16, window=40, **shape),
+                _case(f"{tag}-images", _IMAGES_Q, _IMAGES_KV, 21, images=_IMAGES, page_size=16, window=16, **shape),
             ]
         shape = {"head_dim": head_dim, "dtype": "fp16"}
         two: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2}
@@ -67,6 +111,20 @@ def _edges() -> list[Case]:
             _case(f"{tag}-group8", [9, 40, 3], [9, 100, 65], 8, page_size=32, **shape, **wide),
         ]  # fmt: skip
     return cases
+
+
+def _with_images() -> list[Case]:
+    """Images of random lengths, some longer than the window, in chunks after a prefix."""
+    shape: dict[str, Any] = {"head_dim": 256, "num_q_heads": 4, "num_kv_heads": 2, "dtype": "fp16"}
+    q_lens, kv_lens = [300, 65, 1, 129], [300, 500, 77, 400]
+    first, second, third = (_random_images(seed, kv_lens, 40, 90) for seed in range(3))
+    long = ((40, 319), (790, 830), (860, 1979), (2200, 2299)), ()
+    return [
+        _case("images", q_lens, kv_lens, 22, images=first, page_size=64, window=16, **shape),
+        _case("images-all-keys", q_lens, kv_lens, 23, images=second, page_size=64, logit_cap=True, **shape),
+        _case("images-dense", q_lens, kv_lens, 24, images=third, window=16, **shape),
+        _case("long-images", [1500, 260], [2300, 260], 25, images=long, page_size=64, window=1024, **shape),
+    ]
 
 
 CASES: tuple[Case, ...] = (
@@ -92,6 +150,7 @@ CASES: tuple[Case, ...] = (
     _case("long-causal", [700, 260], [1500, 260], 13, head_dim=128, num_q_heads=2, num_kv_heads=1, dtype="fp16"),
     _case("long-window", [900], [2100], 14, head_dim=256, num_q_heads=2, num_kv_heads=1, page_size=64, window=300,
           dtype="fp16"),
+    *_with_images(),
     _case("long-d512", [500], [900], 15, head_dim=512, num_q_heads=8, num_kv_heads=1, page_size=64, dtype="fp16"),
     # Few queries behind many keys, and sequences beside them that have fewer keys than parts.
     _case("chunks-d512", [64, 1, 0, 37, 2], [5003, 300, 9, 1029, 127], 16, head_dim=512, num_q_heads=8, num_kv_heads=1,
@@ -100,11 +159,19 @@ CASES: tuple[Case, ...] = (
 
 
 def case_for(problem: Problem) -> Case:
-    """`problem` as equally long sequences of kv_len keys (at least their own queries), for timing."""
+    """`problem` as equally long sequences of kv_len keys (at least their own queries), for timing; with `ends` an image
+    at the begin of each IMAGE_EVERY tokens.
+    """
     batch = max(problem.batch, 1)
     q_lens = [problem.num_tokens // batch + (i < problem.num_tokens % batch) for i in range(batch)]
     kv_lens = [max(problem.kv_len, n) for n in q_lens]
-    return Case("tuning", problem, 0, {"q_lens": q_lens, "kv_lens": kv_lens, "sm_scale": problem.head_dim**-0.5})
+    options: dict[str, Any] = {"q_lens": q_lens, "kv_lens": kv_lens, "sm_scale": problem.head_dim**-0.5}
+    if problem.ends:
+        options["images"] = tuple(
+            tuple((at, at + IMAGE_TOKENS - 1) for at in range(0, kv_len - IMAGE_TOKENS + 1, IMAGE_EVERY))
+            for kv_len in kv_lens
+        )
+    return Case("tuning", problem, 0, options)
 
 
 def inputs(case: Case, device: torch.device) -> dict[str, Any]:
@@ -129,12 +196,16 @@ def inputs(case: Case, device: torch.device) -> dict[str, Any]:
         "cu_seqlens_k": None,
         "kv_lens": None,
         "block_table": None,
+        "ends": None,
         "sm_scale": case.options.get("sm_scale", 3 * p.head_dim**-0.5),
         "logit_cap": _LOGIT_CAP if p.logit_cap else 0.0,
         "batch": len(q_lens),
         "max_pages": 0,
         "max_seqlen_q": max(q_lens, default=0),
     }
+    if p.ends:
+        ends = ends_of(q_lens, kv_lens, case.options["images"])
+        arguments["ends"] = torch.tensor(ends, dtype=torch.int32, device=device)
     # Per sequence, the keys that some query sees.
     seen = [
         (max(0, kv - q - p.window + 1) if p.window and q else 0 if q else kv, kv)
@@ -178,10 +249,12 @@ def _paged(
 
 
 def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]] | None:
-    """The op that asks for this case, and its arguments; None for later keys seen in pages, which no op has."""
+    """The op that asks for this case, and its arguments. None where no op has that: later keys seen in pages; ends with
+    dense keys.
+    """
     p = case.problem
     if not p.page_size:
-        return asking(attn_prefill_dense, case, inputs, max_seqlen_k=p.kv_len)
+        return None if p.ends else asking(attn_prefill_dense, case, inputs, max_seqlen_k=p.kv_len)
     if not p.causal:
         return None
     own = attn_prefill_into if case.options.get("into") else attn_prefill

@@ -20,24 +20,26 @@ _PAGED = {
     "kv_lens": "int32[B]",
     "cu_seqlens_q": "int32[B + 1]",
 }
-_OPTIONAL = ("window", "max_kv_len", "sm_scale", "logit_cap")
+_ENDS = {"ends": "int32[T]"}
+_OPTIONAL = ("window", "max_kv_len", "sm_scale", "logit_cap", "ends")
 
 
-@op(takes=_PAGED, required=(*_PAGED, "max_seqlen_q"), optional=_OPTIONAL)
+@op(takes=_PAGED | _ENDS, required=(*_PAGED, "max_seqlen_q"), optional=_OPTIONAL)
 def attn_prefill(
     q: Tensor, kv: KVView, batch: AttnBatch, sm_scale: float = 1.0, logit_cap: float = 0.0
 ) -> Call[Tensor]:
     """Causal attention of ragged queries over a paged cache that already holds their keys.
 
     q [T, nq, d], sequence s owning rows cu_seqlens_q[s] to cu_seqlens_q[s + 1] ([B + 1] int32), at most max_seqlen_q of
-    them; the rest as in attn_decode. Returns [T, nq, d].
+    them; the rest as in attn_decode. ends [T] int32: the position of the last key that each query sees (values.Mask);
+    None for its own. Returns [T, nq, d].
     """
     return _paged_call(q, empty(q, *q.shape), kv, batch, sm_scale, logit_cap)
 
 
 @op(
     mutates=("out",),
-    takes={"out": "D[T, NQ, HD]"} | _PAGED,
+    takes={"out": "D[T, NQ, HD]"} | _PAGED | _ENDS,
     required=("out", *_PAGED, "max_seqlen_q"),
     optional=_OPTIONAL,
 )
@@ -55,17 +57,17 @@ def _paged_call(
     require(batch.cu_seqlens_q is not None, "cu_seqlens_q is None: attn_prefill takes ragged queries")
     sequences, max_pages = batch.block_table.shape
     _, num_kv_heads, page_size, dim = kv.k_cache.shape
-    tokens, num_q_heads, _ = q.shape
+    (tokens, num_q_heads, _), mask = q.shape, batch.mask
     problem = None
     if tokens:
         problem = Problem(
-            dim, num_q_heads, num_kv_heads, page_size, batch.mask.window, batch.mask.is_causal,
-            DTYPE_NAME[q.dtype], logit_cap > 0, sequences, tokens, batch.keys_that_matter(page_size), kv.page_heads,
+            dim, num_q_heads, num_kv_heads, page_size, mask.window, mask.kind == "causal", DTYPE_NAME[q.dtype],
+            logit_cap > 0, sequences, tokens, batch.keys_that_matter(page_size), kv.page_heads, mask.ends is not None,
         )  # fmt: skip
     arguments = {
         "out": out, "q": q, "k": kv.k_cache, "v": kv.v_cache, "cu_seqlens_q": batch.cu_seqlens_q, "cu_seqlens_k": None,
-        "kv_lens": batch.kv_lens, "block_table": batch.block_table, "sm_scale": sm_scale, "logit_cap": logit_cap,
-        "batch": sequences, "max_pages": max_pages, "max_seqlen_q": batch.max_seqlen_q,
+        "kv_lens": batch.kv_lens, "block_table": batch.block_table, "ends": mask.ends, "sm_scale": sm_scale,
+        "logit_cap": logit_cap, "batch": sequences, "max_pages": max_pages, "max_seqlen_q": batch.max_seqlen_q,
     }  # fmt: skip
     return Call("attn_prefill", problem, arguments, out)
 
@@ -118,7 +120,7 @@ def attn_prefill_dense(
         )  # fmt: skip
     arguments = {
         "out": out, "q": q, "k": keys.k, "v": keys.v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": keys.cu_seqlens_k,
-        "kv_lens": None, "block_table": None, "sm_scale": sm_scale, "logit_cap": logit_cap, "batch": batch,
-        "max_pages": 0, "max_seqlen_q": max_seqlen_q,
+        "kv_lens": None, "block_table": None, "ends": None, "sm_scale": sm_scale, "logit_cap": logit_cap,
+        "batch": batch, "max_pages": 0, "max_seqlen_q": max_seqlen_q,
     }  # fmt: skip
     return Call("attn_prefill", problem, arguments, out)

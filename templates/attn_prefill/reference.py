@@ -35,6 +35,7 @@ def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
             kv_len,
             causal=p.causal,
             window=p.window,
+            ends=inputs["ends"][begin:end] if p.ends else None,
             sm_scale=inputs["sm_scale"],
             logit_cap=inputs["logit_cap"] if p.logit_cap else 0.0,
         )

@@ -37,13 +37,14 @@ class Problem:
     itself included; 0 means all. Query i of a sequence sits at position kv_len - seqlen_q + i; with `causal` it sees
     keys up to itself. logit_cap: whether scores pass through cap · tanh(s / cap). num_q_heads is a multiple of
     num_kv_heads. page_heads: that a page of each cache has in memory (values.py, page_strides); 0 means num_kv_heads.
-    Raises ProblemError otherwise.
+    ends: a query sees keys up to an end of its own (values.py, Mask), which `causal` problems alone have. Raises
+    ProblemError otherwise.
     """
 
     RUNTIME: ClassVar[tuple[str, ...]] = ("batch", "num_tokens", "kv_len")
     DYNAMIC: ClassVar[str] = "num_tokens"
     REACH: ClassVar[float] = 4
-    TUNED_AS_DEFAULT: ClassVar[tuple[str, ...]] = ("page_heads",)
+    TUNED_AS_DEFAULT: ClassVar[tuple[str, ...]] = ("page_heads", "ends")
 
     head_dim: int = 256
     num_q_heads: int = 32
@@ -57,6 +58,7 @@ class Problem:
     num_tokens: int = 8192
     kv_len: int = 8192
     page_heads: int = 0
+    ends: bool = False
 
     def __post_init__(self) -> None:
         known = ", ".join(map(str, HEAD_DIMS))
@@ -67,6 +69,7 @@ class Problem:
         require(least >= 0, "page_size, window, batch, num_tokens and kv_len cannot be negative")
         require_page_heads(self.page_heads, self.num_kv_heads)
         require(not self.page_heads or self.page_size > 0, f"page_heads={self.page_heads}: dense k and v have no pages")
+        require(self.causal or not self.ends, "ends=True: without causal=True a query sees all keys")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +127,14 @@ SPLIT_D_SPACE = {
 }
 
 # k, v: dense [total_k, num_kv_heads, head_dim] or the paged caches. cu_seqlens_k is null when paged, kv_lens and
-# block_table when dense. sm_scale is positive. max_seqlen_q is for a body whose grid needs it: the ones here search
-# cu_seqlens_q instead and do not read it.
+# block_table when dense. ends [num_tokens]. sm_scale is positive. max_seqlen_q is for a body whose grid needs it: the
+# ones here search cu_seqlens_q instead and do not read it.
 ARGS = {
     "attn_prefill": (
         *args("ptr", "out", "q"),
         *args("ptr", "k", "v", page_heads="page_heads"),
         *args("ptr", "cu_seqlens_q", "cu_seqlens_k", "kv_lens", "block_table", align=4),
+        Arg("ends", "ptr", align=4, only="ends"),
         *args("f32", "sm_scale", "logit_cap"),
         *args("i32", "batch", "max_pages", "max_seqlen_q"),
     )

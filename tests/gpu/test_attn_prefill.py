@@ -1,4 +1,6 @@
-"""Prefill attention by warpgroups on a GPU that has them: every case, in every way that its tiles can be copied."""
+"""Prefill attention by warpgroups on a GPU that has them: every case, in every way that its tiles can be copied. And of
+every body: a mask with ends that changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ import pytest
 import torch
 from bodies import valid_here, wrong_of
 
+from kerngen.arch import ARCHES, Target
+from kerngen.errors import ToolchainError
 from kerngen.templates import Case, find_kernel
 from kerngen.templates.attn_prefill import spec
-from kerngen.timing.measure import check_function, compare, load
+from kerngen.timing.measure import check_function, compare, load, target_here
 
 KERNEL = find_kernel("attn_prefill")
 # (block_m, block_n, num_warps, warps_d, num_stages)
@@ -41,6 +45,38 @@ def test_by_warpgroups(case: Case) -> None:
     configs = valid_here(KERNEL, case, _configs(case))
     assert configs
     assert wrong_of(KERNEL, case, configs) == []
+
+
+PLAIN = [c for c in KERNEL.cases.CASES if c.name.endswith(("fp16-dense-self", "fp16-paged-chunk", "fp16-paged-window"))]
+
+
+@pytest.mark.parametrize("body", ["sm70", "sm75", "sm80", "own"])
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_ends_at_the_queries_give_the_same_bits(case: Case, body: str) -> None:
+    """As without ends: the same tiles, in the same order, under the same mask."""
+    here = target_here()
+    target = here if body in ("own", here.arch.name) else Target.of(ARCHES[body])
+    if target.arch.number > here.arch.number:
+        pytest.skip(f"{target.arch} code does not run on {here.arch}")
+    asked = replace(case.problem, ends=True)
+    configs = [KERNEL.default_config(case.problem, target)]
+    if target.arch.has_wgmma:
+        ways = (c for c in _configs(case) if c.use_tma == (c.cluster > 1))
+        configs += [c for c in ways if KERNEL.why_invalid(asked, c, target) is None]
+    inputs = KERNEL.cases.inputs(case, torch.device("cuda"))
+    q_lens, kv_lens = case.options["q_lens"], case.options["kv_lens"]
+    own = KERNEL.cases.ends_of(q_lens, kv_lens, [()] * len(q_lens))
+    for config in configs:
+        found = []
+        for problem, ends in ((case.problem, None), (asked, torch.tensor(own, dtype=torch.int32, device="cuda"))):
+            out = torch.full_like(inputs["out"], float("nan"))
+            try:
+                function = load(KERNEL, problem, config, target.arch)
+            except ToolchainError as e:
+                pytest.skip(str(e))
+            function(problem, **inputs | {"out": out, "ends": ends})
+            found.append(out)
+        assert torch.equal(*found), f"{config}"
 
 
 @pytest.mark.parametrize("splits", [2, 3, spec.MAX_SPLITS])

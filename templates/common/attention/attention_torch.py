@@ -19,15 +19,17 @@ def attend(
     *,
     causal: bool = True,
     window: int = 0,
+    ends: Tensor | None = None,
     sm_scale: float = 1.0,
     logit_cap: float = 0.0,
 ) -> Tensor:
     """Softmax(q k^T * sm_scale) v of one sequence, in fp32.
 
     q [n, num_q_heads, head_dim] at positions kv_len - n to kv_len - 1; k, v [keys, num_kv_heads, head_dim] at positions
-    kv_len - keys to kv_len - 1; any float dtype. A query sees keys up to its own position where `causal`, and of those
-    the last `window` if that is > 0. logit_cap: 0 for none. Returns [n, num_q_heads, head_dim] fp32. A query that sees
-    no key gives zeros; keys that no query sees may hold NaN, any other NaN stays.
+    kv_len - keys to kv_len - 1; any float dtype. A query sees keys up to its own position where `causal`, or up to that
+    in ends [n], and of those not the ones that are `window` or more before it, if that is > 0. logit_cap: 0 for none.
+    Returns [n, num_q_heads, head_dim] fp32. A query that sees no key gives zeros; keys that no query sees may hold NaN,
+    any other NaN stays.
     """
     n, (keys, num_kv_heads, _) = q.shape[0], k.shape
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -37,7 +39,8 @@ def attend(
     for begin in range(0, n, QUERIES_AT_ONCE):
         end = min(begin + QUERIES_AT_ONCE, n)
         at = torch.arange(kv_len - n + begin, kv_len - n + end, device=q.device)[:, None]
-        seen = ((key <= at) if causal else (key == key)) & (at >= 0)  # [queries, keys]
+        last = at if ends is None else ends[begin:end, None]
+        seen = ((key <= last) if causal else (key == key)) & (at >= 0)  # [queries, keys]
         if window:
             seen &= key > at - window
         by_any = seen.any(0)

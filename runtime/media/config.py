@@ -6,12 +6,15 @@ Gemma4UnifiedVisionConfig and Gemma4UnifiedAudioConfig (12B, which has no encode
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from kerngen.runtime.config_fields import Fields
 
 DEFAULT_TOKENS = 280  # of an image, where config.json has no budget of its own
+Part = Literal["vision", "audio"]  # of a model, beside its text part
+BOTH: tuple[Part, ...] = ("vision", "audio")
 NUM_MELS = 128  # of a conformer's input; transformers has the number in its feature extractor
 
 
@@ -102,6 +105,12 @@ class MediaConfig:
     end_image: int
     begin_audio: int
     end_audio: int
+
+    def only(self, which: Collection[Part]) -> MediaConfig | None:
+        """The same without the parts that are not in `which`; None where nothing is left."""
+        vision = self.vision if "vision" in which else None
+        audio = self.audio if "audio" in which else None
+        return replace(self, vision=vision, audio=audio) if vision or audio else None
 
 
 def read_media_config(config_json: dict[str, Any], where: str = "config.json") -> MediaConfig | None:

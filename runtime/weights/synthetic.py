@@ -6,7 +6,7 @@ A rank of a divided model draws each whole tensor and keeps its part, so that ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -21,7 +21,7 @@ from kerngen.runtime.weights.layout import DrafterWeights, ModelWeights
 from kerngen.runtime.weights.loader import build_drafter, build_model
 from kerngen.runtime.weights.quantized import IgnoreList
 from kerngen.runtime.weights.source import Parts, fused_name
-from kerngen.runtime.weights.towers import BOTH, Part, build_towers
+from kerngen.runtime.weights.towers import build_towers
 from kerngen.runtime.world import Span
 
 _NIBBLE_STD = 4.61  # of a uniform nibble - 8
@@ -153,6 +153,6 @@ def synthetic_drafter(config: DrafterConfig, ops: Ops, seed: int = 0) -> Drafter
     return build_drafter(SyntheticSource(config.text, ops, seed), config)
 
 
-def synthetic_towers(config: MediaConfig, ops: Ops, which: Collection[Part] = BOTH, seed: int = 0) -> Towers:
-    """What embeds images and sound, as load_towers, with random weights."""
-    return build_towers(SyntheticTensors(ops, seed), config, which)
+def synthetic_towers(config: MediaConfig, ops: Ops, seed: int = 0) -> Towers:
+    """What embeds images and sound, with random weights of `config`'s shapes."""
+    return build_towers(SyntheticTensors(ops, seed), config)

@@ -11,13 +11,12 @@ import re
 from collections.abc import Collection
 from importlib import import_module
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kerngen.errors import CheckpointError
-from kerngen.runtime.media.config import MediaConfig
+from kerngen.runtime.media.config import BOTH, MediaConfig, Part
 from kerngen.runtime.media.towers.dispatch import Tower, Towers
 from kerngen.runtime.media.towers.linear import TowerSource
 from kerngen.runtime.media.towers.vision import vision_tower
@@ -26,8 +25,6 @@ from kerngen.runtime.weights.quantized import FLOATS
 from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.weights.tensors import Advance, TensorSource
 
-Part = Literal["vision", "audio"]
-BOTH: tuple[Part, ...] = ("vision", "audio")
 PREFIXES = ("model.", "")
 # What would change the result, were it read: more layers than config.json has, bounds, a standard.
 COUNTS = re.compile(r"(?:\.layers\.\d+\..*|\.std_(?:bias|scale))(?<!inv_freq)$")
@@ -41,23 +38,26 @@ def load_towers(
     Raises CheckpointError before allocating anything where a tensor is missing, has another shape, or is left over; and
     where one holds NaN, or infinity in what is not a bound. advance: as of load_model.
     """
-    source = TowerTensors(Checkpoint(folder), config, which, ops, advance)
+    asked = config.only(which)
+    if asked is None:
+        return Towers()
+    source = TowerTensors(Checkpoint(folder), asked, ops, advance)
     with torch.inference_mode():
-        build_towers(source, config, which)
+        build_towers(source, asked)
         source.check_left()
         source.begin()
-        towers = build_towers(source, config, which)
+        towers = build_towers(source, asked)
     source.finish()
     return towers
 
 
-def build_towers(source: TowerSource, config: MediaConfig, which: Collection[Part]) -> Towers:
-    """Everything that `which` of the model needs, asked of `source` tensor by tensor."""
+def build_towers(source: TowerSource, config: MediaConfig) -> Towers:
+    """Everything that the parts of `config` need, asked of `source` tensor by tensor."""
     vision: Tower | None = None
     audio: Tower | None = None
-    if config.vision is not None and "vision" in which:
+    if config.vision is not None:
         vision = vision_tower(source, config.vision, config.hidden_size)
-    if config.audio is not None and "audio" in which:
+    if config.audio is not None:
         made = import_module("kerngen.runtime.media.towers.audio")  # which few models need
         audio = made.audio_tower(source, config.audio, config.hidden_size)
     return Towers(vision, audio)
@@ -66,15 +66,13 @@ def build_towers(source: TowerSource, config: MediaConfig, which: Collection[Par
 class TowerTensors(TensorSource):
     """The tensors of a folder's encoders, by their names below `model.`: a TowerSource."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, config: MediaConfig, which: Collection[Part], ops: Ops, advance: Advance | None
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: MediaConfig, ops: Ops, advance: Advance | None) -> None:
         """Raises CheckpointError where the folder has no tensor at all of a part."""
         super().__init__(checkpoint, ops, advance)
         self._folders = []
-        if config.vision is not None and "vision" in which:
+        if config.vision is not None:
             self._folders.append("vision_tower." if config.vision.encoder else "vision_embedder.")
-        if config.audio is not None and "audio" in which:
+        if config.audio is not None:
             self._folders.append("audio_tower." if config.audio.encoder else "embed_audio.")
         names = checkpoint.names
         self._prefix = next((p for p in PREFIXES for n in names for f in self._folders if n.startswith(p + f)), "")

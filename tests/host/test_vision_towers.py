@@ -244,7 +244,9 @@ def test_released_towers_have_their_published_sizes(name: str) -> None:
     config = read_media_config(json.loads((RELEASED / name / "config.json").read_text()))
     assert config is not None
     ops = KernelOps(Record(lambda *_: None, lambda _: None), torch.bfloat16)
-    found = synthetic_towers(config, ops, ("vision",)).vision
+    only = config.only(["vision"])
+    assert only is not None
+    found = synthetic_towers(only, ops).vision
     assert found is not None
     bounds = 0
     if isinstance(found, vision.VisionTower):
@@ -263,7 +265,7 @@ def test_generated_towers_embed_images() -> None:
     config = read_media_config({"model_type": "gemma4", "text_config": text, "vision_config": section})
     assert config is not None
     ops = TorchOps(torch.device("cpu"), torch.bfloat16)
-    made = synthetic_towers(config, ops, ("vision",)).embed([IMAGES[1], IMAGES[0]])
+    made = synthetic_towers(config, ops).embed([IMAGES[1], IMAGES[0]])
     assert [tuple(t.shape) for t in made] == [(9, 64), (6, 64)]
     assert all(bool(t.isfinite().all()) and float(t.float().std()) > 0.1 for t in made)
     with pytest.raises(CheckpointError):

@@ -25,11 +25,11 @@ from transformers import (
     Gemma4VisionConfig,
 )
 
-from kerngen.runtime.media.config import MediaConfig, read_media_config
+from kerngen.runtime.media.config import MediaConfig, Part, read_media_config
 from kerngen.runtime.media.towers.dispatch import Towers
 from kerngen.runtime.media.values import Kind, Media
 from kerngen.runtime.ops.eager import TorchOps
-from kerngen.runtime.weights.towers import Part, load_towers
+from kerngen.runtime.weights.towers import load_towers
 
 VISION: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2,

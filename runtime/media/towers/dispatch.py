@@ -32,6 +32,10 @@ class Towers:
     vision: Tower | None = None
     audio: Tower | None = None
 
+    @property
+    def weights(self) -> tuple[Any, ...]:
+        return tuple(tower.weights for tower in (self.vision, self.audio) if tower is not None)
+
     def embed(self, items: Sequence[Media]) -> list[Tensor]:
         """As Tower.embed, of items of any kind in any order. Raises UsageError for a kind that has no tower."""
         found: dict[int, Tensor] = {}

@@ -81,8 +81,8 @@ def test_what_embeds_images_counts_where_it_is_asked_for() -> None:
     assert media is not None
     without, counted = (plan(target, None, torch.bfloat16, media=m) for m in (None, media))
     assert (without.tower_bytes, counted.tower_bytes) == (0, tower_bytes(media, torch.bfloat16))
-    # the published 1.146 GB, and the standard twice as wide
-    assert counted.tower_bytes == 2 * (569_548_080 + 3_244_032) + 4 * 2304
+    # the published 1.146 GB, the standard twice as wide, and norms of heads once more
+    assert counted.tower_bytes == 2 * (569_548_080 + 3_244_032 + 27 * 2 * 72) + 4 * 2304
     assert counted.weight_bytes == without.weight_bytes
     assert counted.sequences[24][2048] < without.sequences[24][2048]
     assert counted.longest[80] <= without.longest[80]

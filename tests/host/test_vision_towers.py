@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from checkpoints import edit_config, edit_tensors
+from click.testing import CliRunner
 from tiny_gemma import load
 from tiny_towers import (
     hf_embeddings,
@@ -28,14 +31,15 @@ from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.footprint import _tensors
 from kerngen.runtime.media.config import read_media_config
-from kerngen.runtime.media.towers import vision
+from kerngen.runtime.media.towers import graphs, vision
 from kerngen.runtime.media.towers.linear import ClippedLinear
 from kerngen.runtime.media.values import Media
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.weights.synthetic import synthetic_towers
 from kerngen.runtime.weights.towers import load_towers
-from kerngen.workload.workload import MODELS, RELEASED
+from kerngen.workload.workload import MODELS, RELEASED, find_media
+from tools.bench_towers import main, tflop
 
 STANDARD = {"standardize": True}
 CLIPPED = {"use_clipped_linears": True}
@@ -248,11 +252,12 @@ def test_released_towers_have_their_published_sizes(name: str) -> None:
     assert only is not None
     found = synthetic_towers(only, ops).vision
     assert found is not None
-    bounds = 0
+    derived = 0  # of the clip bounds and the norms, beside what is stored
     if isinstance(found, vision.VisionTower):
         linears = [x for layer in found.weights.layers for x in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        bounds = sum(t.numel() for linear in linears for t in linear.outputs or ())
-    total = sum(t.numel() for t in _tensors(found.weights)) - bounds
+        derived = sum(t.numel() for linear in linears for t in linear.outputs or ())
+        derived += sum(layer.head_norms[1].numel() for layer in found.weights.layers)
+    total = sum(t.numel() for t in _tensors(found.weights)) - derived
     projector = found.weights.projection.numel()
     assert (total - projector, projector) == PARAMETERS[name]
 
@@ -270,3 +275,105 @@ def test_generated_towers_embed_images() -> None:
     assert all(bool(t.isfinite().all()) and float(t.float().std()) > 0.1 for t in made)
     with pytest.raises(CheckpointError):
         load_towers(RELEASED / "gemma-4-e2b", config, ops)
+
+
+def test_towers_are_timed(tmp_path: Path) -> None:
+    """`python -m tools.bench_towers`, on a CPU."""
+    make_towers(tmp_path, **CLIPPED)
+    said = CliRunner().invoke(
+        main, [str(tmp_path), "--tokens", "4,9", "--batch", "2", "--samples", "1", "--device", "cpu", "--json"]
+    )
+    assert said.exception is None, said.output
+    rows = json.loads(said.stdout)
+    assert [(row["batch"], row["tokens"]) for row in rows] == [(2, 4), (2, 9)]
+    assert all(0 < row["host_ms"] <= row["ms"] for row in rows)
+    patches, width = 81, 32
+    pixels, projector = 48 * width * patches, width * 32 * 9
+    layer = (4 * 48 + 3 * 40) * width * patches + 2 * 48 * patches**2
+    assert rows[1]["tflop"] == pytest.approx(2 * 2 * (pixels + projector + 3 * layer) / 1e12)
+
+
+def test_work_of_released_towers_is_what_is_known() -> None:
+    """At 1,120 tokens, in TFLOP."""
+    known = {
+        "gemma-4-31b": 23.7,
+        "gemma-4-26b-a4b": 23.7,
+        "gemma-4-e4b": 8.05,
+        "gemma-4-e2b": 8.05,
+        "gemma-4-12b": 0.092,
+    }
+    for name, expected in known.items():
+        config = find_media(name)
+        assert config is not None
+        assert config.vision is not None
+        found = tflop(config.vision, config.hidden_size, 1120 * config.vision.pooling**2)
+        assert found == pytest.approx(expected, rel=0.01)
+
+
+class PlayedGraph:
+    """In place of a CUDA graph: a replay computes anew what `forward` left where it left it."""
+
+    def __init__(self, forwards: list[tuple[Tensor, Tensor]]) -> None:
+        self.forwards = forwards
+        self.is_reset = False
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        yield
+        self.given, self.left = self.forwards[-1]
+        self.left.fill_(-1)  # a capture computes nothing
+
+    def replay(self) -> None:
+        assert not self.is_reset
+        self.left.copy_(2 * self.given)
+
+    def reset(self) -> None:
+        self.is_reset = True
+
+    def pool(self) -> str:
+        return "pool"
+
+
+def test_a_shape_that_comes_again_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[PlayedGraph] = []
+    pools: list[Any] = []
+    forwards: list[tuple[Tensor, Tensor]] = []
+
+    def forward(given: Tensor, shape: int) -> Tensor:
+        forwards.append((given, 2 * given))
+        return forwards[-1][1]
+
+    def graph() -> PlayedGraph:
+        made.append(PlayedGraph(forwards))
+        return made[-1]
+
+    def capture(graph: PlayedGraph, pool: Any, capture_error_mode: str) -> Any:
+        pools.append(pool)
+        return graph.captured()
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+    run = graphs.ShapeGraphs(forward)
+
+    def doubles(shape: int, value: float) -> Tensor:
+        found = run(torch.full((shape,), value), shape)
+        assert found.tolist() == [2 * value] * shape
+        return found
+
+    doubles(3, 1.0)
+    assert not made
+    second = doubles(3, 2.0)
+    doubles(3, 3.0)
+    assert second.tolist() == [4.0] * 3  # a later replay leaves it alone
+    assert (len(made), len(forwards)) == (1, 2)
+    for value in (1.0, 2.0):
+        doubles(4, value)
+    doubles(3, 4.0)  # so that 4 is the one that was used longest ago
+    doubles(5, 1.0)
+    assert [g.is_reset for g in made] == [False, True]
+    assert pools == [None, "pool"]
+    doubles(4, 5.0)
+    doubles(4, 6.0)
+    assert [g.is_reset for g in made] == [True, True, False]

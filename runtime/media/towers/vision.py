@@ -31,11 +31,14 @@ LAYER_NORM_EPS = 1e-5  # torch's default, which transformers leaves in place
 
 @dataclass(frozen=True, slots=True)
 class VisionLayerWeights:
-    """Norms are [D]. head_norms [2, 1, d]: q_norm and k_norm. qkv: rows q | k | v; gate_up: rows gate | up."""
+    """Norms are [D]. qkv: rows q | k | v; gate_up: rows gate | up.
+
+    head_norms: q_norm and k_norm, as they are and with the elements of each pair exchanged, [2, 1, d] both.
+    """
 
     input_norm: Tensor
     qkv: ClippedLinear
-    head_norms: Tensor
+    head_norms: tuple[Tensor, Tensor]
     out: ClippedLinear
     post_attention_norm: Tensor
     pre_ffn_norm: Tensor
@@ -99,11 +102,11 @@ def _vision_weights(
 def _layer(source: TowerSource, name: str, width: int, encoder: VisionEncoderConfig) -> VisionLayerWeights:
     attn, mlp, dim, inner = f"{name}.self_attn", f"{name}.mlp", encoder.head_dim, encoder.intermediate_size
     rows = encoder.num_heads * dim
-    norms = [source.tensor(f"{attn}.{which}_norm.weight", dim) for which in "qk"]
+    norms = torch.stack([source.tensor(f"{attn}.{which}_norm.weight", dim) for which in "qk"])[:, None]
     return VisionLayerWeights(
         input_norm=source.tensor(f"{name}.input_layernorm.weight", width),
         qkv=clipped_linear(source, [(f"{attn}.{which}_proj", rows) for which in "qkv"], width, clips=encoder.clips),
-        head_norms=torch.stack(norms)[:, None],
+        head_norms=(norms, _partner(norms)),
         out=clipped_linear(source, [(f"{attn}.o_proj", width)], rows, clips=encoder.clips),
         post_attention_norm=source.tensor(f"{name}.post_attention_layernorm.weight", width),
         pre_ffn_norm=source.tensor(f"{name}.pre_feedforward_layernorm.weight", width),
@@ -149,9 +152,12 @@ class VisionTower:
         self._pixels = _pixel_table(weights.patches, 2.0, 0.5)
         self._graphs = ShapeGraphs(self.forward) if weights.patches.is_cuda else None
 
-    def embed(self, items: Sequence[Media]) -> list[Tensor]:
-        """[num_tokens, H] of each image, in the activations' dtype. Raises UsageError for one that does not fit."""
-        return _embed(items, self.config, self.weights.patches, self._replay)
+    def embed(self, items: Sequence[Media], *, graphs: bool = True) -> list[Tensor]:
+        """[num_tokens, H] of each image, in the activations' dtype. Raises UsageError for one that does not fit.
+
+        graphs: by CUDA graphs where these are faster; the result is the same.
+        """
+        return _embed(items, self.config, self.weights.patches, self._replay if graphs else self.forward)
 
     def _replay(self, patches: Tensor, shape: tuple[int, int, int]) -> Tensor:
         """As forward, by a graph where that is faster."""
@@ -185,8 +191,8 @@ class VisionTower:
         qkv = layer.qkv(x).unflatten(-1, (3, -1, dim))  # [B, N, 3, heads, d]
         normed = F.rms_norm(qkv, (dim,), None, self.config.eps)
         # The norm's weight goes into the rotation: each is then one pass over queries and keys together.
-        qk = normed[:, :, :2]
-        qk = torch.addcmul(qk * (layer.head_norms * cos), _partner(qk), _partner(layer.head_norms) * sin)
+        qk, (norms, of_partners) = normed[:, :, :2], layer.head_norms
+        qk = torch.addcmul(qk * (norms * cos), _partner(qk), of_partners * sin)
         q, k, v = (each.transpose(1, 2) for each in (qk[:, :, 0], qk[:, :, 1], normed[:, :, 2]))
         return F.scaled_dot_product_attention(q, k, v, scale=1.0).transpose(1, 2).flatten(2)
 

@@ -100,6 +100,17 @@ def test_the_page_of_models_says_what_the_code_computes() -> None:
     assert said == [*sizes, *fits], "docs/models.md should have:\n" + "\n".join([*sizes, "", *fits])
 
 
+def test_the_page_of_models_says_what_images_take() -> None:
+    said = dict(re.findall(r"([\d,]+) MB of the (\w+(?:-\w+)?)", (ROOT / "docs" / "models.md").read_text()))
+    found = {}
+    for name in MODELS:
+        media = find_media(name)
+        images = media.only(["vision"]) if media else None
+        assert images is not None
+        found[f"{tower_bytes(images, torch.bfloat16) / 1e6:,.0f}"] = name.removeprefix("gemma-4-").upper()
+    assert said == found
+
+
 @pytest.mark.parametrize("name", ["gemma-4-31b", "gemma-4-e2b"])
 def test_what_fits_is_what_the_engine_would_allocate(name: str) -> None:
     """The last sequence that fits does, the next one does not; and what is split stays within the budget."""

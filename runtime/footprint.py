@@ -12,8 +12,9 @@ from torch import Tensor
 from kerngen.runtime.config import DrafterConfig, ModelConfig
 from kerngen.runtime.engine.sizing import CacheShape
 from kerngen.runtime.executors.record import Record
+from kerngen.runtime.media.config import MediaConfig
 from kerngen.runtime.ops.kernels import KernelOps, has_room, screen_of
-from kerngen.runtime.weights.synthetic import synthetic_drafter, synthetic_model
+from kerngen.runtime.weights.synthetic import synthetic_drafter, synthetic_model, synthetic_towers
 
 GPU_GB = (16, 24, 32, 80, 141)
 CONTEXTS = (2048, 8192, 32768, 131072, 262144)
@@ -27,7 +28,8 @@ class Footprint:
     """Bytes on the device while one sequence runs; activations, workspaces and CUDA's own come on top.
 
     cache_bytes: of `context` tokens. screen_bytes: of the heads in few bits, the model's and the drafter's, each of
-    which is made where there is room (ops/kernels.py).
+    which is made where there is room (ops/kernels.py). tower_bytes: of what embeds images and sound, where it is asked
+    for.
     """
 
     weight_bytes: int
@@ -35,12 +37,16 @@ class Footprint:
     cache_bytes: int
     context: int
     screen_bytes: tuple[int, int] = (0, 0)
+    tower_bytes: int = 0
 
 
 def footprint(
-    config: ModelConfig, drafter: DrafterConfig | None, dtype: torch.dtype, context: int, *, dense: bool = False
-) -> Footprint:
-    """Of the cuda backend, activations in `dtype`. dense: W4A16 matrices unpacked to `dtype`, as in a bf16 release."""
+    config: ModelConfig, drafter: DrafterConfig | None, dtype: torch.dtype, context: int, *, dense: bool = False,
+    media: MediaConfig | None = None,
+) -> Footprint:  # fmt: skip
+    """Of the cuda backend, activations in `dtype`. dense: W4A16 matrices unpacked to `dtype`, as in a bf16 release.
+    media: the parts that are loaded beside the text model.
+    """
     if dense:
         config = replace(config, quant=None)
     ops = KernelOps(Record(lambda *_: None, lambda _: None), dtype)
@@ -58,7 +64,15 @@ def footprint(
                 screen_of(target.head),
                 screen_of(assistant.head, likely=True) if assistant and has_head else 0,
             ),
+            tower_bytes=0 if media is None else tower_bytes(media, dtype),
         )
+
+
+def tower_bytes(media: MediaConfig, dtype: torch.dtype) -> int:
+    """Bytes of what embeds images and sound, with weights in `dtype`."""
+    ops = KernelOps(Record(lambda *_: None, lambda _: None), dtype)
+    with torch.inference_mode():
+        return _bytes(synthetic_towers(media, ops).weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +80,13 @@ class Plan:
     """What a model takes on a GPU, and what fits beside it. Bytes; see `CacheShape` for token_bytes and window_bytes.
 
     By GB (10^9 bytes) of the GPU, screen_bytes: of the heads in few bits, see `screened`; sequences: by context, how
-    many run at once; longest: the context of a single one, 0 where the weights alone do not fit.
+    many run at once; longest: the context of a single one, 0 where the weights alone do not fit. tower_bytes: of what
+    embeds images and sound, 0 where it is not asked for.
     """
 
     weight_bytes: int
     drafter_bytes: int
+    tower_bytes: int
     token_bytes: int
     window_bytes: int
     screen_bytes: dict[int, int]
@@ -78,17 +94,21 @@ class Plan:
     longest: dict[int, int]
 
 
-def plan(config: ModelConfig, drafter: DrafterConfig | None, dtype: torch.dtype, *, dense: bool = False) -> Plan:
+def plan(
+    config: ModelConfig, drafter: DrafterConfig | None, dtype: torch.dtype, *, dense: bool = False,
+    media: MediaConfig | None = None,
+) -> Plan:  # fmt: skip
     """Of the cuda backend, as `footprint`; contexts that the model does not take are left out."""
-    takes = footprint(config, drafter, dtype, 1, dense=dense)
+    takes = footprint(config, drafter, dtype, 1, dense=dense, media=media)
     shape = CacheShape(config, dtype)
     contexts = [c for c in CONTEXTS if c <= config.max_positions]
     screens = {gb: screened(takes, gb * 10**9 - RESERVE_BYTES) for gb in GPU_GB}
-    weights = takes.weight_bytes + takes.drafter_bytes
+    weights = takes.weight_bytes + takes.drafter_bytes + takes.tower_bytes
     budgets = {gb: gb * 10**9 - RESERVE_BYTES - weights - screens[gb] for gb in GPU_GB}
     return Plan(
         weight_bytes=takes.weight_bytes,
         drafter_bytes=takes.drafter_bytes,
+        tower_bytes=takes.tower_bytes,
         token_bytes=shape.token_bytes,
         window_bytes=shape.window_bytes,
         screen_bytes=screens,
@@ -98,8 +118,10 @@ def plan(config: ModelConfig, drafter: DrafterConfig | None, dtype: torch.dtype,
 
 
 def screened(takes: Footprint, free_bytes: int) -> int:
-    """Bytes of the heads in few bits that `KernelOps.screen` makes, in the order of loading, of `free_bytes`."""
-    free, made = free_bytes, 0
+    """Bytes of the heads in few bits that `KernelOps.screen` makes, in the order of loading, of `free_bytes`. Towers
+    come first.
+    """
+    free, made = free_bytes - takes.tower_bytes, 0
     for weight_bytes, screen_bytes in zip((takes.weight_bytes, takes.drafter_bytes), takes.screen_bytes, strict=True):
         free -= weight_bytes
         if screen_bytes and has_room(screen_bytes, free):

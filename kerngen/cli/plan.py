@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -17,31 +17,42 @@ from kerngen.errors import UsageError
 if TYPE_CHECKING:
     from kerngen.arch import Device
     from kerngen.runtime.footprint import Plan
+    from kerngen.runtime.media.config import Part
     from kerngen.workload.workload import Model
 
 
+WORDS: dict[Part, str] = {"vision": "images", "audio": "sound"}
+
+
 def print_plan(
-    model: str, draft: str | None, draft_weights: str, num_ranks: int = 1, board: str | None = None, *, as_json: bool
-) -> None:
+    model: str, draft: str | None, draft_weights: str, num_ranks: int = 1, board: str | None = None, *, as_json: bool,
+    which: Collection[Part] = (),
+) -> None:  # fmt: skip
     """For the released model or the folder `model`, with its drafter; of a model that is divided among ranks what the
     first of them has, which is the most. board: the name of a board (`kerngen arch ls`), whose steps are predicted.
-    Raises as find_model does, UsageError for ranks that do not divide it and for a board that is none.
+    which: what is loaded to embed images and sound, on every rank. Raises as find_model does, UsageError for ranks that
+    do not divide it and for a board that is none.
     """
     import torch
 
-    from kerngen.runtime.footprint import RESERVE_BYTES, plan
+    from kerngen.runtime.footprint import RESERVE_BYTES, plan, tower_bytes
+    from kerngen.runtime.media.config import BOTH
     from kerngen.runtime.world import World
-    from kerngen.workload.workload import find_model
+    from kerngen.workload.workload import find_media, find_model
 
     device = None if board is None else _board(board)
     found = find_model(model, draft, draft_weights).divided(World(0, num_ranks))
-    plans = {"as released": plan(found.target, found.drafter, torch.bfloat16)}
+    takes = find_media(model)
+    media = takes.only(which) if takes else None
+    plans = {"as released": plan(found.target, found.drafter, torch.bfloat16, media=media)}
     if found.target.quant is not None:
-        plans["unquantized"] = plan(found.target, found.drafter, torch.bfloat16, dense=True)
+        plans["unquantized"] = plan(found.target, found.drafter, torch.bfloat16, dense=True, media=media)
+    towers = {part: tower_bytes(only, torch.bfloat16) for part in BOTH if takes and (only := takes.only([part]))}
     steps = {} if device is None else dict(_predicted(found, device))
     if as_json:
         predicted = {} if device is None else {"predicted": {"board": device.name, "step_ms": steps}}
-        click.echo(json.dumps({"model": found.name, "tensor_parallel": num_ranks, "reserve_bytes": RESERVE_BYTES}
+        click.echo(json.dumps({"model": found.name, "tensor_parallel": num_ranks, "reserve_bytes": RESERVE_BYTES,
+                               "media_bytes": towers}
                               | {what: asdict(p) for what, p in plans.items()} | predicted))  # fmt: skip
         return
     for what, p in plans.items():
@@ -50,6 +61,9 @@ def print_plan(
                "CUDA, activations and graphs; - where none does. More wait for their turn. head: what the output heads "
                "take in few bits beside the weights, from which greedy tokens are chosen; - where memory is short."
                )  # fmt: skip
+    for part, size in towers.items():
+        counted = "which are counted above" if part in which else "not counted above, where it is loaded"
+        click.echo(f"What embeds {WORDS[part]} takes {size / 1e6:,.0f} MB more, {counted}.")
     if device is not None:
         links = ", nor what the links between GPUs take" if num_ranks > 1 else ""
         boards = device.name if num_ranks == 1 else f"{num_ranks} {device.name}s"

@@ -17,6 +17,8 @@ from typing import Any
 from kerngen.arch import Arch, Target
 from kerngen.errors import UnknownName, UsageError
 from kerngen.runtime.config import DrafterConfig, ModelConfig, read_drafter_config, read_model_config
+from kerngen.runtime.config_fields import read_config
+from kerngen.runtime.media.config import MediaConfig, read_media_config
 from kerngen.runtime.world import World, most_rows
 from kerngen.templates import find_kernel
 from kerngen.templates.centroid_head.spec import Problem as CentroidHead
@@ -220,6 +222,15 @@ def _find_model(name: str, drafter: str | None) -> Model:
         raise UnknownName("model", name, [*MODELS, "or a model folder"])
     target = read_model_config(folder)
     return Model(name, target, read_drafter_config(Path(drafter), target) if drafter else None)
+
+
+def find_media(name: str) -> MediaConfig | None:
+    """What a released model, or the one in a folder, takes beside text; None of a model of text alone.
+
+    Raises CheckpointError, UsageError where it is no folder.
+    """
+    folder = RELEASED / name if name in MODELS else Path(name)
+    return read_media_config(read_config(folder), str(folder / "config.json"))
 
 
 def require_among(names: Iterable[str], have: Sequence[str], who: str, verb: str, where: str = "") -> None:

@@ -25,7 +25,8 @@ from kerngen.runtime.weights.layout import (
 )
 from kerngen.runtime.weights.repacked import Planned, RepackedCache
 from kerngen.runtime.weights.safetensors import Checkpoint
-from kerngen.runtime.weights.source import Advance, CheckpointSource, WeightSource
+from kerngen.runtime.weights.source import CheckpointSource, WeightSource
+from kerngen.runtime.weights.tensors import Advance
 from kerngen.runtime.world import Span
 
 

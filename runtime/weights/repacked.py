@@ -25,8 +25,9 @@ from kerngen.runtime.config import ModelConfig
 from kerngen.runtime.config_fields import MAX_JSON_BYTES, read_file
 from kerngen.runtime.ops import Experts, Linear, Ops, WeightView, dense_weights, int4_weights
 from kerngen.runtime.weights.safetensors import DTYPES, PIECE_BYTES, Checkpoint, SafetensorsFile
-from kerngen.runtime.weights.source import Advance, CheckpointSource, Parts
+from kerngen.runtime.weights.source import CheckpointSource, Parts
 from kerngen.runtime.weights.staging import Stage
+from kerngen.runtime.weights.tensors import Advance
 from kerngen.runtime.world import Span
 from kerngen.system.files import publish_with
 

@@ -13,36 +13,58 @@ import torch
 from torch import Tensor
 
 from kerngen.runtime.config import DrafterConfig, ModelConfig
+from kerngen.runtime.media.config import MediaConfig
+from kerngen.runtime.media.towers.dispatch import Towers
 from kerngen.runtime.ops import Experts, Linear, Ops, WeightView, dense_weights, int4_weights
 from kerngen.runtime.weights.int4 import becomes_int4
 from kerngen.runtime.weights.layout import DrafterWeights, ModelWeights
 from kerngen.runtime.weights.loader import build_drafter, build_model
 from kerngen.runtime.weights.quantized import IgnoreList
 from kerngen.runtime.weights.source import Parts, fused_name
+from kerngen.runtime.weights.towers import build_towers
 from kerngen.runtime.world import Span
 
 _NIBBLE_STD = 4.61  # of a uniform nibble - 8
+BOUND = 16.0  # of what encoders' linears take and give, which is about 1: finite, so that clamping is timed
 
 
-class SyntheticSource:
-    """Answers the loader's questions with random tensors: matrices keep the scale of their input, norms are near 1."""
+class SyntheticTensors:
+    """Random tensors by name: matrices keep the scale of their input, norms are near 1.
 
-    def __init__(self, config: ModelConfig, ops: Ops, seed: int) -> None:
-        self.config = config
+    As TowerSource (media/towers/linear.py), too.
+    """
+
+    def __init__(self, ops: Ops, seed: int) -> None:
         self.ops = ops
         self.is_dry = ops.device.type == "meta"  # shapes alone: what a record of the model runs on
-        self._ignored = IgnoreList(config.quant.ignore if config.quant else (), strict=True)
         self._rng = None if self.is_dry else torch.Generator(ops.device).manual_seed(seed)
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or self.ops.dtype
         if self.is_dry:
-            return torch.empty(shape, dtype=dtype or self.ops.dtype, device=self.ops.device)
-        if dtype is not None:  # token_ordering: a permutation
+            return torch.empty(shape, dtype=dtype, device=self.ops.device)
+        if not dtype.is_floating_point:  # token_ordering: a permutation
             return torch.randperm(shape[0], generator=self._rng, device=self.ops.device).to(dtype)
         if len(shape) == 1:
             noise = torch.randn(shape, generator=self._rng, device=self.ops.device)
-            return (1.0 + 0.05 * noise).to(self.ops.dtype)
-        return self._matrix(*shape)
+            return (1.0 + 0.05 * noise).to(dtype)
+        return self._matrix(*shape, dtype=dtype)
+
+    def bound(self, name: str) -> float:
+        return -BOUND if name.endswith("_min") else BOUND
+
+    def _matrix(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        out = torch.empty(shape, dtype=dtype or self.ops.dtype, device=self.ops.device)
+        return out if self.is_dry else out.normal_(0.0, shape[-1] ** -0.5, generator=self._rng)
+
+
+class SyntheticSource(SyntheticTensors):
+    """Answers the loader's questions with random tensors."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, seed: int) -> None:
+        super().__init__(ops, seed)
+        self.config = config
+        self._ignored = IgnoreList(config.quant.ignore if config.quant else (), strict=True)
 
     def scalar(self, name: str) -> Tensor:
         return self.tensor(name, 1)
@@ -95,10 +117,6 @@ class SyntheticSource:
         gate_up, down = self.ops.prepare_experts(gate_up, down)
         return gate_up, replace(down, is_summand=not inner.is_whole)
 
-    def _matrix(self, *shape: int) -> Tensor:
-        out = torch.empty(shape, dtype=self.ops.dtype, device=self.ops.device)
-        return out if self.is_dry else out.normal_(0.0, shape[-1] ** -0.5, generator=self._rng)
-
     def _normal(self, leading: tuple[int, ...], rows: list[Span], cols: Span) -> Tensor:
         def fill(out: Tensor) -> None:
             out.normal_(0.0, cols.whole**-0.5, generator=self._rng)
@@ -133,3 +151,8 @@ def synthetic_model(config: ModelConfig, ops: Ops, seed: int = 0) -> ModelWeight
 def synthetic_drafter(config: DrafterConfig, ops: Ops, seed: int = 0) -> DrafterWeights:
     """Random weights of an assistant's shapes, int4 where it is quantized or loading makes them so."""
     return build_drafter(SyntheticSource(config.text, ops, seed), config)
+
+
+def synthetic_towers(config: MediaConfig, ops: Ops, seed: int = 0) -> Towers:
+    """What embeds images and sound, with random weights of `config`'s shapes."""
+    return build_towers(SyntheticTensors(ops, seed), config)

@@ -10,18 +10,19 @@ import pytest
 import torch
 from command import ROOT, Kerngen
 
+from kerngen.cli.plan import print_plan
 from kerngen.errors import ProblemError
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import read_drafter_config, read_model_config
 from kerngen.runtime.engine import CacheShape, Engine
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.reference import Reference
-from kerngen.runtime.footprint import CONTEXTS, Plan, _bytes, footprint, plan
+from kerngen.runtime.footprint import CONTEXTS, Plan, _bytes, footprint, plan, tower_bytes
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.weights.loader import load_drafter, load_model
 from kerngen.templates.values import PLAIN, AttnBatch, HeadNorms, KVFormat
-from kerngen.workload.workload import MODELS, find_model
+from kerngen.workload.workload import MODELS, find_media, find_model
 
 TINY = ROOT / "examples" / "tiny"
 
@@ -74,6 +75,19 @@ def fits_rows(name: str, plan: Plan) -> list[str]:
     return rows
 
 
+def test_what_embeds_images_counts_where_it_is_asked_for() -> None:
+    target = find_model("gemma-4-26b-a4b").target
+    media = find_media("gemma-4-26b-a4b")
+    assert media is not None
+    without, counted = (plan(target, None, torch.bfloat16, media=m) for m in (None, media))
+    assert (without.tower_bytes, counted.tower_bytes) == (0, tower_bytes(media, torch.bfloat16))
+    # the published 1.146 GB, the standard twice as wide, and norms of heads once more
+    assert counted.tower_bytes == 2 * (569_548_080 + 3_244_032 + 27 * 2 * 72) + 4 * 2304
+    assert counted.weight_bytes == without.weight_bytes
+    assert counted.sequences[24][2048] < without.sequences[24][2048]
+    assert counted.longest[80] <= without.longest[80]
+
+
 def test_the_page_of_models_says_what_the_code_computes() -> None:
     """On failure: the tables as they should be."""
     sizes, fits = [], []
@@ -84,6 +98,17 @@ def test_the_page_of_models_says_what_the_code_computes() -> None:
         fits += fits_rows(name, packed)
     said = re.findall(r"^\| gemma-4-.*\|$", (ROOT / "docs" / "models.md").read_text(), re.MULTILINE)
     assert said == [*sizes, *fits], "docs/models.md should have:\n" + "\n".join([*sizes, "", *fits])
+
+
+def test_the_page_of_models_says_what_images_take() -> None:
+    said = dict(re.findall(r"([\d,]+) MB of the (\w+(?:-\w+)?)", (ROOT / "docs" / "models.md").read_text()))
+    found = {}
+    for name in MODELS:
+        media = find_media(name)
+        images = media.only(["vision"]) if media else None
+        assert images is not None
+        found[f"{tower_bytes(images, torch.bfloat16) / 1e6:,.0f}"] = name.removeprefix("gemma-4-").upper()
+    assert said == found
 
 
 @pytest.mark.parametrize("name", ["gemma-4-31b", "gemma-4-e2b"])
@@ -135,6 +160,7 @@ def test_run_prints_the_plan(kerngen: Kerngen) -> None:
     assert said["as released"]["weight_bytes"] == expected.weight_bytes
     assert said["as released"]["sequences"]["80"]["2048"] == expected.sequences[80][2048]
     assert said["unquantized"]["weight_bytes"] > expected.weight_bytes
+    assert said["media_bytes"] == {}
     text = kerngen("run", model, "--plan")[1]
     assert f"{expected.sequences[141][2048]:,}" in text
     assert "unquantized" in text
@@ -145,3 +171,15 @@ def test_run_prints_the_plan(kerngen: Kerngen) -> None:
     code, _, err = kerngen("run", "no-such-model", "--plan")
     assert code != 0
     assert "unknown model 'no-such-model'" in err
+
+
+def test_run_says_what_images_take(kerngen: Kerngen, capsys: pytest.CaptureFixture[str]) -> None:
+    media = find_media("gemma-4-31b")
+    assert media is not None
+    said = json.loads(kerngen("run", "gemma-4-31b", "--plan", "--json")[1])
+    assert said["media_bytes"] == {"vision": tower_bytes(media, torch.bfloat16)}
+    assert said["as released"]["tower_bytes"] == 0
+    print_plan("gemma-4-31b", None, "stored", as_json=True, which=["vision"])
+    counted = json.loads(capsys.readouterr().out)
+    assert counted["as released"]["tower_bytes"] == said["media_bytes"]["vision"]
+    assert "What embeds images takes 1,151 MB more, not counted above" in kerngen("run", "gemma-4-31b", "--plan")[1]

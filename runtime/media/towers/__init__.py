@@ -1,0 +1,1 @@
+"""What makes embeddings of images, frames and sound."""

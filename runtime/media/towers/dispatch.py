@@ -1,0 +1,49 @@
+"""Each item to what embeds its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from kerngen.errors import UsageError
+from kerngen.runtime.media.values import Kind, Media
+
+WORDS: dict[Kind, str] = {"image": "images", "video": "video", "audio": "sound"}
+
+
+class Tower(Protocol):
+    """Embeds one kind of media. weights: its tensors, as a dataclass."""
+
+    weights: Any
+
+    def embed(self, items: Sequence[Media]) -> list[Tensor]:
+        """[num_tokens, H] of each item, in the activations' dtype, on their device. They take the place of the rows of
+        the embedding table, after its scale. Raises UsageError for an item that does not fit.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Towers:
+    """What a model embeds media with; None for what it does not take, or was not loaded."""
+
+    vision: Tower | None = None
+    audio: Tower | None = None
+
+    @property
+    def weights(self) -> tuple[Any, ...]:
+        return tuple(tower.weights for tower in (self.vision, self.audio) if tower is not None)
+
+    def embed(self, items: Sequence[Media]) -> list[Tensor]:
+        """As Tower.embed, of items of any kind in any order. Raises UsageError for a kind that has no tower."""
+        found: dict[int, Tensor] = {}
+        for tower, kinds in ((self.vision, ("image", "video")), (self.audio, ("audio",))):
+            mine = [i for i, item in enumerate(items) if item.kind in kinds]
+            if not mine:
+                continue
+            if tower is None:
+                raise UsageError(f"the model has nothing loaded that embeds {WORDS[items[mine[0]].kind]}")
+            found |= zip(mine, tower.embed([items[i] for i in mine]), strict=True)
+        return [found[i] for i in range(len(items))]

@@ -1,0 +1,108 @@
+"""Images as embeddings on a GPU: what a CPU makes of them, one by one and by CUDA graphs."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kerngen.runtime.media.config import VisionConfig, read_media_config
+from kerngen.runtime.media.towers import graphs
+from kerngen.runtime.media.towers.vision import PatchEmbedder, VisionTower
+from kerngen.runtime.media.values import Media
+from kerngen.runtime.ops.eager import TorchOps
+from kerngen.runtime.weights.synthetic import synthetic_towers
+from kerngen.workload.workload import MODELS, find_media
+
+CUDA = torch.device("cuda")
+VISION: dict[str, Any] = {
+    "hidden_size": 144, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 72, "position_embedding_size": 64,
+}  # fmt: skip
+VARIANTS = [{"standardize": True}, {"use_clipped_linears": True}]
+
+
+def tower_of(device: torch.device, dtype: torch.dtype, **variant: Any) -> VisionTower:
+    section = VISION | variant
+    config = read_media_config({"model_type": "gemma4", "text_config": {"hidden_size": 96}, "vision_config": section})
+    assert config is not None
+    made = synthetic_towers(config, TorchOps(device, dtype)).vision
+    assert isinstance(made, VisionTower)
+    return made
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """The same weights there."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(moved(part, device) for part in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: moved(getattr(value, f.name), device) for f in fields(value)})
+    return value
+
+
+def image(config: VisionConfig, rows: int, columns: int, seed: int) -> Media:
+    shape = rows * columns, 3 * config.patch_size**2
+    data = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    return Media.of("image", data, (rows, columns), rows * columns // config.pooling**2)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=["standardize", "clips"])
+def test_a_gpu_makes_of_images_what_a_cpu_does(variant: dict[str, Any]) -> None:
+    """In fp32; three times, so that the second time captures and the third replays."""
+    here = tower_of(torch.device("cpu"), torch.float32, **variant)
+    there = VisionTower(here.config, moved(here.weights, CUDA))
+    items = [image(here.config, *grid, seed) for seed, grid in enumerate([(3, 27), (12, 12), (30, 6), (12, 12)])]
+    expected = here.embed(items)
+    for _ in range(3):
+        for ours, theirs in zip(there.embed(items), expected, strict=True):
+            assert ours.is_cuda
+            assert float((ours.cpu() - theirs).abs().max() / theirs.abs().max()) < 5e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("variant", VARIANTS, ids=["standardize", "clips"])
+def test_replays_are_what_the_launches_one_by_one_give(variant: dict[str, Any], dtype: torch.dtype) -> None:
+    """To the bit; of other images than were captured; and an earlier result stays as it was."""
+    tower = tower_of(CUDA, dtype, **variant)
+    images = [image(tower.config, 12, 9, seed) for seed in range(4)]
+    eager = [tower.embed([item], graphs=False)[0] for item in images]
+    replayed = [tower.embed([item])[0] for item in images]
+    assert all(bool(made.isfinite().all()) for made in eager)
+    assert not torch.equal(eager[2], eager[3])
+    for made, expected in zip(replayed, eager, strict=True):
+        assert torch.equal(made, expected)
+
+
+def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+    tower = tower_of(CUDA, torch.bfloat16)
+    items = [image(tower.config, 3, 3 * n, n) for n in (1, 2, 3, 4)]
+    eager = [tower.embed([item], graphs=False)[0] for item in items]
+    for at in (0, 0, 0, 1, 1, 2, 2, 0, 0, 0, 3, 3, 3, 2):
+        assert torch.equal(tower.embed([items[at]])[0], eager[at])
+        assert tower._graphs is not None
+        assert len(tower._graphs._seen) <= 2
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_released_shapes_embed_an_image_of_each_budget(name: str) -> None:
+    found = find_media(name)
+    config = found.only(["vision"]) if found else None
+    assert config is not None
+    dtype = torch.bfloat16 if torch.cuda.get_device_capability()[0] >= 8 else torch.float16
+    tower = synthetic_towers(config, TorchOps(CUDA, dtype)).vision
+    assert isinstance(tower, VisionTower | PatchEmbedder)
+    side = tower.config.pooling
+    for rows, columns in ((8, 8), (14, 20), (33, 33)):
+        item = image(tower.config, rows * side, columns * side, rows)
+        for _ in range(3):
+            (made,) = tower.embed([item])
+        assert made.shape == (rows * columns, config.hidden_size)
+        assert bool(made.isfinite().all())
+        assert float(made.float().std()) > 0.1

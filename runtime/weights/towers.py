@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection
-from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -58,8 +57,9 @@ def build_towers(source: TowerSource, config: MediaConfig) -> Towers:
     if config.vision is not None:
         vision = vision_tower(source, config.vision, config.hidden_size)
     if config.audio is not None:
-        made = import_module("kerngen.runtime.media.towers.audio")  # which few models need
-        audio = made.audio_tower(source, config.audio, config.hidden_size)
+        from kerngen.runtime.media.towers.audio import audio_tower  # which few models need
+
+        audio = audio_tower(source, config.audio, config.hidden_size)
     return Towers(vision, audio)
 
 

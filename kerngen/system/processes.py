@@ -47,11 +47,12 @@ class Processes:
     process leaks into them. Close it, or use it as a context; a process ends when this one does, however that goes.
     """
 
-    def __init__(self, most: int, *, tries: int = 1) -> None:
+    def __init__(self, most: int, *, tries: int = 1, gives_up: bool = True) -> None:
         """tries: how often a call is made whose process dies; 2 where that may be no fault of the call. What is tried
-        again is so one at a time: memory may have been what killed it.
+        again is so one at a time: memory may have been what killed it. gives_up: whether all calls fail once a process
+        has ended as it started; False for a server, which outlives what kept it from that.
         """
-        self._tries = tries
+        self._tries, self._gives_up = tries, gives_up
         self._threads = ThreadPoolExecutor(most, thread_name_prefix="kerngen-process")
         self._of_thread = threading.local()
         self._lock, self._again = threading.Lock(), threading.Lock()
@@ -80,7 +81,7 @@ class Processes:
                 if self._closed:
                     raise CancelledError from None
                 if number == self._tries - 1:
-                    if not e.started:
+                    if not e.started and self._gives_up:
                         self._hopeless = True
                     raise
         raise ValueError("no tries")

@@ -1,0 +1,204 @@
+"""Files that strangers send are decoded in processes: what a file takes, breaks or kills there is its own affair."""
+
+from __future__ import annotations
+
+import base64
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from pictures import encoded, image, mutated, png, seeds
+
+from kerngen.errors import KerngenError, ToolchainError, UsageError
+from kerngen.runtime.media.decoders import Decoders
+from kerngen.runtime.media.decoding import decode_image, file_pixels
+from kerngen.runtime.media.images import ImageRule, image_media
+from kerngen.runtime.media.limits import MediaLimits
+from kerngen.runtime.media.values import Media, Source
+
+LIMITS = MediaLimits(decode_s=5.0, decode_bytes=1 << 29)
+PICTURE = encoded(image(), "PNG")
+GOOD = Source("image", PICTURE)
+DECODE = {"image": partial(decode_image, ImageRule()), "video": partial(decode_image, ImageRule())}
+
+
+def _troublesome(source: Source, limits: MediaLimits) -> Media:
+    """In place of a decoder of sound: does what its data say."""
+    match source.data:
+        case b"forever":
+            while True:
+                pass
+        case b"memory":
+            np.ones(1 << 30, np.uint8)
+        case b"memory of torch":
+            torch.zeros(1 << 30, dtype=torch.uint8)
+        case b"crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case b"worker":
+            os.kill(os.getppid(), signal.SIGKILL)
+        case b"bug":
+            raise ZeroDivisionError("of our own making")
+        case b"missing":
+            raise ToolchainError("no decoder", hint="pip install it")
+    return Media.of("audio", np.arange(6, dtype=np.float32).reshape(3, 2), (3, 1), 3)
+
+
+@pytest.fixture(scope="module")
+def decoders() -> Iterator[Decoders]:
+    with Decoders({**DECODE, "audio": _troublesome}, LIMITS, num_processes=2) as found:
+        yield found
+
+
+@contextmanager
+def within(decoders: Decoders, **limits: float) -> Iterator[None]:
+    before, decoders.limits = decoders.limits, replace(decoders.limits, **limits)
+    try:
+        yield
+    finally:
+        decoders.limits = before
+
+
+def test_items_come_in_order_and_are_what_this_process_would_make(decoders: Decoders) -> None:
+    url = "data:image/jpeg;base64," + base64.b64encode(encoded(image("RGBA"), "PNG")).decode()
+    sources = [replace(GOOD, num_tokens=70), Source("image", url=url), Source("video", PICTURE), Source("audio", b"")]
+    found = decoders.decode_all(sources)
+    pixels, rule = file_pixels(PICTURE), ImageRule()
+    want = [
+        image_media(pixels, rule, 70),
+        image_media(file_pixels(encoded(image("RGBA"), "PNG")), rule),
+        image_media(pixels, rule, kind="video"),
+        _troublesome(Source("audio", b""), LIMITS),
+    ]
+    for ours, theirs in zip(found, want, strict=True):
+        assert (ours.kind, ours.grid, ours.num_tokens) == (theirs.kind, theirs.grid, theirs.num_tokens)
+        assert ours.digest == theirs.digest
+        assert ours.data.dtype == theirs.data.dtype
+        assert np.array_equal(ours.data, theirs.data)
+        assert not ours.data.flags.writeable
+    assert decoders.decode_all([]) == []
+
+
+@pytest.mark.parametrize(("data", "limits", "says"), [
+    (b"forever", {"decode_s": 0.3}, "more than 0.3 s to decode"),
+    (b"memory", {}, "more than 512 MB to decode"),
+    (b"memory of torch", {}, "more than 512 MB to decode"),
+    (b"crash", {}, "breaks its decoder"),
+    (PICTURE[:100], {}, "cannot be decoded"),
+], ids=["time", "memory", "torch", "crash", "damaged"])  # fmt: skip
+def test_what_one_file_does_is_its_own_affair(
+    decoders: Decoders, data: bytes, limits: dict[str, float], says: str
+) -> None:
+    kind = "image" if data.startswith(b"\x89") else "audio"
+    processes = _workers()
+    with within(decoders, **limits), ThreadPoolExecutor(2) as threads:
+        bad = threads.submit(decoders.decode_all, [GOOD, Source(kind, data)])
+        good = threads.submit(decoders.decode_all, [GOOD])
+        with pytest.raises(UsageError, match=says) as found:
+            bad.result(30)
+        assert good.result(30)[0].digest == decoders.decode_all([GOOD])[0].digest
+    assert found.value.message.startswith("image 2: " if kind == "image" else "sound: ")
+    assert set(_workers()) >= set(processes), "those that fork are the same"
+
+
+def _workers() -> list[int]:
+    return sorted(p.pid for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline()))
+
+
+def test_a_process_that_dies_is_started_again(decoders: Decoders) -> None:
+    before = _workers()
+    with pytest.raises(KerngenError, match="sound: no process can decode it now") as found:
+        decoders.decode_all([Source("audio", b"worker")])
+    assert not isinstance(found.value, UsageError), "it is no fault of who asks"
+    assert decoders.decode_all([GOOD])
+    assert len(set(before) - set(_workers())) == 1
+
+
+def test_errors_that_are_not_the_files_are_told_apart(decoders: Decoders) -> None:
+    with pytest.raises(ToolchainError, match="no decoder") as found:
+        decoders.decode_all([Source("audio", b"missing")])
+    assert found.value.hint == "pip install it"
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: of our own making"):
+        decoders.decode_all([Source("audio", b"bug")])
+
+
+def test_a_request_has_limits(decoders: Decoders) -> None:
+    tokens = decoders.decode_all([GOOD])[0].num_tokens
+    with within(decoders, items=2, soft_tokens=2 * tokens, image_bytes=len(PICTURE)):
+        assert len(decoders.decode_all([GOOD, GOOD])) == 2
+        with pytest.raises(UsageError, match="3 images and sounds: more than 2"):
+            decoders.decode_all([GOOD] * 3)
+    with within(decoders, soft_tokens=2 * tokens - 1), pytest.raises(UsageError, match=f"take {2 * tokens} tokens"):
+        decoders.decode_all([GOOD, GOOD])
+    with within(decoders, image_bytes=len(PICTURE) - 1), pytest.raises(UsageError, match="bytes: more than"):
+        decoders.decode_all([GOOD])
+    with within(decoders, pixels=1199), pytest.raises(UsageError, match="40 x 30 pixels: more than 1,199"):
+        decoders.decode_all([GOOD])
+    with pytest.raises(UsageError, match="70, 140"):
+        decoders.decode_all([replace(GOOD, num_tokens=100)])
+    with pytest.raises(UsageError, match="neither data nor a URL"):
+        decoders.decode_all([Source("image")])
+
+
+def test_a_kind_that_the_model_does_not_take_is_refused() -> None:
+    with Decoders({}, num_processes=1) as none:
+        for kind, noun in (("image", "image"), ("audio", "sound"), ("video", "frame of a video")):
+            with pytest.raises(UsageError, match=f"this model takes no {noun}"):
+                none.decode_all([Source(kind, b"")])  # type: ignore[arg-type]
+
+
+def test_a_number_of_limits_leaves_something() -> None:
+    for name in ("items", "decode_s", "pixels"):
+        with pytest.raises(UsageError, match=f"MediaLimits.{name} is 0"):
+            MediaLimits(**{name: 0})
+    for host in ("https://a.example", "a.example:443", "A.example", "*.example", "u@a.example", "", "a b"):
+        with pytest.raises(UsageError, match="no host's name"):
+            MediaLimits(hosts=(host,))
+    assert MediaLimits(hosts=("a.example", "[2606:4700::1111]")).hosts
+
+
+def test_bombs_are_refused_and_take_little(decoders: Decoders) -> None:
+    """Small files that would be large images: by their header, or by what they hold."""
+    wide = png(60_000, 60_000, 8, 2, b"\0" * 1000)
+    zeros = png(2000, 2000, 8, 0, b"\0" * 10_000_000)  # more rows than its header says
+    with within(decoders, image_bytes=20_000_000):
+        with pytest.raises(UsageError, match="more than 50,000,000"):
+            decoders.decode_all([Source("image", wide)])
+        assert decoders.decode_all([Source("image", zeros)])
+    full = png(7000, 7000, 8, 6, (b"\0" + bytes(4 * 7000)) * 7000)  # 196 MB as RGBA, in 200 kB
+    assert len(full) < 250_000
+    with pytest.raises(UsageError, match="more than 512 MB to decode"):
+        decoders.decode_all([Source("image", full)])
+    assert decoders.decode_all([GOOD])
+
+
+def test_damaged_files_are_errors_and_nothing_else(decoders: Decoders) -> None:
+    """Of files with changed bytes each is an image or an error; the process neither dies nor grows."""
+    decoders.decode_all([Source("image", data) for data in seeds() * 3])
+    workers = _workers()
+    processes = [psutil.Process(pid) for pid in workers]
+    before, decoded, count = sum(p.memory_info().rss for p in processes), 0, 60
+    for data in mutated(count, seed=1):
+        with suppress(UsageError):
+            [media] = decoders.decode_all([Source("image", data)])
+            decoded += 1
+            assert media.num_tokens <= 280
+    assert 0.05 * count < decoded < 0.95 * count
+    assert _workers() == workers
+    assert sum(p.memory_info().rss for p in processes) - before < 16 << 20
+    assert not [child for p in processes for child in p.children()]
+
+
+def test_asked_by_many_at_once_all_are_answered(decoders: Decoders) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda n: decoders.decode_all([GOOD] * (1 + n % 3)), range(24)))
+    assert [len(media) for media in found] == [1 + n % 3 for n in range(24)]
+    assert len({m.digest for media in found for m in media}) == 1
+    assert len(_workers()) == 2

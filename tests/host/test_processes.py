@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing.resource_tracker
+import multiprocessing.spawn
 import os
 import signal
 import struct
@@ -116,6 +118,24 @@ def test_a_second_try(tmp_path: Path) -> None:
         assert processes.submit(_die_of_every_second, str(tmp_path / "marker")).result(30) == "answer"
         with pytest.raises(ProcessDied):
             processes.submit(_die).result(30)
+
+
+@pytest.mark.parametrize("gives_up", [True, False])
+def test_who_outlives_what_keeps_processes_from_starting(gives_up: bool) -> None:
+    with Processes(1, gives_up=gives_up) as processes:
+        multiprocessing.resource_tracker.ensure_running()  # by the right program
+        python = multiprocessing.spawn.get_executable()
+        multiprocessing.spawn.set_executable("/bin/false")
+        try:
+            with pytest.raises(ProcessDied, match="ended as it started"):
+                processes.submit(abs, -1).result(30)
+        finally:
+            multiprocessing.spawn.set_executable(python)
+        if gives_up:
+            with pytest.raises(ProcessDied, match="ended as it started"):
+                processes.submit(abs, -1).result(30)
+        else:
+            assert processes.submit(abs, -1).result(30) == 1
 
 
 def test_one_killed_between_calls_is_replaced() -> None:

@@ -17,7 +17,6 @@ from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import LayerConfig, ModelConfig, RopeConfig
 from kerngen.runtime.ops import LayerInStep, Linear, Ops, ResidualNorms, fitting
-from kerngen.runtime.sampling import likeliest
 from kerngen.runtime.weights.layout import LayerWeights, ModelWeights, MoeWeights
 from kerngen.templates.values import AttnBatch, HeadNorms, KVView, Mask
 
@@ -196,6 +195,9 @@ class Gemma4:
         if len(self.suppressed_ids) == config.vocab_size:
             raise UsageError(f"all {config.vocab_size} tokens are suppressed; none is left to generate")
         self._suppressed = torch.tensor(sorted(self.suppressed_ids), dtype=torch.int64, device=ops.device)
+        rows = config.vocab_span  # of the head, that this rank has
+        mine = [i - rows.start for i in sorted(self.suppressed_ids) if rows.start <= i < rows.stop]
+        self._excluded = torch.tensor(mine, dtype=torch.int64, device=ops.device) if mine else None
         self.screen = ops.screen(weights.head, sorted(self.suppressed_ids))
         self.stack = DecoderStack(config, weights.layers, weights.norm, ops)
         self.embed_scale = rounded_scale(config.embed_scale, ops.dtype)
@@ -293,8 +295,8 @@ class Gemma4:
         """
         self.ops.place = ""
         screen = fitting(self.screen, hidden) if screened else None
-        if screen is None and self.suppressed_ids:
-            return likeliest(self.logits(hidden))
+        if screen is None and self._excluded is not None:
+            return self.ops.greedy(hidden, self.weights.head, self.config.logit_cap, excluded=self._excluded)
         return self.ops.greedy(hidden, self.weights.head, self.config.logit_cap, screen)
 
     def _ple(self, ids: Tensor, residual: Tensor) -> Tensor | None:

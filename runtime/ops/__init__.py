@@ -302,12 +302,20 @@ class Ops(Protocol):
         happen.
         """
 
-    def greedy(self, h: Tensor, head: Linear, logit_cap: float, screen: HeadScreen | None = None) -> Tensor:
+    def greedy(
+        self,
+        h: Tensor,
+        head: Linear,
+        logit_cap: float,
+        screen: HeadScreen | None = None,
+        excluded: Tensor | None = None,
+    ) -> Tensor:
         """The index of the largest logit, the lowest one on a tie. Returns [n] int64.
 
         screen: of this head; n is at most its max_tokens. The result is the same but for what it excludes, and for
-        chance where it is a likely one. Where ranks have some of the head's rows each, the best of what each finds. A
-        row with a NaN, or without a finite logit, gives -1 on the torch backend, on the cuda one some token.
+        chance where it is a likely one. excluded [k] int64, without a screen: rows of the head, counted from this
+        rank's first, that are never chosen. Where ranks have some of the head's rows each, the best of what each finds.
+        A row with a NaN, or without a finite logit, gives -1 on the torch backend, on the cuda one some token.
         """
 
     def ple_inputs(

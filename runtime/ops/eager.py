@@ -202,10 +202,20 @@ class TorchOps:
     def screen(self, head: Linear, excluded: Sequence[int] = (), *, likely: bool = False) -> HeadScreen | None:
         return None
 
-    def greedy(self, h: Tensor, head: Linear, logit_cap: float, screen: HeadScreen | None = None) -> Tensor:
+    def greedy(
+        self,
+        h: Tensor,
+        head: Linear,
+        logit_cap: float,
+        screen: HeadScreen | None = None,
+        excluded: Tensor | None = None,
+    ) -> Tensor:
+        logits = self.logits(h, head, logit_cap) if head.rows is None else self._logits(h, head, logit_cap)
+        if excluded is not None:
+            logits.index_fill_(1, excluded, float("-inf"))
         if head.rows is None:
-            return likeliest(self.logits(h, head, logit_cap))
-        values, ids = self._logits(h, head, logit_cap).max(-1)
+            return likeliest(logits)
+        values, ids = logits.max(-1)
         return best_token(self.collectives, values, ids, head.rows)
 
     def ple_inputs(

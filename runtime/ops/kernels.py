@@ -323,12 +323,21 @@ class KernelOps:
         lacking = torch.tensor([0 if fits else 1], device=self.device)
         return not int(self.collectives.all_reduce(lacking))
 
-    def greedy(self, h: Tensor, head: Linear, logit_cap: float, screen: HeadScreen | None = None) -> Tensor:
+    def greedy(
+        self,
+        h: Tensor,
+        head: Linear,
+        logit_cap: float,
+        screen: HeadScreen | None = None,
+        excluded: Tensor | None = None,
+    ) -> Tensor:
         logits: Tensor | None = None
         if screen is not None:
             ids = self.run(greedy_head(h, head.weight, screen.codes, screen.bounds), "greedy token")
         else:
             logits = self.linear(h, head)
+            if excluded is not None:
+                logits.index_fill_(1, excluded, float("-inf"))
             ids = self.run(argmax(logits, logit_cap), "greedy token")
         if head.rows is None:
             return ids

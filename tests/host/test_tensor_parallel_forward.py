@@ -206,7 +206,8 @@ def test_a_forward_is_the_same_bits_by_exchanges_and_by_sums(folders: tuple[Path
             with torch.inference_mode():
                 ops = KernelOps(executor, torch.bfloat16)
                 config = read_model_config(folders[0]).divided(World(rank, size))
-                model = Gemma4(config, load_model(folders[0], config, ops), ops)
+                weights = load_model(folders[0], config, ops)
+                model = Gemma4(config, weights, ops)
                 cache = KVCache.whole(config, ops, batch=1, max_len=32)
                 states = model.forward(Batch.prefill(torch.tensor(PROMPT), 0, cache), cache)
                 token, length = model.greedy(states[-1:]), torch.tensor([len(PROMPT)])
@@ -217,7 +218,11 @@ def test_a_forward_is_the_same_bits_by_exchanges_and_by_sums(folders: tuple[Path
         chosen = [model.greedy(after, screened=screened) for screened in (True, False)]
         assert sum(executor.chosen.values()) == (3 if shares else 0)
         assert ("the chosen token's logit" in ops.outside()) == (not shares)
-        return [states, after, *chosen], executor.exchanged
+        without = Gemma4(config, weights, ops, suppressed_ids=sorted({int(token) for token in chosen[0]}))
+        others = [without.greedy(after, screened=screened) for screened in (True, False)]
+        assert torch.equal(*others)
+        assert not torch.isin(others[0], chosen[0]).any()
+        return [states, after, *chosen, *others], executor.exchanged
 
     with ThreadPoolExecutor(size) as pool:
         shared, summed = (list(pool.map(work, range(size), [shares] * size)) for shares in (True, False))

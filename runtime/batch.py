@@ -15,6 +15,16 @@ from kerngen.templates.values import AttnBatch, Mask
 
 
 @dataclass(frozen=True, slots=True)
+class MediaRows:
+    """What stands in a batch in place of tokens. rows [m, H]: embeddings of images and sounds; places [m] int64: of the
+    batch's tokens, which those are.
+    """
+
+    rows: Tensor
+    places: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The tokens of one step, on the device. Sequences lie one after the other; B of them, T tokens.
 
@@ -22,6 +32,9 @@ class Batch:
     prefill, sequence s owns tokens cu_seqlens[s] to cu_seqlens[s + 1], max_seqlen of them at most.
     ids, positions [T] int64; kv_lens [B] int32, this step's tokens included; slots: slot_mapping [T] by layer kind.
     max_kv_len: no kv_len is longer, nor will be when a captured step is replayed: kernels choose their KV splits by it.
+    media: of a prefill with images or sounds; ids are 0 at their places. ends [T] int32: where tokens of images see
+    each other, the position of the last key that each token sees in sliding layers (values.Mask); None where that is
+    its own. A chunk has such an image to its end, so its last token's end is its own position.
     """
 
     ids: Tensor
@@ -32,6 +45,8 @@ class Batch:
     max_kv_len: int
     cu_seqlens: Tensor | None = None
     max_seqlen: int = 0
+    media: MediaRows | None = None
+    ends: Tensor | None = None
 
     @staticmethod
     def decode(ids: Tensor, lengths: Tensor, cache: KVCache, max_kv_len: int, ops: Ops) -> Batch:

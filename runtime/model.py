@@ -1,6 +1,7 @@
 """The Gemma-4 text forward, exactly as transformers' modeling_gemma4.py computes it, in terms of `Ops`.
 
 Dense, K = V, shared KV, per-layer embeddings and MoE variants are one code path: what a layer has is in its weights.
+Images and sounds come as embeddings (Batch.media), in place of rows of the table.
 Nothing here waits for the device, so a decode step is captured in a CUDA graph by running it once.
 """
 
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 
 from kerngen.errors import UsageError
-from kerngen.runtime.batch import Batch
+from kerngen.runtime.batch import Batch, MediaRows
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import LayerConfig, ModelConfig, RopeConfig
+from kerngen.runtime.media.input import MediaInput
 from kerngen.runtime.ops import LayerInStep, Linear, Ops, ResidualNorms, fitting
 from kerngen.runtime.weights.layout import LayerWeights, ModelWeights, MoeWeights
 from kerngen.templates.values import AttnBatch, HeadNorms, KVView, Mask
@@ -183,14 +185,24 @@ class Gemma4:
     """A loaded target model."""
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, ops: Ops, *, suppressed_ids: Sequence[int] = ()
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        ops: Ops,
+        *,
+        suppressed_ids: Sequence[int] = (),
+        media: MediaInput | None = None,
     ) -> None:
-        """suppressed_ids: tokens that are never generated. Raises UsageError where one is none, or all are."""
+        """suppressed_ids: tokens that are never generated. media: what it takes beside text, None for a model that
+        takes nothing; its placeholders are suppressed, too. Raises UsageError where a token is none, or all are
+        suppressed.
+        """
         self.config = config
         self.weights = weights
         self.ops = ops
-        self.suppressed_ids = frozenset(suppressed_ids)
-        if bad := [i for i in suppressed_ids if not 0 <= i < config.vocab_size]:
+        self.media = media
+        self.suppressed_ids = frozenset((*suppressed_ids, *(() if media is None else media.placeholders.values())))
+        if bad := [i for i in self.suppressed_ids if not 0 <= i < config.vocab_size]:
             raise UsageError(f"suppressed token {bad[0]} is outside the vocabulary of {config.vocab_size}")
         if len(self.suppressed_ids) == config.vocab_size:
             raise UsageError(f"all {config.vocab_size} tokens are suppressed; none is left to generate")
@@ -221,8 +233,8 @@ class Gemma4:
         if taps is not None and outputs != "all":
             raise TypeError(f"layers are tapped where all tokens go through them, not for outputs={outputs!r}")
         self.ops.place = ""
-        residual = self.embed(batch.ids)
-        ple = self._ple(batch.ids, residual)
+        residual = _merged(self.embed(batch.ids), batch.media)
+        ple = self._ple(batch.ids, residual)  # of media: the table's row of id 0, and what their embeddings project to
         if batch.cu_seqlens is None and len(batch.ids) == 1 and taps is None:
             done = self.stack.decoded(residual, ple, self._seen(batch, cache))
             if done is not None:
@@ -266,7 +278,7 @@ class Gemma4:
             raise TypeError("a mixed batch needs a ragged prefill and a model that supports it")
         self.ops.place = ""
         count = len(chunks.ids)
-        residual = self.embed(torch.cat((chunks.ids, decode.ids)))
+        residual = _merged(self.embed(torch.cat((chunks.ids, decode.ids))), chunks.media)
         before, behind = self._attend(chunks, chunk_cache), self._attend(decode, decode_cache)
 
         def attend(layer: LayerConfig, qkv: Tensor) -> Tensor:
@@ -278,7 +290,10 @@ class Gemma4:
         return row[chunks.cu_seqlens[1:].long() - 1], row[count:]
 
     def _seen(self, batch: Batch, cache: KVCache) -> Seen:
-        by_kind = {(kind, window): batch.attention(kind, cache, Mask(window=window)) for kind, window in self._kinds}
+        by_kind = {
+            (kind, window): batch.attention(kind, cache, Mask(window=window, ends=batch.ends if window else None))
+            for kind, window in self._kinds
+        }
         return lambda layer: (cache.pages(layer), by_kind[layer.kind, layer.window])
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -317,6 +332,13 @@ class Gemma4:
             return ops.attn_prefill(q, kv, attn).flatten(1)
 
         return attend
+
+
+def _merged(residual: Tensor, media: MediaRows | None) -> Tensor:
+    """`residual` [T, H], with the rows of `media` where they stand."""
+    if media is not None:
+        residual.index_copy_(0, media.places, media.rows.to(residual.dtype))
+    return residual
 
 
 __all__ = ["Attend", "Batch", "DecoderStack", "Gemma4", "Seen", "Taps", "inverse_frequencies", "rounded_scale"]

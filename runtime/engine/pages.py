@@ -1,7 +1,9 @@
 """The page allocator: reference counts, and shared prefixes by key. It has no tensors; cache.py has the pools.
 
 A full page may be published under a key, a hash of its tokens and all before them; a request whose prompt starts with
-the same tokens shares it. A page without references stays cached until it is reused, the least recently used first.
+the same tokens shares it. Where images or sounds are, the key is of their content too: a page is found where the text
+and each of them that it touches are equal. A page without references stays cached until it is reused, the least
+recently used first.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+
+from kerngen.runtime.media.input import Block, touched
 
 
 class PagePool:
@@ -78,10 +82,17 @@ class PagePool:
         del self._page_of[self._key_of.pop(page)]
 
 
-def page_keys(tokens: Sequence[int], page_size: int, known: Sequence[bytes] = ()) -> list[bytes]:
-    """The key of every full page of `tokens`, of which the first len(known) are known already."""
+def page_keys(
+    tokens: Sequence[int], page_size: int, known: Sequence[bytes] = (), blocks: Sequence[Block] = ()
+) -> list[bytes]:
+    """The key of every full page of `tokens`, of which the first len(known) are known already. blocks: of all media.
+
+    All tokens of an image have one id, and K and V of its first may depend on its last: a page's key has the digest of
+    each block that it touches, and where in that it begins.
+    """
     keys = list(known)
     for begin in range(len(keys) * page_size, len(tokens) - page_size + 1, page_size):
         content = array("q", tokens[begin : begin + page_size]).tobytes()
+        content += b"".join(block.key(begin) for block in touched(blocks, begin, begin + page_size))
         keys.append(hashlib.blake2b(content, digest_size=16, key=keys[-1] if keys else b"").digest())
     return keys

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from kerngen.errors import KerngenError
 from kerngen.runtime.engine.mask import TokenMask
 from kerngen.runtime.logprobs import TokenLogprobs
+from kerngen.runtime.media.input import Block, longest_block, touched
+from kerngen.runtime.media.values import Placed
 from kerngen.runtime.sampling import Sampling
 
 GREEDY = Sampling()
@@ -24,7 +26,9 @@ class Request:
     `stops` returns True; it is told each token once, in order. suppressed_ids: never chosen, beside the model's.
     logprobs: of each token, and so many of the likeliest ones at its place; None for none (logprobs.py).
     prompt_logprobs: the same of the prompt's, all but its first; such a prompt is computed whole, whatever the cache
-    has. mask: what may be chosen, one token at a time (mask.py); it is this request's alone.
+    has; a token that stands for an image or a sound has no probability (-inf). mask: what may be chosen, one token at a
+    time (mask.py); it is this request's alone. media: what is in the prompt beside text, sorted; the prompt has the
+    placeholder of its kind at each of its places, and nowhere else (MediaInput).
     """
 
     prompt: Sequence[int]
@@ -36,6 +40,7 @@ class Request:
     logprobs: int | None = None
     mask: TokenMask | None = None
     prompt_logprobs: int | None = None
+    media: tuple[Placed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +139,7 @@ class Handle:
     request: Request
     order: int  # of arrival: who came last is preempted first
     began: float
+    blocks: tuple[Block, ...] = ()  # of the prompt's media
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     stop_reason: str = ""
@@ -162,8 +168,10 @@ class Handle:
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     limit: int = field(init=False)  # tokens of prompt and answer together, at most
+    longest_block: int = field(init=False)  # tokens of the prompt that must be in one chunk, the most; 0: none must
 
     def __post_init__(self) -> None:
+        self.longest_block = longest_block(self.blocks)
         self.limit = len(self.request.prompt) + self.request.max_new_tokens
 
     @property
@@ -173,6 +181,15 @@ class Handle:
     @property
     def known(self) -> list[int]:
         return [*self.request.prompt, *self.tokens]
+
+    def chunk_end(self, start: int, end: int) -> int:
+        """`end`, if a chunk that begins at `start` may end there. If `end` is within a block whose tokens see each
+        other, where that block begins; or where it ends, if the chunk begins in it.
+        """
+        for block in touched(self.blocks, end, end + 1):
+            if block.sees_itself and block.start < end:
+                return block.start if block.start > start else block.end
+        return end
 
     @property
     def longest(self) -> int:

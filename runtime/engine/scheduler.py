@@ -11,6 +11,11 @@ queries are at n and whose sliding layers see window + 1 keys of the n, reads fr
 never read again, not after rejected drafts either, since committed tokens stay. Hence a sequence holds `window_pages`.
 A prefill chunk holds more only until its forward has been launched: in one stream a later kernel may write to a page
 once its last reader has been launched.
+
+Images: where the tokens of an image see each other (request.Handle.blocks), a chunk has all of them that are not in the
+cache, or none. So a chunk ends before an image that the budget or the pages do not reach the end of, and a chunk that
+begins with an image has all of it, whatever the budget. A prefix may be found that ends within an image: its pages hold
+what the whole image gave.
 """
 
 from __future__ import annotations
@@ -90,21 +95,25 @@ class Scheduler:
         """Let it wait for its turn. It must fit alone: `require_room`."""
         self._wait(handle)
 
-    def require_room(self, num_prompt_tokens: int, num_new_tokens: int) -> None:
+    def require_room(self, num_prompt_tokens: int, num_new_tokens: int, longest_block: int = 0) -> None:
         """Raises UsageError for a request that does not fit alone."""
-        full, sliding = self.needs(num_prompt_tokens + num_new_tokens)
-        for kind, need in (("full", full), ("sliding", sliding)):
+        full, sliding = self.needs(num_prompt_tokens + num_new_tokens, longest_block)
+        at_once = f", with an image of {longest_block} tokens at once" if longest_block else ""
+        advice = "a shorter prompt, fewer new tokens, or a cache of more pages"
+        for kind, need, why in (("full", full, ""), ("sliding", sliding, at_once)):
             if need > (have := self.pools[kind].capacity):
                 raise UsageError(
                     f"{num_prompt_tokens} prompt tokens and {num_new_tokens} new ones take {need} pages of "
-                    f"{self.page_size} tokens on {kind}-attention layers; the cache has {have}",
-                    hint="a shorter prompt, fewer new tokens, or a cache of more pages",
+                    f"{self.page_size} tokens on {kind}-attention layers{why}; the cache has {have}",
+                    hint=f"smaller images, {advice}" if why else advice,
                 )
 
-    def needs(self, length: int) -> tuple[int, int]:
-        """(full, sliding) pages that a sequence of up to `length` tokens takes alone, with the shortest chunks."""
+    def needs(self, length: int, longest_block: int = 0) -> tuple[int, int]:
+        """(full, sliding) pages that a sequence of up to `length` tokens takes alone, with the shortest chunks.
+        longest_block: as of `Handle`.
+        """
         full = pages_for(length, self.page_size)
-        return full, min(full, self._window_pages + max(pages_for(self.fixed_chunk, self.page_size), 1))
+        return full, min(full, self._window_pages + pages_for(max(self.fixed_chunk, longest_block, 1), self.page_size))
 
     def _wait(self, handle: Handle) -> None:
         handle.phase = Phase.WAITING
@@ -118,7 +127,7 @@ class Scheduler:
             handle = self.waiting[0]
             known = list(handle.request.prompt) if self.fixed_chunk else handle.known
             found = self._find(handle, known)
-            if not self._has_room(len(known), found):
+            if not self._has_room(handle, len(known), found):
                 return
             self.waiting.pop(0)
             handle.admitted_at = handle.admitted_at or time.perf_counter()
@@ -136,7 +145,7 @@ class Scheduler:
         """
         if not self.prefix_caching or handle.request.prompt_logprobs is not None:
             return [], []
-        handle.keys = page_keys(known, self.page_size, handle.keys)
+        handle.keys = page_keys(known, self.page_size, handle.keys, handle.blocks)
         keys = handle.keys[: (len(known) - 1) // self.page_size]
         full: list[int] = []
         for key in keys:
@@ -158,12 +167,12 @@ class Scheduler:
         """The sliding pages of a sequence with `committed` tokens that are never read again."""
         return max(committed - 1 - self.window, 0) // self.page_size
 
-    def _has_room(self, length: int, found: tuple[list[int], list[int]]) -> bool:
+    def _has_room(self, handle: Handle, length: int, found: tuple[list[int], list[int]]) -> bool:
         """Whether the prompt's pages are available, and one more for each that runs already."""
         others = len(self.running) + len(self.prefilling)
         if not others:
             return True  # it fits alone, and nobody else holds anything
-        for kind, need, pages in zip(KINDS, self.needs(length + 1), found, strict=True):
+        for kind, need, pages in zip(KINDS, self.needs(length + 1, handle.longest_block), found, strict=True):
             pool = self.pools[kind]
             held = [page for page in pages if page]
             idle = sum(pool.is_idle(page) for page in held)
@@ -187,22 +196,28 @@ class Scheduler:
     # -- prefill
 
     def chunks(self, budget: int) -> Iterator[Chunk]:
-        """What to prefill now, `budget` tokens at most, each with its pages. To be told `prefilled` of each, at once or
-        after the last."""
+        """What to prefill now, `budget` tokens at most, each with its pages; more only where the first chunk begins
+        with an image that has more. To be told `prefilled` of each, at once or after the last.
+        """
+        whole = budget
         for handle in list(self.prefilling):
-            if budget == 0:
+            if budget <= 0:
                 return
             if handle.phase is not Phase.PREFILLING:
                 continue  # preempted for one before it
             start = handle.num_cached
-            end = min(start + (self.fixed_chunk or budget), handle.goal)
+            end = handle.chunk_end(start, min(start + (self.fixed_chunk or budget), handle.goal))
+            if end - start > budget and budget < whole:
+                return  # it is the first of the next step
             if self.fixed_chunk:
-                if end - start > budget or not self._grow(handle, end):
+                if not self._grow(handle, end):
                     return
             elif not self._grow(handle, end, preempt=False):
-                self._grow(handle, start + 1)  # a shorter chunk will do; none at all only where nobody came later
-            end = min(end, len(handle.pages["full"]) * self.page_size, len(handle.pages["sliding"]) * self.page_size)
-            if end <= start:
+                # a shorter chunk will do; none at all only where nobody came later
+                self._grow(handle, handle.chunk_end(start, start + 1))
+            room = self.page_size * min(len(handle.pages[kind]) for kind in KINDS)
+            end = handle.chunk_end(start, min(end, room))
+            if not start < end <= room:
                 return  # it waits for those before it, and those after it for it
             budget -= end - start
             yield Chunk(handle, start, handle.known[start:end], end == handle.goal)
@@ -235,7 +250,7 @@ class Scheduler:
         """After num_cached has grown: publish what is full, let go what lies behind the window."""
         if self.prefix_caching and handle.num_cached // self.page_size > handle.num_published:
             known = handle.known[: handle.num_cached]
-            handle.keys = page_keys(known, self.page_size, handle.keys)
+            handle.keys = page_keys(known, self.page_size, handle.keys, handle.blocks)
             for i in range(handle.num_published, len(known) // self.page_size):
                 for kind in KINDS:
                     if page := handle.pages[kind][i]:

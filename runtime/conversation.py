@@ -14,7 +14,7 @@ from kerngen.runtime.chat import THINKING
 from kerngen.runtime.completion import Answer, Completion
 from kerngen.runtime.engine import Engine, Handle, Request
 from kerngen.runtime.sampling import Sampling
-from kerngen.runtime.session import CACHE_SHARE, Session
+from kerngen.runtime.session import Session
 from kerngen.runtime.text import THOUGHT, TextCodec, TextStream
 
 DEFAULT_CONTEXT = 32_768  # tokens of a chat, or a server's sequence, unless more is asked for: a cache is made at once
@@ -242,7 +242,7 @@ def _room(session: Session) -> int:
     if session.ops.device.type != "cuda":
         return most
     free = torch.cuda.mem_get_info(session.ops.device)[0]
-    fits = session.cache_shape.most_tokens(int(CACHE_SHARE * free))
+    fits = session.cache_shape.most_tokens(session.cache_budget)
     if fits < 1:
         raise DeviceError(f"{free / 1e9:.1f} GB are free on {session.ops.device}: no room for a context",
                           hint="a W4A16 checkpoint, or a larger GPU; kerngen run --plan says what fits")  # fmt: skip

@@ -27,7 +27,7 @@ from kerngen.runtime.config import (
 )
 from kerngen.runtime.config_fields import MAX_JSON_BYTES, read_file, require_folder
 from kerngen.runtime.drafting import MtpDrafter
-from kerngen.runtime.engine import CacheShape, Engine, Request, TokenMask, require_draft_tokens
+from kerngen.runtime.engine import MEDIA_CACHE_BYTES, CacheShape, Engine, Request, TokenMask, require_draft_tokens
 from kerngen.runtime.hub import HubName, find_cached, find_checkpoint, hub_name
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import Ops
@@ -62,8 +62,8 @@ class Session:
     max_batch: prompts that `generate_many` works on at once, where memory takes as many.
     drafter_folder: where the drafter came from, None without one. load_s: seconds that reading and repacking the
     weights took. control_tokens: what looks like one in what users say (<turn|>) is one, as transformers has it; else
-    it is text. reproducible: as the engine's. ranks: the other ranks of a divided model, None where it is whole; they
-    end with the session, at the latest with this process.
+    it is text. reproducible, media_cache_bytes: as the engine's. ranks: the other ranks of a divided model, None where
+    it is whole; they end with the session, at the latest with this process.
     """
 
     folder: Path
@@ -79,6 +79,7 @@ class Session:
     drafter_folder: Path | None = None
     control_tokens: bool = False
     reproducible: bool = False
+    media_cache_bytes: int = MEDIA_CACHE_BYTES
     ranks: Ranks | None = None
     _engine: Engine | None = field(default=None, init=False)
 
@@ -224,7 +225,14 @@ class Session:
     def cache_shape(self) -> CacheShape:
         """What decides how much cache its sequences take, the drafter's own layers included."""
         layers = () if self.drafter is None else self.drafter.cache_layers
-        return CacheShape(self.config, self.ops.dtype, drafter_layers=layers)
+        longest = 0 if self.model.media is None else self.model.media.longest_block
+        return CacheShape(self.config, self.ops.dtype, drafter_layers=layers, longest_block=longest)
+
+    @property
+    def cache_budget(self) -> int:
+        """Bytes that are free on the GPU for a cache of K and V, beside the embeddings of media."""
+        free = int(CACHE_SHARE * torch.cuda.mem_get_info(self.ops.device)[0])
+        return free if self.model.media is None else max(free - self.media_cache_bytes, 0)
 
     def reserve(self, length: int, batch: int = 1) -> Engine:
         """The engine at hand if it runs `batch` sequences of `length` tokens, or max_len fixes it, else one that does.
@@ -248,6 +256,7 @@ class Session:
             num_draft_tokens=self.num_draft_tokens,
             num_pages=pages,
             reproducible=self.reproducible,
+            media_cache_bytes=self.media_cache_bytes,
             ranks=self.ranks,
         )
         return self._engine
@@ -258,7 +267,7 @@ class Session:
         """
         if self.ops.device.type == "cuda":
             shape = self.cache_shape
-            budget = int(CACHE_SHARE * torch.cuda.mem_get_info(self.ops.device)[0])
+            budget = self.cache_budget
             if shape.num_bytes(shape.pages(batch, max_len)) > budget:
                 return shape.split(budget, batch, max_len)
         return batch, None
@@ -302,6 +311,7 @@ def load(
     advance: Callable[[int, int], None] | None = None,
     keep_repacked: bool = False,
     tensor_parallel: int = 1,
+    media_cache_bytes: int = MEDIA_CACHE_BYTES,
 ) -> Session:
     """Open a Gemma-4 checkpoint in Hugging Face format (bf16 or W4A16) and make it ready to generate.
 
@@ -312,11 +322,11 @@ def load(
     device: "cpu", "cuda", "cuda:1"; None for the first GPU, else the CPU. dtype: "fp32", "bf16" or "fp16"; None for
     fp32 on a CPU, bf16 from sm80 on, fp16 before. backend: "cuda" (kerngen's kernels), "torch" (eager, on any machine)
     or "auto". db: tuning database, a path or a URL; None for the usual ones. bundle: a file that `kerngen compile -o`
-    wrote. num_draft_tokens, max_len: see `Session`. advance: is told, while weights load, how many bytes of how many
-    are there. keep_repacked: keep weights as the backend wants them in a file beside the model, which any later call
-    with this backend and dtype reads in place of the checkpoint's. tensor_parallel: ranks that the model is divided
-    among, on as many GPUs from `device` on, each a process of its own; they are started here, or by torchrun. In those
-    that torchrun makes other ranks than 0 this does not return: they end when rank 0 does.
+    wrote. num_draft_tokens, max_len, media_cache_bytes: see `Session`. advance: is told, while weights load, how many
+    bytes of how many are there. keep_repacked: keep weights as the backend wants them in a file beside the model, which
+    any later call with this backend and dtype reads in place of the checkpoint's. tensor_parallel: ranks that the model
+    is divided among, on as many GPUs from `device` on, each a process of its own; they are started here, or by
+    torchrun. In those that torchrun makes other ranks than 0 this does not return: they end when rank 0 does.
     Warns of what a checkpoint lacks that has a default. Raises UsageError for a request that cannot be right,
     CheckpointError for a folder that is incomplete or damaged, DeviceError where there is no such device or memory.
     """
@@ -331,7 +341,7 @@ def load(
         _open_part, place, assistant, draft_weights=draft_weights, num_draft_tokens=num_draft_tokens, backend=backend,
         dtype=DTYPE_NAME.get(dtype, str(dtype)) if isinstance(dtype, torch.dtype) else dtype,
         db=None if db is None else os.fspath(db), bundle=None if bundle is None else os.fspath(bundle),
-        keep_repacked=keep_repacked,
+        keep_repacked=keep_repacked, media_cache_bytes=media_cache_bytes,
     )  # fmt: skip
     if tensor_parallel == 1:
         session = opens(None, where, advance)
@@ -385,7 +395,7 @@ def open_divided(
 def _open_part(
     place: Path, assistant: Path | None, collectives: Collectives | None, device: str | None,
     advance: Callable[[int, int], None] | None, *, draft_weights: str, num_draft_tokens: int | None, backend: str,
-    dtype: str | None, db: str | None, bundle: str | None, keep_repacked: bool,
+    dtype: str | None, db: str | None, bundle: str | None, keep_repacked: bool, media_cache_bytes: int,
 ) -> Session:  # fmt: skip
     """What the rank of `collectives` has of the model in `place`; all of it for None."""
     ops = open_backend(backend, device=device, dtype=dtype, db_url=db, bundle=bundle, collectives=collectives)
@@ -394,7 +404,7 @@ def _open_part(
     with explaining_memory(ops.device):
         session = open_checkpoint(place, ops, draft=assistant, draft_weights=draft_weights, advance=advance,
                                   keep_repacked=keep_repacked)  # fmt: skip
-    session.num_draft_tokens = num_draft_tokens
+    session.num_draft_tokens, session.media_cache_bytes = num_draft_tokens, media_cache_bytes
     return session
 
 

@@ -18,10 +18,18 @@ from kerngen.runtime.cache import KINDS, PAGE_SIZE, KVCache
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine.draft_length import FIRST_LENGTH, Choice, DraftLength
 from kerngen.runtime.engine.mask import allowed_bits
+from kerngen.runtime.engine.media_cache import MEDIA_CACHE_BYTES, MediaCache
 from kerngen.runtime.engine.mixed_batches import Shape
 from kerngen.runtime.engine.pages import PagePool
-from kerngen.runtime.engine.plan import PLAIN, DecodeRows, SamplingMode, StepPlan
-from kerngen.runtime.engine.planning import decode_rows, held_ids, prefill_chunk, sampling_mode
+from kerngen.runtime.engine.plan import PLAIN, SAME_MEDIA, DecodeRows, MediaUpdate, SamplingMode, StepPlan
+from kerngen.runtime.engine.planning import (
+    begun_media,
+    decode_rows,
+    held_ids,
+    media_of,
+    prefill_chunk,
+    sampling_mode,
+)
 from kerngen.runtime.engine.prefill_budget import MOST_STALL, PrefillBudget
 from kerngen.runtime.engine.prefill_graphs import TIMED_RUNS, sizes_worth_padding
 from kerngen.runtime.engine.request import Event, Generation, Handle, Load, Request
@@ -32,6 +40,7 @@ from kerngen.runtime.engine.warmup import warm_up, warm_up_captured
 from kerngen.runtime.executors import Say
 from kerngen.runtime.executors.trace import Trace
 from kerngen.runtime.logprobs import MOST_LOGPROBS, TokenLogprobs, read_logprobs
+from kerngen.runtime.media.input import Block, longest_block
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import Ops
 from kerngen.runtime.sampling import Sampling
@@ -72,6 +81,8 @@ class Engine:
     "sliding"), page 0 included; None for what max_batch sequences of max_len take. With fewer pages some requests wait
     or are preempted. mixed_batches: sequences decode in the forward that prefills others, if none of them is drafted
     for and the model supports it (mixed_batches.py). prefix_caching: prompts share the pages of equal beginnings.
+    media_cache_bytes: of the embeddings of images and sounds that are kept for whoever needs them again
+    (media_cache.py), where the model takes any (model.media).
     buckets: sizes that a decode step is padded to; async_depth: steps that the host reads behind; None for the
     backend's own. ranks: the other ranks of a divided model, which make such an engine too, with their parts' drafter
     where there is one here, and run its plans.
@@ -101,6 +112,7 @@ class Engine:
         reproducible: bool = False,
         buckets: Sequence[int] | None = None,
         async_depth: int | None = None,
+        media_cache_bytes: int = MEDIA_CACHE_BYTES,
         ranks: Ranks | None = None,
     ) -> None:
         ops, config = model.ops, model.config
@@ -123,7 +135,8 @@ class Engine:
         self._async_depth = async_depth if async_depth is not None else 1 if ops.supports_graphs else 0
         step = (self._async_depth + 1) * (most + 1)
         layers = () if drafter is None else drafter.cache_layers
-        self.shape = CacheShape(config, ops.dtype, page_size, step, prefill_chunk, layers)
+        self.shape = CacheShape(config, ops.dtype, page_size, step, prefill_chunk, layers,
+                                longest_block=0 if model.media is None else model.media.longest_block)  # fmt: skip
         pages = dict(num_pages or self.shape.pages(max_batch, max_len))
         room = max_len + most + 1  # a step begins at the last token at the latest
         options = {
@@ -146,6 +159,7 @@ class Engine:
             self.pools, page_size=page_size, window=config.window, max_batch=max_batch, step=step,
             prefix_caching=prefix_caching and not reproducible, fixed_chunk=prefill_chunk if reproducible else 0,
         )  # fmt: skip
+        self._media = MediaCache(media_cache_bytes, config.hidden_size * ops.dtype.itemsize)
         self._pending: deque[_Pending] = deque()
         self._num_steps = self._newest = self._num_requests = 0
 
@@ -207,7 +221,7 @@ class Engine:
         mask allows no first token.
         """
         self._check(request)
-        handle = Handle(request, self._num_requests, time.perf_counter())
+        handle = Handle(request, self._num_requests, time.perf_counter(), self._blocks(request))
         self._ask_mask(handle)
         self.scheduler.add(handle)
         self._num_requests += 1
@@ -251,6 +265,7 @@ class Engine:
         except BaseException:
             self._pending.clear()
             self.scheduler.restart()
+            self._media.restart()
             raise
 
     def _step(self) -> list[Event]:
@@ -411,6 +426,8 @@ class Engine:
             size = sum(len(c.tokens) for c in chunks)
             shape = shapes.find(size, len(chunks), len(running), sampling_mode(running))
         decodes = bool(running)
+        if shape is not None and shapes.captured is not None and any(media_of(c) for c in chunks):
+            shape = None  # no graph has media, and without one a step takes the host longer than two forwards
         if shape is not None:
             self._run(choice, chunks, shape)
             return decodes
@@ -463,7 +480,7 @@ class Engine:
         config = self.model.config
         planned = tuple([prefill_chunk(c, config.eos_ids, config.vocab_size) for c in chunks])
         num_tokens = 0 if shape is None else shape.size
-        if choice is None and not any(c.targets for c in planned):
+        if choice is None and not any(c.targets or c.media for c in planned):
             num_tokens = self.runner.prefill_graphs.size_for(sum(len(c.tokens) for c in planned), len(planned))
         return StepPlan(
             num_running=len(running),
@@ -472,7 +489,14 @@ class Engine:
             chunks=planned,
             first_mode=sampling_mode([c.handle for c in chunks if c.is_last]) if chunks else PLAIN,
             num_tokens=num_tokens,
+            media=self._media_update(chunks),
         )
+
+    def _media_update(self, chunks: Sequence[Chunk]) -> MediaUpdate:
+        if self.model.media is None:
+            return SAME_MEDIA
+        needed = [placed.media for chunk in chunks for placed in media_of(chunk)]
+        return self._media.take_update(needed, begun_media(self.scheduler.prefilling))
 
     def _await(self, handles: Sequence[Handle], choice: Choice | None, wait: Wait, joined: int = 0) -> None:
         """Their tokens are to be read; see _Pending."""
@@ -561,6 +585,7 @@ class Engine:
         if handle.error is not None:
             self._end(handle, "error")
             self.scheduler.distrust_cache()
+            self._media.restart()
         elif reason or len(handle.tokens) == request.max_new_tokens:
             self._end(handle, reason or "length")
         elif num_drafts >= 0:
@@ -635,7 +660,15 @@ class Engine:
                 f"{len(prompt)} prompt tokens and {request.max_new_tokens} new ones need {need}; "
                 f"the cache holds {self.max_len}"
             )
-        self.scheduler.require_room(len(prompt), request.max_new_tokens)
+        if self.model.media is not None:
+            self.model.media.require_placed(prompt, request.media)
+        elif request.media:
+            kind = request.media[0].media.kind
+            raise UsageError(f"the request has {kind} input, and this model was opened for text alone")
+        self.scheduler.require_room(len(prompt), request.max_new_tokens, longest_block(self._blocks(request)))
+
+    def _blocks(self, request: Request) -> tuple[Block, ...]:
+        return () if self.model.media is None else self.model.media.blocks(request.media)
 
     def _no_number(self, length: int) -> NumericsError:
         dtype = str(self.model.ops.dtype).removeprefix("torch.")

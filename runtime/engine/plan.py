@@ -14,14 +14,18 @@ from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import numpy as np
 
 from kerngen.errors import UsageError
 from kerngen.runtime.cache import KINDS
 from kerngen.runtime.config_fields import short
+from kerngen.runtime.media.values import Kind, Media
 from kerngen.runtime.sampling import CUTS, Sampling, cut_for
 
 MAX_JSON_BYTES = 1 << 26  # of one plan: 128 rows with a mask each take 6 MB, a chunk of 2,048 tokens 20 kB
+ARRAYS = ("|u1", "<f4")  # that items have: of patches, of sound
 GREEDY = Sampling()
 
 
@@ -110,11 +114,38 @@ class NewRow:
 
 
 @dataclass(frozen=True, slots=True)
+class MediaUpdate:
+    """What becomes of the embeddings that a runner holds (media_cache.py), before the forward, in this order.
+
+    reset: it holds none. forget: digests of those that go. embed: items whose embeddings are made.
+    """
+
+    reset: bool = False
+    forget: tuple[bytes, ...] = ()
+    embed: tuple[Media, ...] = ()
+
+
+SAME_MEDIA = MediaUpdate()
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSlice:
+    """Soft tokens [first, first + count) of the item with this digest, in place of a chunk's tokens from `at` on."""
+
+    digest: bytes
+    at: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillChunk:
     """Tokens [start, start + len(tokens)) of a sequence, and the pages that hold it, in the order of KINDS.
 
     new_row: of a sequence whose last chunk this is; its first token is chosen then. targets: tokens of the prompt whose
-    log-probabilities are wanted: those that follow the chunk's tokens at first_target and on.
+    log-probabilities are wanted: those that follow the chunk's tokens at first_target and on. media: what stands in
+    place of tokens, which are 0 there. blocks: (begin, end) of positions in the sequence whose tokens see each other in
+    sliding layers, of those in the chunk; no block goes on behind it.
     """
 
     tokens: tuple[int, ...]
@@ -123,6 +154,8 @@ class PrefillChunk:
     new_row: NewRow | None = None
     targets: tuple[int, ...] = ()
     first_target: int = 0
+    media: tuple[MediaSlice, ...] = ()
+    blocks: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +178,8 @@ class StepPlan:
     num_running: rows that stand for a sequence, after `update`. All of them decode, if any does; sequences whose last
     chunks these are become rows num_running and on, in order, and choose their first tokens as first_way says.
     num_tokens: of a forward that is filled up to one that is captured: of both, or of chunks alone (prefill_graphs.py);
-    0 otherwise. A runner that has not captured it runs the forward without a graph.
+    0 otherwise. A runner that has not captured it runs the forward without a graph. media: of the embeddings that
+    chunks read.
     """
 
     num_running: int
@@ -154,6 +188,7 @@ class StepPlan:
     chunks: tuple[PrefillChunk, ...] = ()
     first_mode: SamplingMode = PLAIN
     num_tokens: int = 0
+    media: MediaUpdate = SAME_MEDIA
 
     def to_json(self) -> str:
         """On one line. Fields that have their default are left out."""
@@ -178,7 +213,8 @@ class Limits:
     """What plans may ask of a runner: a page or a row that it does not have would be somebody else's memory.
 
     max_len: tokens that block tables have room for. max_drafts: 0 without a drafter. num_pages: of each kind, page 0
-    included, in the order of KINDS. mixes: whether a forward may decode and prefill.
+    included, in the order of KINDS. mixes: whether a forward may decode and prefill. media: kinds of items that the
+    model takes.
     """
 
     max_batch: int
@@ -188,6 +224,7 @@ class Limits:
     page_size: int
     num_pages: tuple[int, ...]
     mixes: bool = True
+    media: frozenset[Kind] = frozenset()
 
     def check(self, plan: StepPlan) -> None:
         """Raises UsageError where `plan` asks for more."""
@@ -219,6 +256,16 @@ class Limits:
         _check_mode(plan.first_mode, any(new.mask is not None for new in joining))
         for chunk in plan.chunks:
             self._check_chunk(chunk, most)
+        for item in plan.media.embed:
+            self._check_item(item)
+
+    def _check_item(self, item: Media) -> None:
+        if item.kind not in self.media:
+            takes = ", ".join(sorted(self.media)) or "text alone"
+            raise UsageError(f"a plan has media of kind {short(item.kind)}; the model takes {takes}")
+        _within("the soft tokens of an item but one", (item.num_tokens - 1,), self.max_len)
+        if Media.of(item.kind, item.data, item.grid, item.num_tokens).digest != item.digest:
+            raise UsageError("an item of a plan has another's digest")
 
     def _check_update(self, update: RowUpdate, num_running: int, most: int) -> None:
         before = num_running + len(update.moves)
@@ -249,6 +296,18 @@ class Limits:
             _within("the pages of a chunk that lack", (len(pages) - -(-end // self.page_size),), most)
             _within("the pages of a chunk", (len(pages),), most + 1)
             _within("a page", pages, count)
+        behind = 0
+        for part in chunk.media:
+            _within("where media are in a chunk", (part.at - behind,), size)
+            _within("the soft tokens of a chunk but one", (part.count - 1, part.first), self.max_len)
+            behind = part.at + part.count
+            _within("where media end in a chunk", (behind,), size + 1)
+        behind = chunk.start
+        for begin, behind_it in chunk.blocks:
+            _within("the tokens between blocks", (begin - behind,), size)
+            _within("the tokens of a block but one", (behind_it - begin - 1,), size)
+            behind = behind_it
+        _within("the tokens behind blocks", (end - behind,), size + 1)
         if (new := chunk.new_row) is not None:
             _within("the most tokens of a sequence", (new.limit,), self.max_len)
             _within("the tokens that a sequence may still get", (new.limit - end,), self.max_len)
@@ -290,10 +349,12 @@ def _plain(value: Any) -> Any:
     """`value` in terms of what JSON has."""
     if isinstance(value, bytes):
         return b64encode(value).decode()
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, list(value.shape), b64encode(value.tobytes()).decode()]
     kind: Any = type(value)
     if defaults := _defaults(kind):
         found = ((name, getattr(value, name), default) for name, default in defaults.items())
-        return {name: _plain(v) for name, v, default in found if v != default}
+        return {name: _plain(v) for name, v, default in found if default is MISSING or v != default}
     return [_plain(v) for v in value] if isinstance(value, tuple) else value
 
 
@@ -319,6 +380,13 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
         kinds = [args[0]] * len(value) if args[-1] is Ellipsis else args
         if len(kinds) == len(value):
             return tuple([_typed(k, v, where) for k, v in zip(kinds, value, strict=True)])
+    elif origin is np.ndarray and isinstance(value, list):
+        with suppress(ValueError, TypeError):
+            name, shape, data = value
+            if name in ARRAYS:
+                return np.frombuffer(b64decode(data, validate=True), name).reshape([int(n) for n in shape])
+    elif origin is Literal and value in args:
+        return value
     elif kind is bytes and isinstance(value, str):
         with suppress(ValueError):
             return b64decode(value, validate=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kerngen.runtime.cache import KINDS
 from kerngen.runtime.engine.mask import bits_of
-from kerngen.runtime.engine.plan import DecodeRows, NewRow, PrefillChunk, SamplingMode
+from kerngen.runtime.engine.plan import DecodeRows, MediaSlice, NewRow, PrefillChunk, SamplingMode
 from kerngen.runtime.engine.request import Handle, Request
 from kerngen.runtime.engine.scheduler import Chunk
+from kerngen.runtime.media.input import touched
+from kerngen.runtime.media.values import Placed
 
 
 def sampling_mode(handles: Sequence[Handle]) -> SamplingMode:
@@ -39,7 +41,35 @@ def prefill_chunk(chunk: Chunk, eos_ids: Sequence[int], vocab: int) -> PrefillCh
         targets = tuple(handle.request.prompt[known + 1 : start + size + 1])
     pages = tuple([tuple(handle.pages[kind]) for kind in KINDS])
     new_row = _new_row(handle, eos_ids, vocab) if chunk.is_last else None
-    return PrefillChunk(tuple(chunk.tokens), start, pages, new_row, targets, known - start if targets else 0)
+    tokens, media = list(chunk.tokens), tuple(_slices(chunk))
+    for part in media:
+        tokens[part.at : part.at + part.count] = [0] * part.count
+    blocks = tuple([
+        (max(b.start, start), min(b.end, start + size))
+        for b in touched(handle.blocks, start, start + size) if b.sees_itself
+    ])  # fmt: skip
+    return PrefillChunk(tuple(tokens), start, pages, new_row, targets, known - start if targets else 0, media, blocks)
+
+
+def media_of(chunk: Chunk) -> list[Placed]:
+    """The items that have soft tokens in `chunk`."""
+    end = chunk.start + len(chunk.tokens)
+    return [placed for placed in chunk.handle.request.media if placed.start < end and placed.end > chunk.start]
+
+
+def _slices(chunk: Chunk) -> Iterator[MediaSlice]:
+    for placed in media_of(chunk):
+        begin = max(placed.start, chunk.start)
+        end = min(placed.end, chunk.start + len(chunk.tokens))
+        yield MediaSlice(placed.media.digest, begin - chunk.start, begin - placed.start, end - begin)
+
+
+def begun_media(prefilling: Iterable[Handle]) -> set[bytes]:
+    """Digests of the items of which some soft tokens are in the cache, and the next chunk has more."""
+    return {
+        placed.media.digest
+        for handle in prefilling for placed in handle.request.media if placed.start < handle.num_cached < placed.end
+    }  # fmt: skip
 
 
 def _new_row(handle: Handle, eos_ids: Sequence[int], vocab: int) -> NewRow:

@@ -10,25 +10,38 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, product
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kerngen.runtime.batch import Batch, ragged_layout
+from kerngen.errors import UsageError
+from kerngen.runtime.batch import Batch, MediaRows, ragged_layout
 from kerngen.runtime.cache import KINDS, KVCache
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine.graphs import Captured, Graphs
 from kerngen.runtime.engine.logit_processors import LogitProcessors, Values
 from kerngen.runtime.engine.mixed_batches import ANY_SHAPE, MixedBatchGraphs, MixedBatchShapes, Shape
-from kerngen.runtime.engine.plan import DecodeRows, Limits, NewPage, PrefillChunk, RowUpdate, SamplingMode, StepPlan
+from kerngen.runtime.engine.plan import (
+    DecodeRows,
+    Limits,
+    MediaSlice,
+    MediaUpdate,
+    NewPage,
+    PrefillChunk,
+    RowUpdate,
+    SamplingMode,
+    StepPlan,
+)
 from kerngen.runtime.engine.prefill_graphs import SEQUENCES, STRIDE, PrefillGraphs
 from kerngen.runtime.executors.layer_dedup import OneOfEachKind
 from kerngen.runtime.logprobs import logprob_words
+from kerngen.runtime.media.values import Media
 from kerngen.runtime.model import Gemma4, Taps
 from kerngen.runtime.ops.fallbacks import GATHERED_ROWS
 from kerngen.runtime.sampling import Parameters, choose, likeliest
@@ -96,8 +109,8 @@ class Runner:
     ) -> None:
         """max_kv_len: tokens that the tables have room for. buckets: of the batch; None for those of the backend.
 
-        reproducible: every step is captured for max_kv_len, however long its sequences may get, and a greedy token is
-        chosen from all logits, as it is beside a row that is sampled.
+        reproducible: every step is captured for max_kv_len, however long its sequences may get, a greedy token is
+        chosen from all logits, as it is beside a row that is sampled, and each image is embedded by itself.
         """
         ops, config = model.ops, model.config
         self.model, self.drafter, self.cache = model, drafter, cache
@@ -122,6 +135,7 @@ class Runner:
         self.mixed_graphs = MixedBatchGraphs()
         self._latest: torch.cuda.Event | None = None  # behind all that was handed in
         self._prefills: deque[tuple[int, _Moment, _Moment]] = deque(maxlen=MOST_TIMED)  # tokens, beginning, end
+        self._embeddings: dict[bytes, Tensor] = {}  # [num_tokens, H] of items, by digest
 
     @property
     def num_graphs(self) -> int:
@@ -157,6 +171,7 @@ class Runner:
             page_size=cache.page_size,
             num_pages=tuple(cache.num_pages[kind] for kind in KINDS),
             mixes=self.mixes,
+            media=frozenset(() if model.media is None else model.media.placeholders),
         )
 
     @property
@@ -167,6 +182,7 @@ class Runner:
     def run(self, plan: StepPlan) -> StepOutput:
         """Hand in what `plan` says, and wait for none of it but the log-probabilities of prompts."""
         self.update(plan.update)
+        self._update_media(plan.media)
         if plan.decode is None:
             return self._prefill(plan) if plan.chunks else StepOutput()
         if plan.chunks:
@@ -207,6 +223,56 @@ class Runner:
         entries = [(KINDS.index(p.kind), p.row, p.index, p.page) for p in pages]
         kind, row, index, page = self._sent(list(zip(*entries, strict=True)), torch.int64)
         self.cache.tables.index_put_((kind, row, index), page.to(torch.int32))
+
+    # -- media
+
+    def _update_media(self, update: MediaUpdate) -> None:
+        if update.reset:
+            self._embeddings.clear()
+        for digest in update.forget:
+            self._embeddings.pop(digest, None)
+        alike: dict[tuple[Any, ...], list[Media]] = {}  # a tower takes items of one shape at once
+        for item in update.embed:
+            alone = item.digest if self.reproducible else b""
+            alike.setdefault((item.kind == "audio", item.data.shape, item.grid, alone), []).append(item)
+        for items in alike.values():
+            self._embed(items)
+
+    def _embed(self, items: Sequence[Media]) -> None:
+        if (media := self.model.media) is None:
+            raise UsageError("a plan has images or sounds, and the model takes text alone")
+        hidden = self.model.config.hidden_size
+        for item, rows in zip(items, media.embed(items), strict=True):
+            if rows.shape != (item.num_tokens, hidden):
+                raise UsageError(f"an item of kind {item.kind} has embeddings {tuple(rows.shape)} in place of "
+                                 f"{(item.num_tokens, hidden)}")  # fmt: skip
+            # a part of what a tower gave for several items would keep all of it
+            alone = rows.untyped_storage().nbytes() == rows.nbytes
+            self._embeddings[item.digest] = rows if alone else rows.clone()
+
+    def with_media(self, batch: Batch, chunks: Sequence[PrefillChunk]) -> Batch:
+        """`batch`, which is a forward of `chunks`, with what stands there in place of tokens."""
+        if not any(c.media for c in chunks):
+            return batch
+        rows, places, ends, first = list[Tensor](), list[int](), list[int](), 0
+        for chunk in chunks:
+            for part in chunk.media:
+                rows.append(self._slice(part))
+                places += range(first + part.at, first + part.at + part.count)
+            own = list(range(chunk.start, chunk.start + len(chunk.tokens)))
+            for begin, end in chunk.blocks:
+                own[begin - chunk.start : end - chunk.start] = [end - 1] * (end - begin)
+            ends += own
+            first += len(chunk.tokens)
+        media = MediaRows(torch.cat(rows), self._sent(places, torch.int64))
+        see_themselves = any(c.blocks for c in chunks)
+        return replace(batch, media=media, ends=self._sent(ends, torch.int32) if see_themselves else None)
+
+    def _slice(self, part: MediaSlice) -> Tensor:
+        if (rows := self._embeddings.get(part.digest)) is None or part.first + part.count > len(rows):
+            raise UsageError(f"a plan has {part.count} soft tokens from {part.first} on of an item "
+                             f"({part.digest.hex()}) with {0 if rows is None else len(rows)} at hand")  # fmt: skip
+        return rows[part.first : part.first + part.count]
 
     def join(self, first: int, chunks: Sequence[PrefillChunk]) -> None:
         """Sequences whose last `chunks` these are become rows `first` and on, as if the last prefilled token were the
@@ -252,19 +318,24 @@ class Runner:
         prompt_logprobs: tuple[NDArray[np.int64], ...] = ()
         ids, starts, sizes, tables = self._layout(chunks)
         outputs = "none" if all(c.new_row is None for c in chunks) else "last"
-        tokens = sum(sizes)
+        tokens, has_media = sum(sizes), any(c.media for c in chunks)
         if any(c.targets for c in chunks):
             batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32))
+            batch = self.with_media(batch, chunks)
             ends = [0, *accumulate(sizes)]
             states = self.forward(batch, cache)
             prompt_logprobs = tuple(self._prompt_words(c, states[end:]) for c, end in zip(chunks, ends, strict=False))
             hidden = states[self._sent([end - 1 for end in ends[1:]], torch.int64)]
-        elif (short := self.prefill_graphs.run(ids, starts, sizes, tables, plan.num_tokens, outputs)) is not None:
+        elif not has_media and (
+            (short := self.prefill_graphs.run(ids, starts, sizes, tables, plan.num_tokens, outputs)) is not None
+        ):
             hidden, tokens = short, plan.num_tokens
         else:
             batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32))
-            hidden = self.forward(batch, cache, outputs)
-        self._prefills.append((tokens, began, self._now()))
+            hidden = self.forward(self.with_media(batch, chunks), cache, outputs)
+        now = self._now()
+        if not has_media:  # how long a tower takes says nothing of the next chunk
+            self._prefills.append((tokens, began, now))
         return StepOutput(first=self._first(plan, hidden), prompt_logprobs=prompt_logprobs)
 
     def _first(self, plan: StepPlan, hidden: Tensor) -> Wait | None:
@@ -410,14 +481,15 @@ class Runner:
         ids, starts, sizes, tables = self._layout(plan.chunks)
         self.logit_processors.guide(rows.masks)
         shape = Shape(plan.num_tokens, rows.batch, rows.mode)
-        if shape in self.mixed_graphs and len(sizes) < SEQUENCES:
+        has_media = any(c.media for c in plan.chunks)
+        if shape in self.mixed_graphs and len(sizes) < SEQUENCES and not has_media:
             self.prefill_graphs.put(ids, starts, sizes, tables, shape.chunk)
             began = self._beginning()
             result, last = self.mixed_graphs.replay(shape)
         else:
             began = self._beginning()
             batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32))
-            result, last = self.mixed_step(rows.batch, rows.mode, batch, cache)
+            result, last = self.mixed_step(rows.batch, rows.mode, self.with_media(batch, plan.chunks), cache)
         decoded = self._result(result[: plan.num_running], 1, began=began)
         return StepOutput(decoded, self._first(plan, last))
 

@@ -20,7 +20,8 @@ class CacheShape:
     """What decides how much cache a sequence takes.
 
     step: tokens that may be under way beyond those that the host knows of, drafts and the steps behind included.
-    chunk: tokens prefilled at once, of all sequences together. drafter_layers: as KVCache has them.
+    chunk: tokens prefilled at once, of all sequences together. drafter_layers: as KVCache has them. longest_block: the
+    most tokens of an image, which are prefilled at once whatever the chunk; 0 where a chunk may end within one.
     """
 
     config: ModelConfig
@@ -30,6 +31,7 @@ class CacheShape:
     chunk: int = PREFILL_CHUNK
     drafter_layers: tuple[LayerConfig, ...] = ()
     kv_format: KVFormat = PLAIN
+    longest_block: int = 0
 
     @property
     def page_bytes(self) -> dict[str, int]:
@@ -62,7 +64,7 @@ class CacheShape:
         chunk: of prefill, if another than the shape's. Its sliding pages are held while its forward is handed in.
         """
         full = pages_for(context, self.page_size)
-        chunk = pages_for(self.chunk if chunk is None else chunk, self.page_size)
+        chunk = pages_for(max(self.chunk if chunk is None else chunk, self.longest_block), self.page_size)
         sliding = min(sequences * self._window_pages + chunk, sequences * full)
         return {"full": sequences * full + 1, "sliding": sliding + 1}  # and page 0
 

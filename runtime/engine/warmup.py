@@ -8,6 +8,7 @@ cover those between. Sampling's kernels are run too.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -40,10 +41,13 @@ def warm_up(runner: Runner, draft_lengths: Sequence[int], longest_chunk: int) ->
     the longest sequences alone. longest_chunk: tokens of a prefill at most.
     """
     hidden, kv_lens, page_size = runner.hidden, runner.kv_lens, runner.cache.page_size
+    sees_images = runner.model.media is not None and runner.model.media.bidirectional
     for size, keys, count in _chunks(longest_chunk, runner.max_kv_len, len(hidden)):  # which take longest to compile
         tables = torch.zeros(len(KINDS), count, -(-keys // page_size), dtype=torch.int32, device=hidden.device)
         forward, cache = runner.chunks([0] * size, [keys - size // count] * count, [size // count] * count, tables)
         runner.forward(forward, cache, "last")
+        if sees_images:  # a kernel of its own in sliding layers
+            runner.forward(replace(forward, ends=forward.positions.to(torch.int32)), cache, "last")
     for batch in runner.batches:
         for num_drafts in draft_lengths:
             is_usual = num_drafts in (0, FIRST_LENGTH) or len(draft_lengths) <= 2

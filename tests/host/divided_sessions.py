@@ -14,6 +14,7 @@ from kerngen.runtime.config import read_drafter_config, read_model_config
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.executors.collectives import Collectives
 from kerngen.runtime.executors.reference import Reference
+from kerngen.runtime.media.input import MediaInput
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import Ops
 from kerngen.runtime.ops.eager import TorchOps
@@ -63,3 +64,14 @@ def opens_and_fails(*how: Any) -> Session:
     if how[-3] is not None and how[-3].world.rank == 1:
         raise ZeroDivisionError("of this rank alone")
     return opens(*how)
+
+
+def opens_with_media(target: Path, collectives: Collectives | None, device: str | None, advance: Any) -> Session:
+    """As `opens`; it takes images and sounds, whose embeddings every rank makes."""
+    from tiny_media import PLACEHOLDERS, Towers
+
+    session = opens(target, None, "torch", collectives, device, advance)
+    media = MediaInput(Towers().embed, PLACEHOLDERS, bidirectional=True)
+    model = session.model
+    session.model = Gemma4(model.config, model.weights, model.ops, media=media)
+    return session

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from command import ROOT
 from divided_models import ODD, make_pair
-from divided_sessions import opens
+from divided_sessions import opens, opens_with_media
 from test_step_plan import EveryThird
 from tiny_gemma import prompt
+from tiny_media import VISION, interleaved, item, make_model
 
 from kerngen.runtime.engine import Engine, Request
 from kerngen.runtime.engine.ranks import Ranks
@@ -133,3 +134,19 @@ def test_mixed_batches_and_all_of_a_prompts_logprobs(
     assert len(second.prompt_logprobs) == len(weighed.prompt_logprobs) > 0
     for mine, want in zip(second.prompt_logprobs, weighed.prompt_logprobs, strict=True):
         assert mine.logprob == pytest.approx(want.logprob, abs=1e-3)
+
+
+def test_every_rank_embeds_what_it_needs(ranks: Ranks, tmp_path: Path) -> None:
+    """The other ranks are told the images and sounds, and make one rank's tokens with them."""
+    if ranks.world.size == 3:
+        pytest.skip("the model's four query heads do not divide among three")
+    make_model(tmp_path, "dense", **VISION)
+    parts = [(5, item(24, 1), 7), (4, item(11, 1, "audio"), 3, item(20, 2), 2), (9,), (5, item(24, 1), 3)]
+    prompts = [interleaved(*of_each, seed=i) for i, of_each in enumerate(parts)]
+    asked = [Request(ids, 6, media=media) for ids, media in prompts]
+    engine = engine_of(opens_with_media(tmp_path, None, None, None), max_batch=1, prefix_caching=False)
+    expected = [engine.generate_many([request])[0].tokens for request in asked]
+    session = ranks.load(partial(opens_with_media, tmp_path))
+    divided = engine_of(session, prefill_chunk=20, media_cache_bytes=30 * 32 * 4, **CROWDED)
+    assert [g.tokens for g in divided.generate_many(asked)] == expected
+    assert len(divided.runner._embeddings) == 1, "what has no room is forgotten"

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from kerngen.runtime.config import DrafterConfig, ModelConfig
+from kerngen.runtime.engine.media_cache import MEDIA_CACHE_BYTES
 from kerngen.runtime.engine.sizing import CacheShape
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.media.config import MediaConfig
+from kerngen.runtime.media.input import MOST_IMAGE_TOKENS
 from kerngen.runtime.ops.kernels import KernelOps, has_room, screen_of
 from kerngen.runtime.weights.synthetic import synthetic_drafter, synthetic_model, synthetic_towers
 
@@ -81,7 +83,7 @@ class Plan:
 
     By GB (10^9 bytes) of the GPU, screen_bytes: of the heads in few bits, see `screened`; sequences: by context, how
     many run at once; longest: the context of a single one, 0 where the weights alone do not fit. tower_bytes: of what
-    embeds images and sound, 0 where it is not asked for.
+    embeds images and sound, media_cache_bytes: of the embeddings that are kept; 0 where they are not asked for.
     """
 
     weight_bytes: int
@@ -92,6 +94,7 @@ class Plan:
     screen_bytes: dict[int, int]
     sequences: dict[int, dict[int, int]]
     longest: dict[int, int]
+    media_cache_bytes: int = 0
 
 
 def plan(
@@ -100,11 +103,13 @@ def plan(
 ) -> Plan:  # fmt: skip
     """Of the cuda backend, as `footprint`; contexts that the model does not take are left out."""
     takes = footprint(config, drafter, dtype, 1, dense=dense, media=media)
-    shape = CacheShape(config, dtype)
+    is_whole = media is not None and media.vision is not None and media.bidirectional
+    shape = CacheShape(config, dtype, longest_block=MOST_IMAGE_TOKENS if is_whole else 0)
+    kept = 0 if media is None else MEDIA_CACHE_BYTES
     contexts = [c for c in CONTEXTS if c <= config.max_positions]
     screens = {gb: screened(takes, gb * 10**9 - RESERVE_BYTES) for gb in GPU_GB}
     weights = takes.weight_bytes + takes.drafter_bytes + takes.tower_bytes
-    budgets = {gb: gb * 10**9 - RESERVE_BYTES - weights - screens[gb] for gb in GPU_GB}
+    budgets = {gb: gb * 10**9 - RESERVE_BYTES - weights - screens[gb] - kept for gb in GPU_GB}
     return Plan(
         weight_bytes=takes.weight_bytes,
         drafter_bytes=takes.drafter_bytes,
@@ -114,6 +119,7 @@ def plan(
         screen_bytes=screens,
         sequences={gb: {c: shape.most_sequences(budget, c) for c in contexts} for gb, budget in budgets.items()},
         longest={gb: shape.most_tokens(budget) for gb, budget in budgets.items()},
+        media_cache_bytes=kept,
     )
 
 

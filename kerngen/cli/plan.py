@@ -64,6 +64,8 @@ def print_plan(
     for part, size in towers.items():
         counted = "which are counted above" if part in which else "not counted above, where it is loaded"
         click.echo(f"What embeds {WORDS[part]} takes {size / 1e6:,.0f} MB more, {counted}.")
+    if kept := plans["as released"].media_cache_bytes:
+        click.echo(f"Embeddings that are kept take up to {kept / 1e6:,.0f} MB, which are counted above.")
     if device is not None:
         links = ", nor what the links between GPUs take" if num_ranks > 1 else ""
         boards = device.name if num_ranks == 1 else f"{num_ranks} {device.name}s"

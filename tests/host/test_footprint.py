@@ -14,7 +14,7 @@ from kerngen.cli.plan import print_plan
 from kerngen.errors import ProblemError
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import read_drafter_config, read_model_config
-from kerngen.runtime.engine import CacheShape, Engine
+from kerngen.runtime.engine import MEDIA_CACHE_BYTES, CacheShape, Engine
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.footprint import CONTEXTS, Plan, _bytes, footprint, plan, tower_bytes
@@ -84,6 +84,7 @@ def test_what_embeds_images_counts_where_it_is_asked_for() -> None:
     # the published 1.146 GB, the standard twice as wide, and norms of heads once more
     assert counted.tower_bytes == 2 * (569_548_080 + 3_244_032 + 27 * 2 * 72) + 4 * 2304
     assert counted.weight_bytes == without.weight_bytes
+    assert (without.media_cache_bytes, counted.media_cache_bytes) == (0, MEDIA_CACHE_BYTES)
     assert counted.sequences[24][2048] < without.sequences[24][2048]
     assert counted.longest[80] <= without.longest[80]
 
@@ -182,4 +183,6 @@ def test_run_says_what_images_take(kerngen: Kerngen, capsys: pytest.CaptureFixtu
     print_plan("gemma-4-31b", None, "stored", as_json=True, which=["vision"])
     counted = json.loads(capsys.readouterr().out)
     assert counted["as released"]["tower_bytes"] == said["media_bytes"]["vision"]
+    print_plan("gemma-4-31b", None, "stored", as_json=False, which=["vision"])
+    assert "Embeddings that are kept take up to 268 MB" in capsys.readouterr().out
     assert "What embeds images takes 1,151 MB more, not counted above" in kerngen("run", "gemma-4-31b", "--plan")[1]

@@ -22,11 +22,14 @@ from tiny_media import (
     Towers,
     hf_greedy,
     hf_logits,
+    hf_logits_of_pixels,
     interleaved,
     item,
     load,
     make_model,
+    make_with_vision,
 )
+from tiny_towers import media_config, towers
 from torch import Tensor
 from transformers import Gemma4ForConditionalGeneration
 
@@ -47,6 +50,7 @@ from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.media.input import Block, MediaInput
 from kerngen.runtime.media.values import Media, Placed
 from kerngen.runtime.model import Gemma4
+from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.session import CACHE_SHARE
@@ -154,6 +158,23 @@ def test_so_do_the_kernels_references(tmp_path: Path, monkeypatch: pytest.Monkey
     expected = hf_greedy(hf, request.prompt, request.media, 5)
     engine = engine_of(model, num_draft_tokens=0, prefill_chunk=20, page_size=16)
     assert tokens_of(engine, [request]) == [expected]
+
+
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_unified"])
+def test_from_patches_to_tokens(tmp_path: Path, family: str) -> None:
+    """With a tower as it is loaded, or the 12B's projector; transformers is given the pixels."""
+    hf, images = make_with_vision(tmp_path, family)
+    config, ops = read_model_config(tmp_path), TorchOps(torch.device("cpu"), torch.float32)
+    media = MediaInput(towers(tmp_path, "vision").embed, PLACEHOLDERS, media_config(tmp_path).bidirectional)
+    assert media.bidirectional
+    model = Gemma4(config, load_model(tmp_path, config, ops), ops, media=media)
+    assert [i.num_tokens for i in images] == [24, 6, 24]
+    request = asked(4, images[0], 3, images[1], images[2], 5, count=4)
+    theirs = hf_logits_of_pixels(hf, request.prompt, images)
+    theirs[:, list(PLACEHOLDERS.values())] = -torch.inf
+    torch.testing.assert_close(logits_of(model, request), theirs, atol=1e-3, rtol=0)
+    (tokens,) = tokens_of(engine_of(model, num_draft_tokens=0, prefill_chunk=20), [request])
+    assert tokens[0] == int(theirs[-1].argmax())
 
 
 def test_what_is_causal_and_what_sees_itself_differ(made: dict[str, Made]) -> None:

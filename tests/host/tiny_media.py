@@ -11,11 +11,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import tiny_towers
 import torch
 from tiny_gemma import BASE, VARIANTS, prompt, save, scramble
 from tiny_gemma import load as load_text
 from torch import Tensor
-from transformers import Gemma4Config, Gemma4ForConditionalGeneration, Gemma4TextConfig
+from transformers import (
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Gemma4TextConfig,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedForConditionalGeneration,
+    Gemma4UnifiedTextConfig,
+    Gemma4UnifiedVisionConfig,
+    Gemma4VisionConfig,
+)
 
 from kerngen.runtime.media.input import MediaInput
 from kerngen.runtime.media.values import Kind, Media, Placed
@@ -42,6 +52,49 @@ def make_model(folder: Path, variant: str, **overrides: Any) -> Gemma4ForConditi
     scramble(model, seed=1)
     save(model, folder)
     return model
+
+
+def make_with_vision(folder: Path, family: str) -> tuple[Any, list[Media]]:
+    """A random model of `family` that takes pixels, saved to `folder`, and three images for it, two of one size."""
+    ids = {"image_token_id": PLACEHOLDERS["image"], "audio_token_id": PLACEHOLDERS["audio"],
+           "video_token_id": PLACEHOLDERS["video"], "boi_token_id": BEGIN, "eoi_token_id": END}  # fmt: skip
+    text = BASE | {"sliding_window": WINDOW} | VISION
+    model: Any
+    if family == "gemma4":
+        vision = Gemma4VisionConfig(**tiny_towers.VISION, standardize=True)
+        config = Gemma4Config(text_config=Gemma4TextConfig(**text), vision_config=vision, audio_config=None, **ids)
+        config._attn_implementation = "eager"
+        model = Gemma4ForConditionalGeneration(config).eval()
+        images = [tiny_towers.image(*grid, i) for i, grid in enumerate(((18, 12), (6, 9), (18, 12)))]
+    else:
+        keep = {k: v for k, v in text.items() if not k.endswith("per_layer_input")}
+        projector = Gemma4UnifiedVisionConfig(**tiny_towers.UNIFIED_VISION)
+        unified = Gemma4UnifiedTextConfig(**keep)
+        model = Gemma4UnifiedForConditionalGeneration(
+            Gemma4UnifiedConfig(text_config=unified, vision_config=projector, audio_config=None, **ids)
+        ).eval()
+        grids = ((6, 4), (2, 3), (6, 4))
+        images = [tiny_towers.image(*grid, i, values=432, side=1) for i, grid in enumerate(grids)]
+    scramble(model, seed=1)
+    save(model, folder)
+    return model, images
+
+
+def hf_logits_of_pixels(model: Any, ids: Sequence[int], images: Sequence[Media]) -> Tensor:
+    """transformers' logits [T, vocab] of a prompt with images, from their pixels.
+
+    With the masks that its `generate` makes for a cache of fixed size. Those are google-deepmind/gemma's: full layers
+    are causal, and a window cuts images too. The 12B's own forward in 5.22 makes others, of which transformers' issue
+    46711 is; Gemma4's does not any more.
+    """
+    pixels, positions = tiny_towers.hf_pixels(images)
+    types = torch.tensor([[TYPES["image"] * (token == PLACEHOLDERS["image"]) for token in ids]])
+    masks = type(model).create_masks_for_generate(
+        model.config, torch.empty(1, len(ids), 0), None, None, torch.arange(len(ids))[None], mm_token_type_ids=types
+    )
+    with torch.no_grad():
+        made = model(torch.tensor([ids]), pixel_values=pixels, image_position_ids=positions, attention_mask=masks)
+    return made.logits[0]
 
 
 class Towers:

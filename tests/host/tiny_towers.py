@@ -105,8 +105,8 @@ def image(rows: int, columns: int, seed: int, *, values: int = 48, side: int = 3
     return Media.of(kind, data, (rows, columns), rows * columns // side**2)
 
 
-def hf_embeddings(model: Any, items: Sequence[Media], side: int = 3) -> list[Tensor]:
-    """What transformers puts in place of the images' placeholders; all go through in one padded batch."""
+def hf_pixels(items: Sequence[Media]) -> tuple[Tensor, Tensor]:
+    """(pixel_values, image_position_ids) of images, as transformers takes them: one padded batch."""
     most = max(len(item.data) for item in items)
     pixels = torch.zeros(len(items), most, items[0].data.shape[1])
     positions = torch.full((len(items), most, 2), -1)
@@ -115,8 +115,13 @@ def hf_embeddings(model: Any, items: Sequence[Media], side: int = 3) -> list[Ten
         pixels[i, : len(item.data)] = torch.tensor(item.data).float() * (1 / 255)
         y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
         positions[i, : len(item.data)] = torch.stack((x, y), -1).view(-1, 2)
+    return pixels, positions
+
+
+def hf_embeddings(model: Any, items: Sequence[Media], side: int = 3) -> list[Tensor]:
+    """What transformers puts in place of the images' placeholders."""
     with torch.no_grad():
-        return list(model.get_image_features(pixels, positions).pooler_output)
+        return list(model.get_image_features(*hf_pixels(items)).pooler_output)
 
 
 def largest_error(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:

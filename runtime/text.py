@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -23,6 +24,8 @@ END_OF_TURN = "<turn|>"
 CHANNEL, END_OF_CHANNEL = "<|channel>", "<channel|>"  # around what the model thinks (ids 100 and 101)
 THOUGHT = "thought\n"  # a thought's channel, its first line, which is no part of it
 CALL, END_OF_CALL, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'  # a call, and its strings (ids 48, 49 and 52)
+# What stands for an image, a sound and a video's frame (258880, 258881, 258884), and around the first two.
+MEDIA_TOKENS = frozenset(("<|image|>", "<|audio|>", "<|video|>", "<|image>", "<image|>", "<|audio>", "<audio|>"))
 TOOL_ANSWER = "<|tool_response>"  # behind its calls the model waits for answers, which begin so (id 50)
 
 
@@ -128,20 +131,23 @@ class TextCodec:
         plain: bool = False,
         within_s: float = MAX_RENDER_S,
         max_chars: int | None = None,
+        in_place_of: Mapping[str, Sequence[str]] | None = None,
     ) -> list[int]:
         """Token ids of `messages` through the chat template, <bos> in front. variables, within_s, max_chars: see
         `chat`.
 
         plain: control tokens in the messages and in the variables (the description of a tool) are text, so that nobody
-        can end a turn by typing <turn|>; by default, as in transformers, they are what they look like.
+        can end a turn by typing <turn|>; by default, as in transformers, they are what they look like. in_place_of:
+        control tokens, and what is written in place of the first, second, … of them that the template writes.
         """
+        replaced = _Replacements(in_place_of or {})
         if not plain:
-            return self.encode(self.chat(messages, variables, within_s=within_s, max_chars=max_chars))
+            return self.encode(replaced.of(self.chat(messages, variables, within_s=within_s, max_chars=max_chars)))
         try:
             messages, variables = self._control.mark([messages, variables or {}])
         except RecursionError:
             raise UsageError("chat messages, or what comes with them, are nested too deep") from None
-        ids = self._encode_marked(self.chat(messages, variables, within_s=within_s, max_chars=max_chars))
+        ids = self._encode_marked(self.chat(messages, variables, within_s=within_s, max_chars=max_chars), replaced)
         return ids if ids[:1] == [self.bos_id] else [self.bos_id, *ids]
 
     def _encode(self, text: str, tokenizer: Tokenizer | None = None) -> list[int]:
@@ -154,13 +160,13 @@ class TextCodec:
                 ids = tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
         return ids
 
-    def _encode_marked(self, text: str) -> list[int]:
+    def _encode_marked(self, text: str, replaced: _Replacements | None = None) -> list[int]:
         """Of a text with marks around what is not to be a control token. Each part is encoded by itself."""
         ids: list[int] = []
         typed: dict[str, list[int]] = {}  # the few that there are may stand there a million times
         for part, is_text in self._control.split(text):
             if not is_text:
-                ids += self._encode(part)
+                ids += self._encode(part if replaced is None else replaced.of(part))
                 continue
             if part not in typed:
                 typed[part] = self._encode(part, self._plain)
@@ -180,12 +186,13 @@ class TextCodec:
 
     @cached_property
     def _control(self) -> ControlTokens:
-        """Added tokens that are special, or that the template writes."""
+        """Added tokens that are special, that the template writes, or that stand for media."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         source = self._template.source if self.has_template else ""
-        return ControlTokens(
-            [t.content for t in added if t.special or (t.content in source and not t.content.isspace())]
-        )
+        return ControlTokens([
+            t.content for t in added
+            if t.special or t.content in MEDIA_TOKENS or (t.content in source and not t.content.isspace())
+        ])  # fmt: skip
 
     def token(self, index: int) -> str:
         """The token's own text, "" where there is none."""
@@ -238,6 +245,19 @@ class TextCodec:
 
     def stream(self) -> TextStream:
         return TextStream(self)
+
+
+class _Replacements:
+    """Texts that take the place of tokens in parts of a text that come in order. A token for which none is left, or
+    was given, stays.
+    """
+
+    def __init__(self, texts: Mapping[str, Sequence[str]]) -> None:
+        self._left = {token: iter(those) for token, those in texts.items()}
+        self._token = re.compile("|".join(map(re.escape, texts)) or "(?!)")
+
+    def of(self, part: str) -> str:
+        return self._token.sub(lambda found: next(self._left[found[0]], found[0]), part)
 
 
 class TextStream:

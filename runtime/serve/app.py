@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, Response
 
 import kerngen
+from kerngen.runtime.media.parts import max_soft_tokens
 from kerngen.runtime.serve import chat_completions, completions, errors, messages_api, protocol, responses_api
 from kerngen.runtime.serve.chat_page import chat_page
 from kerngen.runtime.serve.errors import ApiError, json_response
@@ -113,8 +114,16 @@ async def model(request: Request, name: str) -> Response:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": service.created, "owned_by": "kerngen", "root": service.names[0],
+    told = {"id": name, "object": "model", "created": service.created, "owned_by": "kerngen", "root": service.names[0],
             "parent": None, "max_model_len": service.ready.max_len}  # fmt: skip
+    if service.media.reads("image") or service.media.reads("audio"):
+        limits = service.media.options.limits
+        told["media"] = {
+            "image": service.media.reads("image"), "audio": service.media.reads("audio"),
+            "max_image_bytes": limits.image_bytes, "max_audio_bytes": limits.audio_bytes, "max_items": limits.items,
+            "max_body_bytes": service.limits.body_bytes,
+        }  # fmt: skip
+    return told
 
 
 # -- text and tokens
@@ -131,11 +140,12 @@ async def tokenize(request: Request, body: protocol.Tokenize) -> Response:
         encoded = service.encode(body.prompt, with_bos=body.add_special_tokens, control_tokens=body.control_tokens)
         ids = await unless_gone(request, encoded)
     else:
-        messages = template_messages(body.messages or [], service.codec.template_reads)
+        num_tokens = max_soft_tokens(body.mm_processor_kwargs)
+        messages = template_messages(body.messages or [], service.codec.template_reads, service.media)
         variables = await chat_completions.variables_of(service, body, chat_completions.told_tools(service, body.tools))
         if body.add_generation_prompt is False:
             variables["add_generation_prompt"] = False
-        ids = await unless_gone(request, service.encode_chat(messages, variables))
+        ids = list((await unless_gone(request, service.encode_chat(messages, variables, num_tokens))).ids)
     texts = [service.codec.token(i) for i in ids] if body.return_token_strs else None
     return json_response({"count": len(ids), "max_model_len": service.ready.max_len, "tokens": ids,
                           "token_strs": texts})  # fmt: skip

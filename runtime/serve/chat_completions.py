@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from kerngen.errors import UsageError
 from kerngen.runtime.chat import THINKING
+from kerngen.runtime.media.parts import max_soft_tokens
 from kerngen.runtime.serve.choice_stream import (
     Asked,
     ChatReader,
@@ -50,14 +51,16 @@ async def answers(
     codec, count = service.codec, body.n or 1
     tools = _tools(service, body)
     names = [tool["function"]["name"] for tool in tools]
-    messages = template_messages(body.messages, codec.template_reads)
+    num_tokens = max_soft_tokens(body.mm_processor_kwargs)
+    messages = template_messages(body.messages, codec.template_reads, service.media)
     variables = await variables_of(service, body, tools)
-    prompt = await unless_gone(request, service.encode_chat(messages, variables))
+    encoded = await unless_gone(request, service.encode_chat(messages, variables, num_tokens))
+    prompt = list(encoded.ids)
     may_think = bool(variables.get(THINKING))
     guide = partial(_guiding, service, body, tools, prompt, may_think)
     guiding, not_enforced = await service.off_loop(guide, size=size_of(tools) + size_of_schemas(body))
     wanted = body.max_completion_tokens or body.max_tokens
-    room = service.room(prompt, None if clip else wanted, "messages")
+    room = service.room(prompt, None if clip else wanted, "messages", encoded.media)
     asked = Asked(
         prompt,
         min(wanted or room, room) if clip else room,
@@ -65,6 +68,7 @@ async def answers(
         (body.top_logprobs or 0) if body.logprobs else None,
         guiding,
         not_enforced=not_enforced,
+        media=encoded.media,
     )
     generators = [
         choice(service, asked, i, ChatReader(codec, stops_of(body), prompt, tools=names),

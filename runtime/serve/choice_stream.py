@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from kerngen.runtime.completion import UpToStop
 from kerngen.runtime.engine import Stats, TokenLogprobs
+from kerngen.runtime.media.values import Placed
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.engine_process import Guiding, TokenRequest
 from kerngen.runtime.serve.errors import ApiError
@@ -153,9 +154,9 @@ MAX_HEADER_CHARS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What all choices of a request share. logprobs, prompt_logprobs: see the engine's Request. not_enforced: what the
-    request's schemas ask for beyond what guides the answer. left_out: what of the request the
-    model is not told.
+    """What all choices of a request share. logprobs, prompt_logprobs, media: see the engine's Request. not_enforced:
+    what the request's schemas ask for beyond what guides the answer. left_out: what of the request the model is not
+    told.
     """
 
     prompt: Sequence[int]
@@ -166,6 +167,7 @@ class Asked:
     prompt_logprobs: int | None = None
     not_enforced: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    media: tuple[Placed, ...] = ()
 
     @property
     def headers(self) -> dict[str, str]:
@@ -187,7 +189,7 @@ async def choice(
     """One answer, in parts."""
     has_calls = False
     request = TokenRequest(asked.prompt, asked.max_new_tokens, sampling, asked.stop_ids, asked.logprobs, asked.guiding,
-                           asked.prompt_logprobs)  # fmt: skip
+                           asked.prompt_logprobs, asked.media)  # fmt: skip
     async with aclosing(service.follow(request, lambda: reader.ended_by is not None)) as stream:
         async for made in stream:
             deltas: list[Delta] = []

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kerngen.errors import KerngenError, UsageError, printable
+from kerngen.runtime.media.values import Placed
 from kerngen.runtime.sampling import Sampling
 from kerngen.system.logs import settle_logging
 
@@ -65,8 +66,8 @@ class Guiding:
 
 @dataclass(frozen=True, slots=True)
 class TokenRequest:
-    """What is to be generated. stop_ids, logprobs, prompt_logprobs: see the engine's Request; guiding: in place of its
-    mask, which is compiled where the engine is.
+    """What is to be generated. stop_ids, logprobs, prompt_logprobs, media: see the engine's Request; guiding: in place
+    of its mask, which is compiled where the engine is.
     """
 
     prompt: Sequence[int]
@@ -76,6 +77,7 @@ class TokenRequest:
     logprobs: int | None = None
     guiding: Guiding | None = None
     prompt_logprobs: int | None = None
+    media: tuple[Placed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +313,7 @@ class _Loop:
         try:
             handle = self._engine.submit(Request(asked.prompt, asked.max_new_tokens, asked.sampling, asked.stop_ids,
                                                  logprobs=asked.logprobs, mask=mask,
-                                                 prompt_logprobs=asked.prompt_logprobs))  # fmt: skip
+                                                 prompt_logprobs=asked.prompt_logprobs, media=asked.media))  # fmt: skip
         except KerngenError as e:
             return (Made(told.number, [], reason="refused", error=e.message),)
         self._by_number[told.number] = handle

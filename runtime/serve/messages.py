@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kerngen.errors import UsageError
+from kerngen.runtime.media.options import TEXT_ONLY, MediaSupport
+from kerngen.runtime.media.parts import Content, Item, item_of, items_of, require_few, require_place, text_in
+from kerngen.runtime.media.prompt import TOLD, behind_tools
 from kerngen.runtime.serve.schema import Parts, written_out
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -21,15 +24,19 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 
 def template_messages(
-    messages: Sequence[Mapping[str, Any]], reads: Callable[[str], bool] = lambda variable: True
+    messages: Sequence[Mapping[str, Any]],
+    reads: Callable[[str], bool] = lambda variable: True,
+    media: MediaSupport = TEXT_ONLY,
 ) -> list[dict[str, Any]]:
     """OpenAI's messages as Gemma-4's chat template reads them.
 
-    It reads role, content as text, reasoning_content, tool_calls with the arguments as an object (OpenAI's are JSON
+    It reads role, content, reasoning_content, tool_calls with the arguments as an object (OpenAI's are JSON
     text), and behind them messages of role tool, each with the tool_call_id that it answers. Templates before 2026-05
     read answers in tool_responses of the message with the calls. Messages of the assistant that follow each other are
     one turn, if any of them calls. Arguments that are no JSON, as those of a call that max_tokens cut off, are told as
-    text, INVALID_ARGUMENTS. reads: whether the template asks for a variable (TextCodec.template_reads).
+    text, INVALID_ARGUMENTS. reads: whether the template asks for a variable (TextCodec.template_reads). Content is a
+    text, or where the user or a tool sends media (which `media` takes) texts and Items in order; where answers are read
+    in tool_responses, which are text, their media come behind them in the user's turn.
     Raises UsageError for what cannot be told to the model: it says which message is wrong, and what would be right.
     """
     told: list[dict[str, Any]] = []
@@ -43,7 +50,8 @@ def template_messages(
             raise UsageError(f"{where} has no role of {', '.join(_ROLES)}")
         role = _ROLES[named]
         before, role_before = role, before
-        turn: dict[str, Any] = {"role": role, "content": _content(message.get("content"), where)}
+        content = _content(message.get("content"), where, role, media)
+        turn: dict[str, Any] = {"role": role, "content": content}
         turn |= {key: message[key] for key in _KEPT if message.get(key) is not None}
         if role == "tool":
             call = message.get("tool_call_id")
@@ -52,8 +60,10 @@ def template_messages(
                                  "answers stand right behind the messages that call")  # fmt: skip
             turn |= {"tool_call_id": call, "name": asked[call]}
             if not reads("tool_call_id") and reads("tool_responses"):
-                answer = {"name": asked[call], "response": turn["content"]}
+                answer = {"name": asked[call], "response": text_in(content)}
                 caller.setdefault("tool_responses", []).append(answer)
+                if isinstance(content, list):
+                    told.append({"role": role, "name": asked[call], "content": content, TOLD: True})
                 continue
         if calls := message.get("tool_calls"):
             if role != "assistant" or not isinstance(calls, list | tuple):
@@ -70,6 +80,9 @@ def template_messages(
         if role != "tool":
             asked = {call["id"]: call["function"]["name"] for call in turn.get("tool_calls", [])}
             caller = turn
+    if any(TOLD in turn for turn in told):
+        told = behind_tools(told)
+    require_few(items_of(told), media.options.limits)
     return told
 
 
@@ -82,22 +95,31 @@ def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
     return turn
 
 
-def _content(content: Any, where: str) -> str:
-    """Of text, of parts of type text, or of nothing."""
+def _content(content: Any, where: str, role: str, media: MediaSupport) -> Content:
+    """Of text, of parts, or of nothing."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
         raise UsageError(f"{where}.content is neither text nor a list of parts")
-    texts = []
-    for at, part in enumerate(content):
+    parts: list[str | Item] = []
+    is_read = any(isinstance(part, Item) for part in content)  # by another API, in its own form
+    parts += content if is_read else ()
+    for at, part in enumerate(() if is_read else content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get(_TEXT_IN.get(kind, "")) if isinstance(kind, str) else None
-        if not isinstance(text, str):
-            raise UsageError(f"{where}.content[{at}] is of type {kind!r}; the model here reads text")
-        texts.append(text)
-    return "".join(texts)
+        if isinstance(text, str):
+            parts.append(text)
+        elif isinstance(part, Mapping) and (item := item_of(part, f"{where}.content[{at}]", media)) is not None:
+            parts.append(item)
+        else:
+            raise UsageError(f"{where}.content[{at}] is of type {kind!r:.80}; read here: text, image_url, input_audio, "
+                             "audio_url, video")  # fmt: skip
+    if not any(isinstance(part, Item) for part in parts):
+        return "".join(map(str, parts))
+    require_place(role, where)
+    return parts
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:

@@ -18,12 +18,24 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from kerngen.runtime.chat import THINKING
+from kerngen.runtime.media.options import MediaSupport
+from kerngen.runtime.media.parts import Item, joined
 from kerngen.runtime.serve.errors import ApiError, anthropic_body, json_response
 from kerngen.runtime.serve.output_parser import ContentDelta, Delta, ToolCallDelta
 from kerngen.runtime.serve.protocol import MAX_STOPS, ChatCompletion
 from kerngen.runtime.serve.responses import Heading, Usage
 from kerngen.runtime.serve.service import service_of
-from kerngen.runtime.serve.turns import Event, Turns, begin, chat_body, count_tokens, not_text, send, text_of
+from kerngen.runtime.serve.turns import (
+    Event,
+    Turns,
+    begin,
+    chat_body,
+    content_of,
+    count_tokens,
+    not_text,
+    send,
+    text_of,
+)
 
 router = APIRouter()
 _TEXT = {"text": "text"}
@@ -88,6 +100,7 @@ class CountedMessage(_Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None  # as a chat has it
 
 
 class CreateMessage(CountedMessage):
@@ -105,7 +118,7 @@ class CreateMessage(CountedMessage):
 async def create_message(request: Request, body: CreateMessage) -> Response:
     service = service_of(request)
     trace = service.trace(request)
-    turns, chat = _chat(body)
+    turns, chat = _chat(body, service.media)
     asked, generators = await begin(request, service, turns, chat, clip=True)
     heading = Heading("chat", body.model, f"msg_{secrets.token_hex(12)}", int(time.time()))
     trace.asked(chat, heading, asked.max_new_tokens)
@@ -118,14 +131,14 @@ async def create_message(request: Request, body: CreateMessage) -> Response:
 @router.post("/v1/messages/count_tokens")
 async def count(request: Request, body: CountedMessage) -> Response:
     service = service_of(request)
-    turns, chat = _chat(body)
+    turns, chat = _chat(body, service.media)
     return json_response({"input_tokens": await count_tokens(request, service, turns, chat)})
 
 
 # -- a request as a chat
 
 
-def _chat(body: CountedMessage) -> tuple[Turns, ChatCompletion]:
+def _chat(body: CountedMessage, media: MediaSupport) -> tuple[Turns, ChatCompletion]:
     """What `body` asks for as turns and as a chat's request. Raises ApiError for what is not there."""
     for name, instead in _REFUSED.items():
         if (body.model_extra or {}).get(name):
@@ -137,7 +150,7 @@ def _chat(body: CountedMessage) -> tuple[Turns, ChatCompletion]:
     if body.system:
         turns.add_system("system", text_of(body.system, _TEXT, "system", join="\n\n"))
     for at, turn in enumerate(body.messages):
-        _add_turn(turns, turn, f"messages.{at}")
+        _add_turn(turns, turn, f"messages.{at}", media)
     if body.messages[-1].role == "assistant":
         raise ApiError(
             400, "the last message is the assistant's: an answer is a turn of its own, and goes on with none"
@@ -149,13 +162,14 @@ def _chat(body: CountedMessage) -> tuple[Turns, ChatCompletion]:
         "model": body.model, "tools": tools, "tool_choice": choice,
         "parallel_tool_calls": False if body.tool_choice and body.tool_choice.disable_parallel_tool_use else None,
         "chat_template_kwargs": {THINKING: _THINKS[body.thinking.type]} if body.thinking else None,
+        "mm_processor_kwargs": body.mm_processor_kwargs,
         "response_format": wanted and {"type": "json_schema", "json_schema": {"schema": wanted.schema_}},
         **({"max_completion_tokens": created.max_tokens, "stop": created.stop_sequences, "stream": created.stream,
             "temperature": created.temperature, "top_p": created.top_p, "top_k": created.top_k} if created else {}),
     })  # fmt: skip
 
 
-def _add_turn(turns: Turns, turn: Turn, where: str) -> None:
+def _add_turn(turns: Turns, turn: Turn, where: str, media: MediaSupport) -> None:
     if turn.role == "system":
         turns.add_system(where, text_of(turn.content, _TEXT, f"{where}.content", join="\n\n"))
         return
@@ -164,26 +178,27 @@ def _add_turn(turns: Turns, turn: Turn, where: str) -> None:
     else:
         blocks = turn.content
     if turn.role == "user":
-        said = []
+        said: list[str | Item] = []
         for at, block in enumerate(blocks):  # results come first, wherever they stand: they answer the turn before
             if block.get("type") == "tool_result":
-                _add_result(turns, block, f"{where}.content.{at}")
+                _add_result(turns, block, f"{where}.content.{at}", media)
             else:
-                said.append(text_of([block], _TEXT, f"{where}.content.{at}"))
+                content = content_of([block], _TEXT, f"{where}.content.{at}", media)
+                said += [content] if isinstance(content, str) else content
         if said:
-            turns.add(where, "user", "\n".join(said))
+            turns.add(where, "user", joined(said, "\n"))
         return
     turns.assistant(where)
     for at, block in enumerate(blocks):
         _add_answer(turns, block, f"{where}.content.{at}")
 
 
-def _add_result(turns: Turns, block: dict[str, Any], where: str) -> None:
-    text = text_of(block.get("content"), _TEXT, f"{where}.content", join="\n", result_of=turns)
+def _add_result(turns: Turns, block: dict[str, Any], where: str, media: MediaSupport) -> None:
+    said = content_of(block.get("content"), _TEXT, f"{where}.content", media, join="\n", result_of=turns)
     if not isinstance(call := block.get("tool_use_id"), str):
         raise ApiError(400, f"{where} has no tool_use_id")
     # Anthropic's clients mark an error beside its text, which alone the model reads.
-    turns.add(where, "tool", text or ("error" if block.get("is_error") else ""), tool_call_id=call)
+    turns.add(where, "tool", said or ("error" if block.get("is_error") else ""), tool_call_id=call)
 
 
 def _add_answer(turns: Turns, block: dict[str, Any], where: str) -> None:

@@ -15,13 +15,24 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
+from kerngen.runtime.media.options import MediaSupport
 from kerngen.runtime.serve.choice_stream import sampling_of
 from kerngen.runtime.serve.errors import ApiError, json_response
 from kerngen.runtime.serve.output_parser import ContentDelta, Delta, ToolCallDelta
 from kerngen.runtime.serve.protocol import ChatCompletion
 from kerngen.runtime.serve.responses import Heading, Usage
 from kerngen.runtime.serve.service import Service, service_of
-from kerngen.runtime.serve.turns import Event, Turns, begin, chat_body, count_tokens, not_text, send, text_of
+from kerngen.runtime.serve.turns import (
+    Event,
+    Turns,
+    begin,
+    chat_body,
+    content_of,
+    count_tokens,
+    not_text,
+    send,
+    text_of,
+)
 
 router = APIRouter()
 _ANSWER_TEXT = {"output_text": "text", "refusal": "refusal"}
@@ -81,6 +92,7 @@ class CountedResponse(_Body):
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: Text | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None  # as a chat has it
 
 
 class CreateResponse(CountedResponse):
@@ -98,7 +110,7 @@ class CreateResponse(CountedResponse):
 async def create_response(request: Request, body: CreateResponse) -> Response:
     service = service_of(request)
     trace = service.trace(request)
-    turns, chat = _chat(body)
+    turns, chat = _chat(body, service.media)
     try:
         asked, generators = await begin(request, service, turns, chat)
     except ApiError as e:
@@ -113,7 +125,7 @@ async def create_response(request: Request, body: CreateResponse) -> Response:
 @router.post("/v1/responses/input_tokens")
 async def input_tokens(request: Request, body: CountedResponse) -> Response:
     service = service_of(request)
-    turns, chat = _chat(body)
+    turns, chat = _chat(body, service.media)
     count = await count_tokens(request, service, turns, chat)
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
@@ -126,7 +138,7 @@ async def stored(rest: str) -> Response:
 # -- a request as a chat
 
 
-def _chat(body: CountedResponse) -> tuple[Turns, ChatCompletion]:
+def _chat(body: CountedResponse, media: MediaSupport) -> tuple[Turns, ChatCompletion]:
     """What `body` asks for as turns and as a chat's request. Raises ApiError for what is not there."""
     for name, (off, instead) in _REFUSED.items():
         if (body.model_extra or {}).get(name) not in off:
@@ -141,34 +153,36 @@ def _chat(body: CountedResponse) -> tuple[Turns, ChatCompletion]:
         turns.add("input", "user", body.input)
     else:
         for at, item in enumerate(body.input):
-            _add_item(turns, item, f"input[{at}]")
+            _add_item(turns, item, f"input[{at}]", media)
     tools, choice = _tools(body, turns)
     return turns, chat_body(turns, {
         "model": body.model, "tools": tools, "tool_choice": choice, "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": body.reasoning.effort if body.reasoning else None, "response_format": _format(body),
+        "mm_processor_kwargs": body.mm_processor_kwargs,
         **({"stream": created.stream, "max_completion_tokens": created.max_output_tokens,
             "temperature": created.temperature, "top_p": created.top_p} if created else {}),
     })  # fmt: skip
 
 
-def _add_item(turns: Turns, item: dict[str, Any], where: str) -> None:
+def _add_item(turns: Turns, item: dict[str, Any], where: str, media: MediaSupport) -> None:
     kind = item.get("type") or ("message" if "role" in item else None)
     if kind == "message":
         role = item.get("role")
         if not isinstance(role, str) or role not in _ROLES:
             raise ApiError(400, f"{where} has no role of {', '.join(_ROLES)}", param=where)
+        if role == "user":
+            turns.add(where, role, content_of(item.get("content"), _TEXT, f"{where}.content", media))
+            return
         text = text_of(item.get("content"), _TEXT, f"{where}.content")
         if role == "assistant":
             turns.assistant(where)["content"] += text
-        elif _ROLES[role] == "system":
-            turns.add_system(where, text)
         else:
-            turns.add(where, role, text)
+            turns.add_system(where, text)
     elif kind == "function_call":
         name, call_id, arguments = (_string(item, key, where) for key in ("name", "call_id", "arguments"))
         turns.add_call(where, call_id, _joined(item.get("namespace"), name), arguments)
     elif kind == "function_call_output":
-        output = text_of(item.get("output"), _TEXT, f"{where}.output", result_of=turns)
+        output = content_of(item.get("output"), _TEXT, f"{where}.output", media, result_of=turns)
         turns.add(where, "tool", output, tool_call_id=_string(item, "call_id", where))
     elif kind == "reasoning":
         text = text_of(item.get("content"), {"reasoning_text": "text"}, f"{where}.content")

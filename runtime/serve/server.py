@@ -20,6 +20,8 @@ from kerngen.errors import UsageError
 from kerngen.runtime.config import read_model_config, read_sampling
 from kerngen.runtime.conversation import DEFAULT_CONTEXT
 from kerngen.runtime.hub import find_checkpoint
+from kerngen.runtime.media.opening import open_support
+from kerngen.runtime.media.options import MediaOptions, MediaSupport
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.app import make_app
 from kerngen.runtime.serve.choice_stream import usual_values
@@ -141,7 +143,10 @@ async def _open(settings: Settings, on_load: OnLoad | None, say: Callable[[str],
         num_sharing = sum(devices == ("cpu",) for devices in settings.replicas)
         each = [replace(options, devices=devices, num_sharing=num_sharing) for devices in settings.replicas]
         client = ReplicaPool(each, on_load, say)
-    ready, _ = await asyncio.gather(client.start(), asyncio.to_thread(codec.prepare))
+    media = open_support(folder, settings.load.get("media") or MediaOptions())
+    ready, _, _ = await asyncio.gather(
+        client.start(), asyncio.to_thread(codec.prepare), asyncio.to_thread(_begin_decoding, media)
+    )
     for warning in ready.warnings:
         say(f"warning: {warning}")
     say(_summary(ready))
@@ -156,8 +161,15 @@ async def _open(settings: Settings, on_load: OnLoad | None, say: Callable[[str],
         stop_ids=stop_ids_of(folder, config, codec),
         limits=settings.limits,
         control_tokens=settings.control_tokens,
+        media=media,
         created=int(time.time()),
     )
+
+
+def _begin_decoding(media: MediaSupport) -> None:
+    """Its processes take their seconds beside the weights."""
+    if media.prepare is not None and not media.options.at_first_use:
+        media.prepare(())
 
 
 def _name(model: str) -> str:

@@ -13,8 +13,13 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from kerngen.errors import UsageError
 from kerngen.runtime.chat import TemplateTooSlow
 from kerngen.runtime.config import ModelConfig
+from kerngen.runtime.media.options import TEXT_ONLY, MediaSupport
+from kerngen.runtime.media.parts import Message, items_of
+from kerngen.runtime.media.prompt import EncodedPrompt, encode_chat, place, prepared
+from kerngen.runtime.media.values import Placed
 from kerngen.runtime.serve.engine_process import Made, Ready, TokenRequest
 from kerngen.runtime.serve.engines import Engines
 from kerngen.runtime.serve.errors import ApiError, shortened
@@ -25,6 +30,7 @@ from kerngen.runtime.text import TextCodec
 RETRY_AFTER_S = 1
 # What is long, or takes a template long, waits for its like alone: beside it the others find a thread that is quick.
 QUICK_THREADS, QUICK_CHARS, QUICK_S = 2, 64 * 1024, 1.0
+MEDIA_THREADS = 4  # that wait for what is fetched and decoded, which processes of their own do
 _T = TypeVar("_T")
 
 
@@ -50,6 +56,7 @@ class Service:
     """names: what clients may call the model, the first is what it calls itself. suggested: sampling parameters of
     generation_config.json. stop_ids: tokens that end an answer. created: when the server began, in seconds.
     control_tokens: what looks like a control token in a raw prompt is one, unless its request says otherwise.
+    media: what is read of images and sounds, and by whom.
     """
 
     client: Engines
@@ -63,12 +70,14 @@ class Service:
     limits: Limits = field(default_factory=Limits)
     tracing: Tracing | None = None
     control_tokens: bool = False
+    media: MediaSupport = TEXT_ONLY
     is_draining: bool = False
     metrics: Metrics = field(init=False)
     _num_inside: int = field(default=0, init=False)
     _num_logprobs: int = field(default=0, init=False)
     _quick: ThreadPoolExecutor = field(init=False)
     _slow: ThreadPoolExecutor = field(init=False)
+    _media: ThreadPoolExecutor = field(init=False)
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.names[0], self.client)
@@ -76,6 +85,7 @@ class Service:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._quick = ThreadPoolExecutor(QUICK_THREADS, thread_name_prefix="kerngen-text")
         self._slow = ThreadPoolExecutor(1, thread_name_prefix="kerngen-long-text")
+        self._media = ThreadPoolExecutor(MEDIA_THREADS, thread_name_prefix="kerngen-media")
 
     def require_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
@@ -160,12 +170,28 @@ class Service:
         plain = not (self.control_tokens if control_tokens is None else control_tokens)
         return await self.off_loop(partial(self.codec.encode, text, plain=plain, with_bos=with_bos), size=len(text))
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
-        """Through the chat template; control tokens in what is said are text. Raises as `encode`."""
+    async def encode_chat(
+        self, messages: Sequence[Message], variables: Mapping[str, Any], max_soft_tokens: int | None = None
+    ) -> EncodedPrompt:
+        """Through the chat template; control tokens in what is said are text. max_soft_tokens: of each image, whatever
+        its part says. Raises as `encode`, and UsageError for media that cannot be read.
+        """
+        ids = await self._chat_ids(messages, variables)
+        if self.media.config is None or not (items := items_of(messages)):
+            return EncodedPrompt(ids)
+        wanted = [item.within(max_soft_tokens) for item in items]
+        try:
+            made = await asyncio.get_running_loop().run_in_executor(self._media, prepared, wanted, self.media)
+        except UsageError as e:  # clients see no hints
+            raise UsageError(e.message if e.hint is None else f"{e.message}; {e.hint}") from e
+        return await self.off_loop(place, ids, made, self.media.config)
+
+    async def _chat_ids(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[int]:
+        """With one placeholder for each item."""
         size = size_of(messages) + size_of(variables)
         self.require_length(size, "messages")
         most = self.codec.most_chars(self.ready.max_len)
-        encode = partial(self.codec.encode_chat, messages, variables, plain=True, max_chars=most)
+        encode = partial(encode_chat, self.codec, messages, variables, self.media.config, plain=True, max_chars=most)
         if size <= QUICK_CHARS:
             try:
                 return await self.off_loop(partial(encode, within_s=QUICK_S))
@@ -173,15 +199,16 @@ class Service:
                 pass  # it may be a slow machine
         return await self.off_loop(encode, size=QUICK_CHARS + 1)
 
-    def room(self, prompt: Sequence[int], wanted: int | None, param: str) -> int:
-        """New tokens that may follow `prompt`, of field `param`. Raises ApiError where `wanted` are more, or there are
-        none.
+    def room(self, prompt: Sequence[int], wanted: int | None, param: str, media: Sequence[Placed] = ()) -> int:
+        """New tokens that may follow `prompt`, of field `param`, in which `media` stand. Raises ApiError where `wanted`
+        are more, or there are none.
         """
         if bad := [i for i in prompt if not 0 <= i < self.config.vocab_size]:
             raise ApiError(400, f"token {bad[0]} is outside the vocabulary of {self.config.vocab_size}", param=param)
-        if bad := [i for i in prompt if i in self.config.placeholder_ids]:
-            raise ApiError(400, f"token {bad[0]} stands for an image or a sound; the model here reads text",
-                           param=param)  # fmt: skip
+        standing = [i for i in prompt if i in self.config.placeholder_ids]
+        if len(standing) != sum(placed.media.num_tokens for placed in media):
+            raise ApiError(400, f"token {standing[0]} stands for an image or a sound, which come in the messages of a "
+                                "chat: leave it out", param=param)  # fmt: skip
         most = self.ready.max_len - len(prompt)
         if not prompt:
             raise ApiError(400, "the prompt is empty", param=param)
@@ -208,7 +235,7 @@ class Service:
                 watch.ended("stop" if enough() else last.reason, last.stats)
 
     def close(self) -> None:
-        for threads in (self._quick, self._slow):
+        for threads in (self._quick, self._slow, self._media):
             threads.shutdown(wait=False, cancel_futures=True)
         if self.tracing is not None:
             self.tracing.close()

@@ -17,6 +17,8 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from kerngen.errors import UsageError
+from kerngen.runtime.media.options import MediaSupport
+from kerngen.runtime.media.parts import KINDS, Content, Item, item_of, joined, max_soft_tokens, text_in
 from kerngen.runtime.serve import errors
 from kerngen.runtime.serve.chat_completions import answers, told_tools, variables_of
 from kerngen.runtime.serve.choice_stream import Asked, Part
@@ -44,7 +46,7 @@ class Turns:
     origins: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
-    def add(self, origin: str, role: str, content: str, **more: Any) -> None:
+    def add(self, origin: str, role: str, content: Content, **more: Any) -> None:
         self.messages.append({"role": role, "content": content, **more})
         self.origins.append(origin)
 
@@ -98,10 +100,21 @@ class Turns:
             raise
 
 
-def text_of(
-    content: Any, kinds: Mapping[str, str], where: str, *, join: str = "", result_of: Turns | None = None
-) -> str:
-    """The text of `content`: a string, or parts, each with its text in the field that `kinds` has for its type.
+def text_of(content: Any, kinds: Mapping[str, str], where: str, *, join: str = "") -> str:
+    """The text of `content`: a string, or parts, each with its text in the field that `kinds` has for its type."""
+    return text_in(content_of(content, kinds, where, None, join=join))
+
+
+def content_of(
+    content: Any,
+    kinds: Mapping[str, str],
+    where: str,
+    media: MediaSupport | None,
+    *,
+    join: str = "",
+    result_of: Turns | None = None,
+) -> Content:
+    """As `text_of`, with the images and sounds among the parts that `media` takes; None: all of it is text.
 
     result_of: the turns of which it is a call's result. There the model is told of a part that it cannot read, which
     its own call brought: no client can take that back, and the conversation would end.
@@ -110,23 +123,36 @@ def text_of(
         return content or ""
     if not isinstance(content, list):
         raise ApiError(400, f"{where} is neither text nor a list of parts", param=where)
-    texts = []
+    parts: list[str | Item] = []
     for at, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get(kinds.get(kind, "")) if isinstance(kind, str) else None
-        if not isinstance(text, str):
-            if result_of is None or not isinstance(kind, str) or kind in kinds:
-                raise not_text(kind, f"{where}[{at}]", kinds)
+        if isinstance(text, str):
+            parts.append(text)
+        elif isinstance(kind, str) and kind in KINDS and media and (media.reads(KINDS[kind]) or result_of is None):
+            parts.append(_item(part, f"{where}[{at}]", media))
+        elif result_of is None or not isinstance(kind, str) or kind in kinds:
+            raise not_text(kind, f"{where}[{at}]", kinds)
+        else:
             result_of.left_out.append(f"{where}[{at}]: {kind:.80}")
-            text = f"({kind:.80}: this cannot be read here, only text can)"
-        texts.append(text)
-    return join.join(texts)
+            parts.append(f"({kind:.80}: this cannot be read here)")
+    return joined(parts, join)
+
+
+def _item(part: dict[str, Any], where: str, media: MediaSupport) -> Item:
+    try:
+        if (item := item_of(part, where, media)) is None:
+            raise TypeError(f"{where} is no item, by its type")
+        return item
+    except UsageError as e:
+        raise ApiError(400, e.message, param=where) from e
 
 
 def not_text(kind: Any, where: str, kinds: Sequence[str] | Mapping[str, str]) -> ApiError:
     """Of a part that the model cannot read."""
-    if isinstance(kind, str) and ("image" in kind or "audio" in kind):
-        return ApiError(400, f"{where}: images and sounds are not read yet; the model here reads text", param=where)
+    if isinstance(kind, str) and kind in KINDS:
+        return ApiError(400, f"{where}: images and sounds are the user's, or what tools return; here is text alone",
+                        param=where)  # fmt: skip
     if isinstance(kind, str) and kind in kinds:
         return ApiError(400, f"{where} is of type {kind!r:.80} and has no text", param=where)
     return ApiError(400, f"{where} is of type {kind!r:.80}; read here: {', '.join(kinds)}", param=where)
@@ -216,10 +242,11 @@ async def count_tokens(request: Request, service: Service, turns: Turns, body: C
     """Of the prompt that the model would see."""
     service.require_model(body.model)
     with turns.named():
-        messages = template_messages(body.messages, service.codec.template_reads)
+        messages = template_messages(body.messages, service.codec.template_reads, service.media)
         tools = [] if body.tool_choice == "none" else told_tools(service, body.tools)
         variables = await variables_of(service, body, tools)
-        return len(await unless_gone(request, service.encode_chat(messages, variables)))
+        encoded = service.encode_chat(messages, variables, max_soft_tokens(body.mm_processor_kwargs))
+        return len((await unless_gone(request, encoded)).ids)
 
 
 def thought_counter(codec: TextCodec, prompt: Sequence[int]) -> Callable[[Sequence[int]], int]:

@@ -12,6 +12,7 @@ from command import ROOT
 from kerngen.errors import UsageError
 from kerngen.runtime.config import read_model_config
 from kerngen.runtime.engine import Stats, TokenLogprobs
+from kerngen.runtime.media.values import Placed
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve.engine_process import Guiding, Made, Ready, TokenRequest
 from kerngen.runtime.serve.engines import EngineFailed, ReplicaState
@@ -37,6 +38,7 @@ class PlayedEngine:
         self.refuses: str | None = None
         self.asked: list[tuple[list[int], int, Sampling, tuple[int, ...]]] = []
         self.guided: list[Guiding | None] = []
+        self.media: list[tuple[Placed, ...]] = []
         self.num_left = self.num_ended = 0
         self.load = None
         self.replicas: tuple[ReplicaState, ...] = ()
@@ -47,6 +49,7 @@ class PlayedEngine:
         )  # fmt: skip
         self.asked.append((list(array("i", prompt)), max_new_tokens, request.sampling, tuple(stop_ids)))
         self.guided.append(request.guiding)
+        self.media.append(request.media)
         number, made, is_over = len(self.asked), 0, False
         of_prompt = (
             [] if request.prompt_logprobs is None else [TokenLogprobs(t, -2.0, ((t, -2.0),)) for t in prompt[1:]]

@@ -95,7 +95,7 @@ def test_turns_reach_the_template(talk: Talk) -> None:
 
 @pytest.mark.parametrize(("changes", "wrong"), [
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-     "messages.0.content.0[0]: images and sounds are not read yet"),
+     "messages.0.content.0[0]: this model reads text alone, no images"),
     ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "'document'; read here: text"),
     ({"messages": [{"role": "robot", "content": "Hi"}]}, "messages.0.role"),
     ({"messages": []}, "messages"), ({"max_tokens": None}, "max_tokens"), ({"model": None}, "model"),
@@ -173,7 +173,7 @@ def test_what_claude_code_sends_passes(talk: Talk) -> None:
     said = [{"type": "thinking", "thinking": "I see.", "signature": ""}, {"type": "text", "text": "So."}, call]
     for content, told in (("sunny", "sunny"), (
         [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}],
-        "(image: this cannot be read here, only text can)",
+        "(image: this cannot be read here)",
     )):  # fmt: skip
         result = {"type": "tool_result", "tool_use_id": call["id"], "content": content, "is_error": False, **cached}
         turns = [*asked["messages"], {"role": "assistant", "content": said}, {"role": "user", "content": [result]}]

@@ -114,7 +114,7 @@ def test_turns_before_it_come_in_the_request(talk: Talk) -> None:
      "tools.0.function.name", "Field required"),
     ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]",
-     "images and sounds are not read yet"),
+     "this model reads text alone, no images"),
     ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]", "'input_file'"),
     ({"input": [{"role": "user", "content": 3}]}, "input[0].content", "neither text nor a list"),
     ({"input": [{"role": "robot", "content": "Hi"}]}, "input[0]", "no role of system"),
@@ -173,7 +173,7 @@ def test_what_codex_sends_passes(stream: bool) -> None:
         call = output[2]
         assert (call["name"], call["namespace"], call["arguments"]) == ("spawn", "agents", ARGUMENTS)
         image = [{"type": "input_image", "image_url": "data:image/png;base64,AA=="}]
-        for content, told in (("sunny", "sunny"), (image, "(input_image: this cannot be read here, only text can)")):
+        for content, told in (("sunny", "sunny"), (image, "(input_image: this cannot be read here)")):
             result = {"type": "function_call_output", "call_id": call["call_id"], "output": content}
             thought = output[0] | {"encrypted_content": None}
             again = client.post(PATH, json=asked | {"input": [*asked["input"], thought, *output[1:], result]})

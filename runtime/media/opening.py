@@ -1,0 +1,107 @@
+"""What of media a checkpoint's folder lets a session or a server read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from kerngen.errors import CheckpointError, UsageError
+from kerngen.runtime.config_fields import read_json
+from kerngen.runtime.media.config import BOTH, MediaConfig, read_media_config
+from kerngen.runtime.media.input import MediaInput
+from kerngen.runtime.media.limits import MediaLimits
+from kerngen.runtime.media.options import MEDIA_FLAG, WORDS, MediaOptions, MediaSupport
+from kerngen.runtime.media.towers.dispatch import Towers
+from kerngen.runtime.media.values import Kind, Media, Source
+
+if TYPE_CHECKING:
+    from kerngen.runtime.media.decoders import Decode, Decoders
+
+
+def open_support(folder: Path, options: MediaOptions) -> MediaSupport:
+    """What the checkpoint in `folder` reads of what `options` ask for. No process is started before there is something
+    to decode, or `prepare` is called with nothing.
+
+    Raises UsageError where a part is asked for that the model has not, CheckpointError where config.json does not say
+    how it is built; with at_first_use, and where nothing is asked for, requests are told instead.
+    """
+    path = folder / "config.json"
+    is_needed = bool(options.parts) and not options.at_first_use
+    try:
+        config = read_media_config(read_json(path), str(path))
+    except CheckpointError as e:
+        if is_needed:
+            raise
+        return MediaSupport(None, options, fault=e.message)
+    lacking = [part for part in BOTH if part in options.parts and (config is None or getattr(config, part) is None)]
+    if lacking and is_needed:
+        raise UsageError(f"{MEDIA_FLAG}: {folder.name} reads no {WORDS[lacking[0]]}",
+                         hint=f"leave it out of {MEDIA_FLAG}; {MEDIA_FLAG} auto takes what there is")  # fmt: skip
+    if config is None or (asked := config.only(options.parts)) is None:
+        return MediaSupport(config, options)
+    return MediaSupport(config, options, _Prepare(asked, options.limits))
+
+
+def open_input(support: MediaSupport, load: Callable[[MediaConfig], Towers]) -> MediaInput | None:
+    """What a model has beside its text part, None where nothing is asked for. load: gives the towers of the parts of a
+    config; it is called here, or at_first_use with the first item that is embedded.
+    """
+    config = None if support.config is None else support.config.only(support.options.parts)
+    if config is None:
+        return None
+    placeholders: dict[Kind, int] = {}
+    if config.vision is not None:
+        placeholders |= {"image": config.image_id, "video": config.video_id}
+    if config.audio is not None:
+        placeholders["audio"] = config.audio_id
+    embed = _AtFirstUse(partial(load, config)) if support.options.at_first_use else load(config).embed
+    return MediaInput(embed, placeholders, config.bidirectional and config.vision is not None)
+
+
+class _AtFirstUse:
+    """Embeds with towers that the first call loads."""
+
+    def __init__(self, load: Callable[[], Towers]) -> None:
+        self._load = load
+        self._towers: Towers | None = None
+
+    def __call__(self, items: Sequence[Media]) -> list[Tensor]:
+        if self._towers is None:
+            self._towers = self._load()
+        return self._towers.embed(items)
+
+
+class _Prepare:
+    """Decodes in processes, which the first call starts."""
+
+    def __init__(self, config: MediaConfig, limits: MediaLimits) -> None:
+        self._config, self._limits = config, limits
+        self._decoders: Decoders | None = None
+        self._starting = threading.Lock()
+
+    def __call__(self, sources: Sequence[Source]) -> list[Media]:
+        """As `Decoders.decode_all`."""
+        with self._starting:
+            if self._decoders is None:
+                self._decoders = _decoders(self._config, self._limits)
+        return self._decoders.decode_all(sources)
+
+
+def _decoders(config: MediaConfig, limits: MediaLimits) -> Decoders:
+    from kerngen.runtime.media.decoders import Decoders
+    from kerngen.runtime.media.decoding import decode_image
+    from kerngen.runtime.media.images import ImageRule
+    from kerngen.runtime.media.sound import SoundRule, decode_sound
+
+    decode: dict[Kind, Decode] = {}
+    if (vision := config.vision) is not None:
+        rule = ImageRule(vision.patch_size, vision.pooling, vision.default_tokens)
+        decode |= {"image": partial(decode_image, rule), "video": partial(decode_image, rule)}
+    if config.audio is not None:
+        decode["audio"] = partial(decode_sound, SoundRule.of(config.audio))
+    return Decoders(decode, limits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from kerngen.runtime.backend import explaining_memory
 from kerngen.runtime.chat import THINKING
 from kerngen.runtime.completion import Answer, Completion
 from kerngen.runtime.engine import Engine, Handle, Request
+from kerngen.runtime.media.given import said_with
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.session import Session
 from kerngen.runtime.text import THOUGHT, TextCodec, TextStream
@@ -154,8 +156,8 @@ class Conversation:
         self.session, self._sampling = session, sampling or Sampling()
         self._max_new_tokens, self._stop = max_new_tokens, tuple(stop)
         self._first = [] if system is None else [{"role": "system", "content": system}]
-        self._variables = {THINKING: True} if think else {}
-        self.messages: list[dict[str, str]] = list(self._first)
+        self._variables: dict[str, Any] = {THINKING: True} if think else {}
+        self.messages: list[dict[str, Any]] = list(self._first)
         self.num_tokens = 0  # of the context that the turns fill
         session.encode([*self._first, {"role": "user", "content": "?"}], **self._variables)  # the template, tried
         if think and not session.codec.template_reads(THINKING):
@@ -172,18 +174,21 @@ class Conversation:
         """Forget all turns but the system's."""
         self.messages, self.num_tokens = list(self._first), 0
 
-    def say(self, text: str) -> Reply:
-        """The answer to `text`, which joins the turns with it. Raises UsageError, ContextFull where it does not fit."""
+    def say(self, text: str, *, images: Sequence[Any] = (), audio: Sequence[Any] = ()) -> Reply:
+        """The answer to `text` with `images` and `audio` before it, which joins the turns with them. Raises UsageError,
+        ContextFull where it does not fit.
+        """
         session = self.session
-        messages = [*self.messages, {"role": "user", "content": text}]
-        ids = session.encode(messages, **self._variables)
+        messages = [*self.messages, *said_with(text, images, audio, session.media)]
+        said = session.encode_media(messages, **self._variables)
+        ids = list(said.ids)
         if (room := self.context - len(ids)) < 1:
             raise ContextFull(
                 f"with this message the conversation has {len(ids):,} tokens; its context holds {self.context:,}"
             )
         wanted = self._max_new_tokens or room + 1
         parts = Parts(session.codec, self._stop, ids)
-        request = Request(ids, min(wanted, room), self._sampling, session.stop_ids, parts.ends_with)
+        request = Request(ids, min(wanted, room), self._sampling, session.stop_ids, parts.ends_with, media=said.media)
         with explaining_memory(session.ops.device):
             engine = session.reserve(self.context)
         return Reply(self, engine, engine.submit(request), parts, messages, is_cut=wanted > room)
@@ -197,7 +202,7 @@ class Reply(Iterator[Piece]):
     """
 
     def __init__(self, conversation: Conversation, engine: Engine, handle: Handle, parts: Parts,
-                 messages: list[dict[str, str]], *, is_cut: bool) -> None:  # fmt: skip
+                 messages: list[dict[str, Any]], *, is_cut: bool) -> None:  # fmt: skip
         self._conversation, self._engine, self._handle, self._parts = conversation, engine, handle, parts
         self._messages, self._is_cut = messages, is_cut
         self.completion: Completion | None = None

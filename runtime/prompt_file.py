@@ -94,12 +94,13 @@ class Outcomes(Iterator[tuple[int, Completion | KerngenError]]):
         session = self._session
         try:
             answer = Answer(session.codec, job.stop)
-            ids = array("i", session.encode(job.prompt, chat=job.chat))
+            said = session.encode_media(job.prompt, chat=job.chat)
+            ids = array("i", said.ids)
             self._require_room(len(ids), job.max_new_tokens)
         except (UsageError, CheckpointError) as e:  # a chat template may refuse one chat and not the next
             return _Slot(outcome=e)
         request = Request(ids, job.max_new_tokens, job.sampling, session.stop_ids, answer.ends_with,
-                          logprobs=job.logprobs, mask=job.mask)  # fmt: skip
+                          logprobs=job.logprobs, mask=job.mask, media=said.media)  # fmt: skip
         return _Slot(request, answer)
 
     def _require_room(self, num_prompt_tokens: int, max_new_tokens: int) -> None:

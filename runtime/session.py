@@ -29,12 +29,19 @@ from kerngen.runtime.config_fields import MAX_JSON_BYTES, read_file, require_fol
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import MEDIA_CACHE_BYTES, CacheShape, Engine, Request, TokenMask, require_draft_tokens
 from kerngen.runtime.hub import HubName, find_cached, find_checkpoint, hub_name
+from kerngen.runtime.media.given import said_with, with_items
+from kerngen.runtime.media.opening import open_input, open_support
+from kerngen.runtime.media.options import LOCAL, TEXT_ONLY, MediaOptions, MediaSupport
+from kerngen.runtime.media.parts import Message, items_of, require_few
+from kerngen.runtime.media.parts import max_soft_tokens as checked_tokens
+from kerngen.runtime.media.prompt import EncodedPrompt, encode_chat, place, prepared
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import Ops
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.text import TextCodec
 from kerngen.runtime.weights.loader import load_drafter, load_model
 from kerngen.runtime.weights.safetensors import Checkpoint
+from kerngen.runtime.weights.towers import load_towers
 from kerngen.runtime.world import World
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME
 
@@ -63,7 +70,7 @@ class Session:
     drafter_folder: where the drafter came from, None without one. load_s: seconds that reading and repacking the
     weights took. control_tokens: what looks like one in what users say (<turn|>) is one, as transformers has it; else
     it is text. reproducible, media_cache_bytes: as the engine's. ranks: the other ranks of a divided model, None where
-    it is whole; they end with the session, at the latest with this process.
+    it is whole; they end with the session, at the latest with this process. media: which images and sounds are read.
     """
 
     folder: Path
@@ -81,6 +88,7 @@ class Session:
     reproducible: bool = False
     media_cache_bytes: int = MEDIA_CACHE_BYTES
     ranks: Ranks | None = None
+    media: MediaSupport = TEXT_ONLY
     _engine: Engine | None = field(default=None, init=False)
 
     def __repr__(self) -> str:
@@ -111,14 +119,45 @@ class Session:
         else the template is to see (enable_thinking).
         Raises UsageError for messages without the template, CheckpointError where there is none or it fails.
         """
+        return list(self.encode_media(prompt, chat=chat, **variables).ids)
+
+    def encode_media(
+        self,
+        prompt: Prompt,
+        *,
+        images: Sequence[Any] = (),
+        audio: Sequence[Any] = (),
+        max_soft_tokens: int | None = None,
+        chat: bool = True,
+        **variables: Any,
+    ) -> EncodedPrompt:
+        """As `encode`, with the images and sounds that stand in the prompt: parts of messages, or `images` and `audio`
+        before what the user says (media/given.py: paths, bytes, URLs, Pillow's images, arrays). Without the template
+        they take the places of <|image|> and <|audio|> in the text, where control_tokens says that these are tokens.
+        max_soft_tokens: of each image, 70, 140, 280, 560 or 1120; None for the model's own or what its part says.
+
+        Raises also UsageError for media that are not read, and PlaceholderMismatch where they have no place.
+        """
+        plain, config = not self.control_tokens, self.media.config
+        num_tokens = checked_tokens(None if max_soft_tokens is None else {"max_soft_tokens": max_soft_tokens})
+        asked_for: list[Message] = []
+        if images or audio:
+            if not isinstance(prompt, str):
+                raise UsageError("images and audio are for a prompt of text: messages have them among their parts")
+            asked_for = said_with(prompt, images, audio, self.media)
         if not chat:
             if not isinstance(prompt, str):
                 raise UsageError("messages need the chat template", hint="leave chat=False out, or give one text")
-            return self._text_only(self.codec.encode(prompt, plain=not self.control_tokens))
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        most = self.codec.most_chars(self.config.max_positions)
-        plain = not self.control_tokens
-        return self._text_only(self.codec.encode_chat(messages, variables, plain=plain, max_chars=most))
+            ids = self.codec.encode(prompt, plain=plain)
+        else:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            asked_for = asked_for or with_items(messages, self.media)
+            most = self.codec.most_chars(self.config.max_positions)
+            ids = encode_chat(self.codec, asked_for, variables, config, plain=plain, max_chars=most)
+        if config is None or not (items := items_of(asked_for)):
+            return EncodedPrompt(self._text_only(ids))
+        require_few(items, self.media.options.limits)
+        return place(ids, prepared([item.within(num_tokens) for item in items], self.media), config)
 
     def _text_only(self, ids: list[int]) -> list[int]:
         """`ids`, if none of them stands for an image or the like. Raises UsageError."""
@@ -126,7 +165,7 @@ class Session:
             token = self.codec.token(found)
             raise UsageError(
                 f"the prompt holds a placeholder for an image, a video or a sound ({token!r}, token {found}), "
-                "and kerngen reads text alone",
+                "and there is none",
                 hint="leave it out; without --control-tokens (session.control_tokens) it is text",
             )
         return ids
@@ -135,6 +174,9 @@ class Session:
         self,
         prompt: Prompt,
         *,
+        images: Sequence[Any] = (),
+        audio: Sequence[Any] = (),
+        max_soft_tokens: int | None = None,
         max_new_tokens: int = MAX_NEW_TOKENS,
         temperature: float = 0.0,
         top_k: int = 0,
@@ -146,14 +188,16 @@ class Session:
         logprobs: int | None = None,
         mask: TokenMask | None = None,
     ) -> Completion:
-        """The model's answer to `prompt` (see `encode`).
+        """The model's answer to `prompt` (see `encode`), with `images` and `audio` before it, each image with
+        `max_soft_tokens` at most (see `encode_media`).
 
         temperature 0 is greedy; top_k 0 and top_p 1 keep every token; the same seed draws the same tokens. sampling: in
         place of these four, with penalties and more. stop: texts before which the answer ends. logprobs, mask: as in
         `Request`; a mask is this call's alone. Raises UsageError for a request that cannot be right, NumericsError
         where the model computes NaN, DeviceError where memory runs out.
         """
-        stream = self.stream(prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+        stream = self.stream(prompt, images=images, audio=audio, max_soft_tokens=max_soft_tokens,
+                             max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
                              seed=seed, sampling=sampling, stop=stop, chat=chat, logprobs=logprobs,
                              mask=mask)  # fmt: skip
         for _ in stream:
@@ -164,6 +208,9 @@ class Session:
         self,
         prompt: Prompt,
         *,
+        images: Sequence[Any] = (),
+        audio: Sequence[Any] = (),
+        max_soft_tokens: int | None = None,
         max_new_tokens: int = MAX_NEW_TOKENS,
         temperature: float = 0.0,
         top_k: int = 0,
@@ -177,9 +224,10 @@ class Session:
     ) -> CompletionStream:
         """As `generate`, in pieces. Other generations may run meanwhile; `close` ends it before its end."""
         answer = Answer(self.codec, stop)
-        request = Request(self.encode(prompt, chat=chat), max_new_tokens,
+        said = self.encode_media(prompt, images=images, audio=audio, max_soft_tokens=max_soft_tokens, chat=chat)
+        request = Request(said.ids, max_new_tokens,
                           _sampling(sampling, temperature, top_k, top_p, seed), self.stop_ids, answer.ends_with,
-                          logprobs=logprobs, mask=mask)  # fmt: skip
+                          logprobs=logprobs, mask=mask, media=said.media)  # fmt: skip
         with explaining_memory(self.ops.device):
             engine = self.reserve(len(request.prompt) + max(max_new_tokens, 1))
             return CompletionStream(self, answer, engine.follow(request))
@@ -207,9 +255,9 @@ class Session:
         sampling = _sampling(sampling, temperature, top_k, top_p, seed)
         answers = [Answer(self.codec, stop) for _ in prompts]
         requests = [
-            Request(self.encode(p, chat=chat), max_new_tokens, sampling, self.stop_ids, answer.ends_with,
-                    logprobs=logprobs)
-            for p, answer in zip(prompts, answers, strict=True)
+            Request(said.ids, max_new_tokens, sampling, self.stop_ids, answer.ends_with, logprobs=logprobs,
+                    media=said.media)
+            for said, answer in zip((self.encode_media(p, chat=chat) for p in prompts), answers, strict=True)
         ]  # fmt: skip
         made: dict[int, Completion] = {}
         with explaining_memory(self.ops.device):
@@ -311,6 +359,7 @@ def load(
     advance: Callable[[int, int], None] | None = None,
     keep_repacked: bool = False,
     tensor_parallel: int = 1,
+    media: str | MediaOptions = "auto",
     media_cache_bytes: int = MEDIA_CACHE_BYTES,
 ) -> Session:
     """Open a Gemma-4 checkpoint in Hugging Face format (bf16 or W4A16) and make it ready to generate.
@@ -326,12 +375,15 @@ def load(
     bytes of how many are there. keep_repacked: keep weights as the backend wants them in a file beside the model, which
     any later call with this backend and dtype reads in place of the checkpoint's. tensor_parallel: ranks that the model
     is divided among, on as many GPUs from `device` on, each a process of its own; they are started here, or by
-    torchrun. In those that torchrun makes other ranks than 0 this does not return: they end when rank 0 does.
+    torchrun. In those that torchrun makes other ranks than 0 this does not return: they end when rank 0 does. media:
+    what is loaded to read images and sound: "images", "audio", "images,audio"; "auto" for what the model has, when it
+    is first needed; "none". With limits of their own, MediaOptions.
     Warns of what a checkpoint lacks that has a default. Raises UsageError for a request that cannot be right,
     CheckpointError for a folder that is incomplete or damaged, DeviceError where there is no such device or memory.
     """
     place = find_checkpoint(folder)
     require_folder(place)
+    chosen = MediaOptions.parse(media, LOCAL) if isinstance(media, str) else media
     assistant = _find_assistant(folder, place) if draft is True else find_checkpoint(draft) if draft else None
     if assistant is None and draft_weights != "stored":
         raise UsageError(f"draft weights {draft_weights!r} need a drafter, and {place} has none beside it or is to run "
@@ -341,7 +393,7 @@ def load(
         _open_part, place, assistant, draft_weights=draft_weights, num_draft_tokens=num_draft_tokens, backend=backend,
         dtype=DTYPE_NAME.get(dtype, str(dtype)) if isinstance(dtype, torch.dtype) else dtype,
         db=None if db is None else os.fspath(db), bundle=None if bundle is None else os.fspath(bundle),
-        keep_repacked=keep_repacked, media_cache_bytes=media_cache_bytes,
+        keep_repacked=keep_repacked, media=chosen, media_cache_bytes=media_cache_bytes,
     )  # fmt: skip
     if tensor_parallel == 1:
         session = opens(None, where, advance)
@@ -395,7 +447,8 @@ def open_divided(
 def _open_part(
     place: Path, assistant: Path | None, collectives: Collectives | None, device: str | None,
     advance: Callable[[int, int], None] | None, *, draft_weights: str, num_draft_tokens: int | None, backend: str,
-    dtype: str | None, db: str | None, bundle: str | None, keep_repacked: bool, media_cache_bytes: int,
+    dtype: str | None, db: str | None, bundle: str | None, keep_repacked: bool, media: MediaOptions,
+    media_cache_bytes: int,
 ) -> Session:  # fmt: skip
     """What the rank of `collectives` has of the model in `place`; all of it for None."""
     ops = open_backend(backend, device=device, dtype=dtype, db_url=db, bundle=bundle, collectives=collectives)
@@ -403,7 +456,7 @@ def _open_part(
         require_draft_tokens(num_draft_tokens, ops)
     with explaining_memory(ops.device):
         session = open_checkpoint(place, ops, draft=assistant, draft_weights=draft_weights, advance=advance,
-                                  keep_repacked=keep_repacked)  # fmt: skip
+                                  keep_repacked=keep_repacked, media=media)  # fmt: skip
     session.num_draft_tokens, session.media_cache_bytes = num_draft_tokens, media_cache_bytes
     return session
 
@@ -456,9 +509,10 @@ def open_checkpoint(
     draft_weights: str = "stored",
     advance: Callable[[int, int], None] | None = None,
     keep_repacked: bool = False,
+    media: MediaOptions | None = None,
 ) -> Session:
     """Load `folder`, and `draft` if it is given, its matrices kept as `draft_weights`; what the rank has of them where
-    `ops` are those of one. Configurations and tokenizer are checked before any weights.
+    `ops` are those of one. Configurations and tokenizer are checked before any weights. media: None for text alone.
 
     Raises UsageError or CheckpointError.
     """
@@ -467,6 +521,7 @@ def open_checkpoint(
     drafter_config = read_drafter_config(draft, config).keeping(draft_weights) if draft else None
     config = config.divided(ops.collectives.world)
     drafter_config = drafter_config.divided(config) if drafter_config else None
+    support = open_support(folder, media or MediaOptions())
     codec = TextCodec(folder, config.bos_id)
     if codec.vocab_size > config.vocab_size:
         raise CheckpointError(
@@ -477,7 +532,8 @@ def open_checkpoint(
 
         require_served(folder, config, ops, draft, drafter_config)
     weights = load_model(folder, config, ops, advance=advance, keep_repacked=keep_repacked)
-    model = Gemma4(config, weights, ops, suppressed_ids=read_suppressed_ids(folder))
+    seen = open_input(support, lambda asked: load_towers(folder, asked, ops, advance=advance))
+    model = Gemma4(config, weights, ops, suppressed_ids=read_suppressed_ids(folder), media=seen)
     drafter = None
     if draft and drafter_config:
         drafter = MtpDrafter(drafter_config, load_drafter(draft, drafter_config, ops, advance=advance), model)
@@ -490,4 +546,5 @@ def open_checkpoint(
         stop_ids=stop_ids_of(folder, config, codec),
         load_s=time.perf_counter() - began,
         drafter_folder=draft,
+        media=support,
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kerngen.cli.chat_keys import CtrlC, Interrupted, Keyboard
@@ -23,6 +25,8 @@ DIM, PLAIN = "\x1b[2m", "\x1b[22m"
 COMMANDS = {
     "/help": "this",
     "/stats": "what the last answer took, and what the context holds",
+    "/image": "FILE: show it with the next message; without one, forget those",
+    "/audio": "FILE: play it with the next message; without one, forget those",
     "/clear": "forget the conversation",
     "/exit": "end, as Ctrl-D does",
 }
@@ -92,9 +96,33 @@ class Screen:
         self._is_dim = False
 
 
+@dataclass(slots=True)
+class Files:
+    """What goes with the next message."""
+
+    images: list[Path] = field(default_factory=list)
+    audio: list[Path] = field(default_factory=list)
+
+    def add(self, command: str, name: str = "") -> str:
+        """What there is after `command` (/image or /audio) with a file's name."""
+        found = self.images if command == "/image" else self.audio
+        path = Path(name.strip().strip("'\"")).expanduser()
+        if not name.strip():
+            found.clear()
+        elif not path.is_file():
+            return f"there is no file {path}"
+        else:
+            found.append(path)
+        names = ", ".join(path.name for path in (*self.images, *self.audio))
+        return f"with the next message: {names}" if names else "nothing goes with the next message"
+
+    def forget(self) -> None:
+        self.images, self.audio = [], []
+
+
 def chat(conversation: Conversation, *, hide_thinking: bool = False, history: HistoryFile | None = None) -> None:
     """Read, answer, until Ctrl-D, /exit or a second Ctrl-C (KeyboardInterrupt). history: None keeps nothing."""
-    ctrl_c, screen = CtrlC(), Screen()
+    ctrl_c, screen, files = CtrlC(), Screen(), Files()
     screen.line(title(conversation))
     last: Completion | None = None
     entries, history = _opened(history, screen)
@@ -121,9 +149,13 @@ def chat(conversation: Conversation, *, hide_thinking: bool = False, history: Hi
                     return
                 if said.strip() == "/clear":
                     last = None
+                    files = Files()
+                if said.split()[0] in ("/image", "/audio"):
+                    screen.line(files.add(*said.split(maxsplit=1)))
+                    continue
                 screen.line(obey(said.strip(), conversation, last))
             elif said.strip():
-                last = _answer(conversation, said.strip(), screen, keyboard, ctrl_c, hide_thinking) or last
+                last = _answer(conversation, said.strip(), files, screen, keyboard, ctrl_c, hide_thinking) or last
 
 
 def _opened(history: HistoryFile | None, screen: Screen) -> tuple[list[str], HistoryFile | None]:
@@ -181,11 +213,13 @@ def obey(command: str, conversation: Conversation, last: Completion | None) -> s
 
 
 def _answer(
-    conversation: Conversation, said: str, screen: Screen, keyboard: Keyboard, ctrl_c: CtrlC, hide_thinking: bool
-) -> Completion | None:
-    """Show the answer to `said`. None where there is none."""
+    conversation: Conversation, said: str, files: Files, screen: Screen, keyboard: Keyboard, ctrl_c: CtrlC,
+    hide_thinking: bool,
+) -> Completion | None:  # fmt: skip
+    """Show the answer to `said` with `files`, which are then said. None where there is none."""
     try:
-        reply = conversation.say(said)
+        reply = conversation.say(said, images=files.images, audio=files.audio)
+        files.forget()
         try:
             with keyboard.unechoed():  # once more, as a shell may have set the terminal anew after Ctrl-Z
                 _stream(reply, screen, keyboard, ctrl_c, hide_thinking)

@@ -22,6 +22,14 @@ BACKEND_OPTIONS = (
     click.option("--db", "db_url", default=None, help="Tuning database for the cuda backend. Default: the user's."),
     click.option("--bundle", default=None, help="File that `kerngen compile -o` made. Default: $KERNGEN_BUNDLE."),
 )  # fmt: skip
+media_option = click.option(
+    "--media", "media", default=None, metavar="WHAT",
+    help="Load what reads them: images, audio, images,audio; auto: when a request has some; none.",
+)  # fmt: skip
+host_option = click.option(
+    "--allow-media-host", "media_hosts", multiple=True, metavar="HOST",
+    help="Whose http(s) URLs of images and sounds are fetched, as images.example.com; repeatable.",
+)  # fmt: skip
 tensor_parallel_option = click.option(
     "--tensor-parallel", "--tensor-parallel-size", type=click.IntRange(1), default=1, show_default=True, metavar="N",
     help="Divide the model among N GPUs of this host, from --device on.",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kerngen.cli.model_options import chosen_lines, load_arguments, load_options
+from kerngen.cli.model_options import chosen_lines, host_option, load_arguments, load_options, media_option
 from kerngen.cli.tables import say
 from kerngen.cli.utf8 import require_utf8
 from kerngen.runtime.config import in_int4
@@ -19,6 +19,8 @@ from kerngen.runtime.config import in_int4
 if TYPE_CHECKING:
     from kerngen.runtime.sampling import Sampling
     from kerngen.runtime.session import Completion, CompletionStream, Prompt, Session
+
+_FILE = click.Path(path_type=Path)
 
 
 @click.command()
@@ -28,6 +30,14 @@ if TYPE_CHECKING:
               help="What to say, as PROMPT; - for standard input. Default: that; on a terminal, a chat.")  # fmt: skip
 @click.option("--prompts", default=None, metavar="FILE",
               help="Prompts as JSON lines, - for standard input; answers as JSON lines in their order.")  # fmt: skip
+@click.option("--image", "images", multiple=True, type=_FILE, metavar="FILE",
+              help="Before what is said: a PNG, JPEG, WebP or GIF; repeatable.")  # fmt: skip
+@click.option("--audio", multiple=True, type=_FILE, metavar="FILE",
+              help="Before what is said: a WAV, MP3, FLAC or Ogg; repeatable.")  # fmt: skip
+@click.option("--image-tokens", type=click.Choice(["70", "140", "280", "560", "1120"]), default=None,
+              help="Of each image, at most: more of them see finer. Default: the model's own, 280.")  # fmt: skip
+@media_option
+@host_option
 @click.option("--system", default=None, help="What the model is told before everything else.")
 @load_options
 @click.option("--max-new-tokens", "-n", type=click.IntRange(1), default=None,
@@ -58,6 +68,11 @@ def run(
     said: str | None,
     prompt: str | None,
     prompts: str | None,
+    images: tuple[Path, ...],
+    audio: tuple[Path, ...],
+    image_tokens: str | None,
+    media: str | None,
+    media_hosts: tuple[str, ...],
     system: str | None,
     max_new_tokens: int | None,
     temperature: float | None,
@@ -83,6 +98,7 @@ def run(
     """
     from kerngen.errors import UsageError
     from kerngen.runtime.config import read_sampling
+    from kerngen.runtime.media.options import LOCAL, MediaOptions
     from kerngen.runtime.sampling import Sampling
     from kerngen.runtime.session import MAX_NEW_TOKENS, load
     from kerngen.system.progress import Reporter
@@ -93,7 +109,14 @@ def run(
         print_plan(str(model), None if draft is None else str(draft), draft_weights, where["tensor_parallel"],
                    where["device"], as_json=as_json)  # fmt: skip
         return
-    arguments = load_arguments(model, draft=draft, draft_weights=draft_weights, **where)
+    if (images or audio) and (media is not None or no_chat):
+        raise UsageError("--image and --audio say what is loaded, and take the chat template",
+                         hint="leave --media and --no-chat out")  # fmt: skip
+    if missing := next((path for path in (*images, *audio) if not path.is_file()), None):
+        raise UsageError(f"there is no file {missing}")
+    needed = ",".join(name for name, files in (("images", images), ("audio", audio)) if files)
+    chosen = MediaOptions.parse(needed or media or "auto", replace(LOCAL, hosts=media_hosts))
+    arguments = {**load_arguments(model, draft=draft, draft_weights=draft_weights, **where), "media": chosen}
     if said is not None and prompt is not None:
         raise UsageError("PROMPT and --prompt are two things to say", hint="quote a prompt of several words")
     prompt = said if prompt is None else prompt
@@ -110,6 +133,9 @@ def run(
     if not is_chat and (context or think or hide_thinking):
         raise UsageError("--context, --think and --hide-thinking are for a chat",
                          hint="a chat is what runs on a terminal without --prompt and --prompts")  # fmt: skip
+    if (images or audio) and (is_chat or prompts is not None):
+        raise UsageError("--image and --audio go with a prompt",
+                         hint='give --prompt "…"; in a chat /image FILE and /audio FILE add them')  # fmt: skip
     if prompts is None:
         asked: Prompt = "" if is_chat else _read_prompt(prompt, model)
     else:
@@ -147,14 +173,23 @@ def run(
         for line in (_where(session), *chosen_lines(session.ops.sources(), session.ops.outside())):
             say(line, err=True)
     else:
-        if system is not None:
-            asked = [{"role": "system", "content": system}, {"role": "user", "content": asked}]
-        stream = session.stream(asked, max_new_tokens=max_new_tokens or MAX_NEW_TOKENS, sampling=sampling, stop=stop,
+        said = _with_files(asked, images, audio)
+        if system is not None or said != asked:
+            before = [] if system is None else [{"role": "system", "content": system}]
+            asked = [*before, {"role": "user", "content": said}]
+        stream = session.stream(asked, max_soft_tokens=int(image_tokens) if image_tokens else None,
+                                max_new_tokens=max_new_tokens or MAX_NEW_TOKENS, sampling=sampling, stop=stop,
                                 chat=not no_chat)  # fmt: skip
         code = _show(stream, session, sampling, as_json)
     if not sampling.is_greedy and not (as_json and prompts is None):
         say(_sampling(sampling, suggested), err=True)
     click.get_current_context().exit(code)
+
+
+def _with_files(said: Any, images: tuple[Path, ...], audio: tuple[Path, ...]) -> Any:
+    """What the user says, as parts where there are files before it."""
+    files = [*({"type": "image", "image": path} for path in images), *({"type": "audio", "audio": f} for f in audio)]
+    return [*files, {"type": "text", "text": said}] if files else said
 
 
 def _show(stream: CompletionStream, session: Session, sampling: Sampling, as_json: bool) -> int:

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kerngen.cli.model_options import load_arguments, load_options
+from kerngen.cli.model_options import host_option, load_arguments, load_options, media_option
 from kerngen.cli.tables import say
 from kerngen.cli.vllm_options import ServeCommand
 
 if TYPE_CHECKING:
     from kerngen.runtime.serve.server import Settings
 
+BODY_MB, MEDIA_BODY_MB = 16, 32  # of a request: the largest image is a third larger as text
 KEYS_VARIABLE = "KERNGEN_API_KEYS"  # several, with commas between them
 
 
@@ -42,7 +43,12 @@ KEYS_VARIABLE = "KERNGEN_API_KEYS"  # several, with commas between them
               help="Engines, each on a GPU of its own: the first ones, or --device cuda:0,cuda:1.")  # fmt: skip
 @click.option("--max-queue", type=click.IntRange(1), default=256, show_default=True,
               help="Sequences at work or waiting, of each replica; more get 429.")  # fmt: skip
-@click.option("--max-body-mb", type=click.IntRange(1), default=16, show_default=True, help="Of a request.")
+@click.option("--max-body-mb", type=click.IntRange(1), default=None,
+              help=f"Of a request. Default: {BODY_MB}; {MEDIA_BODY_MB} with --media.")  # fmt: skip
+@media_option
+@host_option
+@click.option("--max-media-items", type=click.IntRange(1), default=None,
+              help="Images, sounds and frames of videos in a request. Default: 32.")  # fmt: skip
 @click.option("--drain", "drain_s", type=click.FloatRange(0), default=60.0, show_default=True,
               help="Seconds that answers have to end after SIGTERM or Ctrl-C.")  # fmt: skip
 @click.option("--generated", is_flag=True,
@@ -66,7 +72,10 @@ def serve(
     max_batch: int,
     replicas: int,
     max_queue: int,
-    max_body_mb: int,
+    max_body_mb: int | None,
+    media: str | None,
+    media_hosts: tuple[str, ...],
+    max_media_items: int | None,
     drain_s: float,
     generated: bool,
     reproducible: bool,
@@ -94,10 +103,14 @@ def serve(
         from kerngen.runtime.serve.server import Settings, run
     except ImportError as e:
         raise UsageError(f"the server is not installed: {e}", hint="pip install 'kerngen[serve]'") from e
+    from kerngen.runtime.media.limits import MediaLimits
+    from kerngen.runtime.media.options import MediaOptions
     from kerngen.runtime.serve.replicas import device_groups
     from kerngen.runtime.serve.service import Limits
 
-    arguments = load_arguments(model, **where)
+    media_limits = MediaLimits(hosts=media_hosts, **({"items": max_media_items} if max_media_items else {}))
+    chosen = MediaOptions.parse(media or "none", media_limits)
+    arguments = {**load_arguments(model, **where), "media": chosen}
     given = [key for text in keys for key in text.split(",")]
     if any(not key.strip() for key in given):
         raise UsageError("an API key is empty")
@@ -108,7 +121,8 @@ def serve(
                          hint="--num-draft-tokens 3, or --no-draft")  # fmt: skip
     each = arguments["tensor_parallel"]
     groups = device_groups(replicas, arguments["device"], arguments["backend"], each) if are_several else ()
-    limits = Limits(queue=max_queue * replicas, body_bytes=max_body_mb * 2**20)
+    body_mb = max_body_mb or (MEDIA_BODY_MB if chosen.parts else BODY_MB)
+    limits = Limits(queue=max_queue * replicas, body_bytes=body_mb * 2**20)
     settings = Settings(arguments, host, port, names, tuple(given), context, max_batch, limits, drain_s, traces,
                         reproducible=reproducible, control_tokens=control_tokens, origins=origins,
                         hosts=hosts, replicas=groups, begun=engine)  # fmt: skip

@@ -18,7 +18,7 @@ _SCHEDULED = "prompts are prefilled in chunks beside those who decode, and prefi
 _DRAFTS = "--draft says which drafter, --num-draft-tokens how many"
 _PROXY = "put a proxy before it"
 _NOT_LOGGED = "requests are not logged; leave it out; /metrics counts them"
-_TEXT = "text alone is read"
+_MEDIA = "--media says what is read beside text, --max-media-items how much of it"
 _LORA = "adapters are not served: merge it into its checkpoint"
 INSTEAD = {
     "tp": _DIVIDED, "pipeline-parallel-size": _ONE_GPU, "pp": _ONE_GPU,
@@ -46,7 +46,10 @@ INSTEAD = {
     "async-scheduling": _SCHEDULED, "no-enable-prefix-caching": "prefixes are always shared; leave it out",
     "speculative-config": _DRAFTS, "speculative-model": _DRAFTS, "num-speculative-tokens": _DRAFTS,
     "enable-lora": _LORA, "lora-modules": _LORA,
-    "limit-mm-per-prompt": _TEXT, "mm-processor-kwargs": _TEXT, "language-model-only": _TEXT,
+    "limit-mm-per-prompt": _MEDIA, "mm-processor-kwargs": "a request has its own mm_processor_kwargs",
+    "language-model-only": "text alone is read unless --media says more; leave it out",
+    "allowed-media-domains": "--allow-media-host HOST, once for each",
+    "allowed-local-media-path": "files of the server are not read; clients send data: URLs",
     "structured-outputs-config": "llguidance guides answers; leave it out",
     "guided-decoding-backend": "llguidance guides answers; leave it out",
     "max-logprobs": "a request has at most 20; leave it out",

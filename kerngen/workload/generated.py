@@ -11,6 +11,7 @@ from kerngen.errors import DeviceError
 from kerngen.runtime.config import DrafterConfig, ModelConfig
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.footprint import footprint
+from kerngen.runtime.media.input import MediaInput
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import Ops
 from kerngen.runtime.weights.synthetic import SyntheticSource, synthetic_drafter, synthetic_model
@@ -18,14 +19,22 @@ from kerngen.runtime.weights.synthetic import SyntheticSource, synthetic_drafter
 
 @torch.inference_mode()
 def generated_model(
-    name: str, config: ModelConfig, drafter_config: DrafterConfig | None, ops: Ops, seed: int, *, own_head: bool = False
+    name: str,
+    config: ModelConfig,
+    drafter_config: DrafterConfig | None,
+    ops: Ops,
+    seed: int,
+    *,
+    own_head: bool = False,
+    media: MediaInput | None = None,
 ) -> tuple[Gemma4, MtpDrafter | None]:
     """The model of `config` and the drafter of `drafter_config`, when their weights are there: random, from `seed`. A
     rank's are its part of what one rank would have from that seed.
 
     own_head: also where the checkpoint's head is the embedding, as most are. A generated model with that head says the
     same token over and over: it is the likeliest to follow itself, and whatever else the cache held would change
-    nothing. Another head tells contexts apart. Raises DeviceError as `require_memory`.
+    nothing. Another head tells contexts apart. media: what it takes beside text. Raises DeviceError as
+    `require_memory`.
     """
     if ops.device.type == "cpu":
         require_memory(name, config, drafter_config)
@@ -35,7 +44,7 @@ def generated_model(
         weights = replace(synthetic_model(config, ops, seed), head=head)
     else:
         weights = synthetic_model(config, ops, seed)
-    model, drafter = Gemma4(config, weights, ops), None
+    model, drafter = Gemma4(config, weights, ops, media=media), None
     if drafter_config is not None:
         drafter = MtpDrafter(drafter_config, synthetic_drafter(drafter_config, ops, seed + 1), model)
     if ops.device.type == "cuda":

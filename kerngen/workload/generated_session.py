@@ -23,8 +23,11 @@ from kerngen.errors import UsageError
 from kerngen.runtime.backend import explaining_memory, open_backend
 from kerngen.runtime.engine import require_draft_tokens
 from kerngen.runtime.executors.collectives import Collectives
+from kerngen.runtime.media.opening import open_input, open_support
+from kerngen.runtime.media.options import MediaOptions
 from kerngen.runtime.session import Session, open_divided, stop_ids_of
 from kerngen.runtime.text import CALL, CHANNEL, END_OF_CALL, END_OF_CHANNEL, END_OF_TURN, QUOTE, TOOL_ANSWER, TextCodec
+from kerngen.runtime.weights.synthetic import synthetic_towers
 from kerngen.workload.generated import generated_model
 from kerngen.workload.workload import MODELS, RELEASED, find_model
 
@@ -33,12 +36,17 @@ CONTROL = {
     49: END_OF_CALL, 50: TOOL_ANSWER, 51: "<tool_response|>", 52: QUOTE, 98: "<|think|>", 100: CHANNEL,
     101: END_OF_CHANNEL, 105: "<|turn>", 106: END_OF_TURN,
 }  # fmt: skip
+# What stands for images and sound, in vocabularies that have room for it: Gemma-4's do.
+OF_MEDIA = {255_999: "<|image>", 256_000: "<|audio>", 258_880: "<|image|>", 258_881: "<|audio|>", 258_882: "<image|>",
+            258_883: "<audio|>", 258_884: "<|video|>"}  # fmt: skip
 FIRST_BYTE = 238  # the id of byte 0; as in Gemma's tokenizer
 LEAST_VOCAB = FIRST_BYTE + 256
 SPACE = "\u2581"  # as SentencePiece spells it
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
-    "{{ m.content }}<turn|>\n{% endfor %}{% if add_generation_prompt %}<|turn>model\n{% endif %}"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{{ p.text if p.type == 'text' else '<|' + p.type + '|>' }}{% endfor %}{% endif %}<turn|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn>model\n{% endif %}"
 )
 _SYLLABLES = tuple(a + b for a, b in product("bdfghjklmnprstvwz", "aeiou"))
 _OF_TEXT = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -51,7 +59,8 @@ def generated_tokenizer(vocab_size: int) -> Tokenizer:
             f"a vocabulary of {vocab_size} has no room for control tokens and bytes: it takes {LEAST_VOCAB}"
         )
     words = (SPACE + "".join(w) for length in range(1, 9) for w in product(_SYLLABLES, repeat=length))
-    vocab = {text: i for i, text in CONTROL.items()}
+    control = CONTROL | ({} if vocab_size <= max(OF_MEDIA) else OF_MEDIA)
+    vocab = {text: i for i, text in control.items()}
     vocab |= {f"<0x{i:02X}>": FIRST_BYTE + i for i in range(256)}
     taken = set(vocab.values())
     free = [i for i in range(vocab_size) if i not in taken]
@@ -61,7 +70,7 @@ def generated_tokenizer(vocab_size: int) -> Tokenizer:
     # A word with the space before it; then the rest, which no word is.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"{SPACE}[a-z]+"), "isolated")
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Replace(SPACE, " ")])
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in CONTROL.values()])
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in control.values()])
     return tokenizer
 
 
@@ -102,6 +111,7 @@ def load_generated(
     db: str | None,
     bundle: str | None,
     seed: int = 0,
+    media: MediaOptions | None = None,
     advance: Callable[[int, int], None] | None = None,
     tensor_parallel: int = 1,
     **others: Any,
@@ -113,7 +123,7 @@ def load_generated(
     """
     opens = partial(
         _generated_part, folder, name=name, draft=draft, draft_weights=draft_weights, num_draft_tokens=num_draft_tokens,
-        backend=backend, dtype=dtype, db=db, bundle=bundle, seed=seed,
+        backend=backend, dtype=dtype, db=db, bundle=bundle, seed=seed, media=media or MediaOptions(),
     )  # fmt: skip
     if tensor_parallel == 1:
         return opens(None, device, advance)
@@ -124,7 +134,7 @@ def load_generated(
 def _generated_part(
     folder: str | os.PathLike[str], collectives: Collectives | None, device: str | None, advance: Any, *, name: str,
     draft: str | bool, draft_weights: str, num_draft_tokens: int | None, backend: str, dtype: str | None,
-    db: str | None, bundle: str | None, seed: int,
+    db: str | None, bundle: str | None, seed: int, media: MediaOptions,
 ) -> Session:  # fmt: skip
     """What the rank of `collectives` has of the model; all of it for None."""
     began = time.perf_counter()
@@ -134,10 +144,11 @@ def _generated_part(
     place, drafter_config = Path(folder), found.drafter if draft else None
     if drafter_config is not None:
         require_draft_tokens(num_draft_tokens, ops)
-    codec = TextCodec(place, found.target.bos_id)
+    codec, support = TextCodec(place, found.target.bos_id), open_support(place, media)
     with explaining_memory(ops.device):
         # Tied to a random embedding, a head would say the same token for ever.
-        model, drafter = generated_model(name, found.target, drafter_config, ops, seed, own_head=True)
+        seen = open_input(support, lambda asked: synthetic_towers(asked, ops, seed + 3))
+        model, drafter = generated_model(name, found.target, drafter_config, ops, seed, own_head=True, media=seen)
     return Session(
         folder=place,
         config=found.target,
@@ -147,5 +158,6 @@ def _generated_part(
         stop_ids=stop_ids_of(place, found.target, codec),
         load_s=time.perf_counter() - began,
         num_draft_tokens=num_draft_tokens,
+        media=support,
         drafter_folder=None if drafter is None else Path(f"{Path(name).name}-assistant" if named is None else named),
     )

@@ -18,7 +18,7 @@ from served import Served, served
 
 from kerngen.runtime.serve.chat_page import chat_page
 
-MOST_BYTES = 40 * 1024
+MOST_BYTES = 48 * 1024
 LEAST_CONTRAST = 4.5  # WCAG 2.2, AA, of text in normal size
 KEY = "sesame"
 

@@ -533,7 +533,9 @@ def open_checkpoint(
         require_served(folder, config, ops, draft, drafter_config)
     weights = load_model(folder, config, ops, advance=advance, keep_repacked=keep_repacked)
     seen = open_input(support, lambda asked: load_towers(folder, asked, ops, advance=advance))
-    model = Gemma4(config, weights, ops, suppressed_ids=read_suppressed_ids(folder), media=seen)
+    # Of media that are not loaded, too: nothing would stand behind them in the next turn.
+    never = (*read_suppressed_ids(folder), *(() if seen is None else config.placeholder_ids))
+    model = Gemma4(config, weights, ops, suppressed_ids=never, media=seen)
     drafter = None
     if draft and drafter_config:
         drafter = MtpDrafter(drafter_config, load_drafter(draft, drafter_config, ops, advance=advance), model)

@@ -18,6 +18,7 @@ from kerngen.errors import KerngenError, UsageError
 from kerngen.runtime.cache import KINDS, PAGE_SIZE
 from kerngen.runtime.engine import Load
 from kerngen.runtime.engine.pages import page_keys
+from kerngen.runtime.media.input import Block
 from kerngen.runtime.serve.engine_client import EngineClient
 from kerngen.runtime.serve.engine_process import Made, Options, Ready, TokenRequest
 from kerngen.runtime.serve.engines import EngineFailed, EngineStopped, OnLoad, ReplicaState
@@ -303,7 +304,7 @@ class ReplicaPool:
         """As `EngineClient.stream`. Raises EngineFailed, too, where no engine serves."""
         # All but one token at most are found: its logits are wanted.
         may_share = self._shares_prefixes and request.prompt_logprobs is None
-        keys = page_keys(request.prompt, PAGE_SIZE) if self._shares_prefixes else []
+        keys = _page_keys(request) if self._shares_prefixes else []
         findable = keys[: (len(request.prompt) - 1) // PAGE_SIZE] if may_share else []
         is_again = False
         while True:
@@ -355,7 +356,7 @@ class ReplicaPool:
         """An answer is part of the prompt of the next turn."""
         self._answer_tokens += (len(tokens) - self._answer_tokens) / _MEMORY
         if self._shares_prefixes and replica.client is client:
-            replica.prefixes.note(page_keys([*request.prompt, *tokens], PAGE_SIZE, keys))
+            replica.prefixes.note(_page_keys(request, tokens, keys))
 
     def end(self, why: str) -> None:
         for replica in self._replicas:
@@ -371,6 +372,12 @@ class ReplicaPool:
         for error in ended:
             if isinstance(error, Exception):
                 raise error
+
+
+def _page_keys(request: TokenRequest, tokens: Sequence[int] = (), known: Sequence[bytes] = ()) -> list[bytes]:
+    """Of the full pages of a prompt and the `tokens` that answer it; images are told apart by what they show."""
+    blocks = [Block(placed.start, placed.end, placed.media.digest, sees_itself=False) for placed in request.media]
+    return page_keys([*request.prompt, *tokens], PAGE_SIZE, known, blocks)
 
 
 class _Progress:

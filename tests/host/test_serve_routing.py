@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from command import ROOT
@@ -19,12 +20,13 @@ from starlette.testclient import TestClient
 from kerngen.errors import UsageError
 from kerngen.runtime.cache import PAGE_SIZE
 from kerngen.runtime.engine import Load, Stats
+from kerngen.runtime.media.values import Media, Placed
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.serve import replicas
 from kerngen.runtime.serve.app import make_app
 from kerngen.runtime.serve.engine_process import Made, Options, Ready, TokenRequest
 from kerngen.runtime.serve.engines import EngineFailed
-from kerngen.runtime.serve.replicas import ANSWER_TOKENS, MOST_FAILURES, ReplicaPool, device_groups
+from kerngen.runtime.serve.replicas import ANSWER_TOKENS, MOST_FAILURES, ReplicaPool, _page_keys, device_groups
 from kerngen.runtime.serve.routing import Candidate, PrefixIndex, choose
 
 DIED = "the engine's process died (exit code -9)"
@@ -365,3 +367,15 @@ def test_each_divided_model_has_gpus_that_follow_each_other(monkeypatch: pytest.
     ):  # fmt: skip
         with pytest.raises(UsageError, match=says):
             device_groups(count, device, "auto", 2)
+
+
+def test_pages_of_other_images_are_other_pages() -> None:
+    """Their tokens are the same: a replica that saw one image has nothing of another."""
+    prompt = [2, *[9] * PAGE_SIZE, *[7] * PAGE_SIZE, *[9] * PAGE_SIZE]
+
+    def keys(shade: int) -> list[bytes]:
+        media = Media.of("image", np.full((PAGE_SIZE, 3), shade, np.uint8), (PAGE_SIZE, 1), PAGE_SIZE)
+        return _page_keys(TokenRequest(prompt, 1, Sampling(), media=(Placed(PAGE_SIZE + 1, media),)))
+
+    assert keys(1) == keys(1)
+    assert [a == b for a, b in zip(keys(1), keys(2), strict=True)] == [True, False, False]

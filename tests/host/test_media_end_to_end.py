@@ -1,0 +1,181 @@
+"""From files to tokens: a tiny checkpoint that sees and hears, opened as users open it, beside transformers."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from served import served
+from tiny_gemma import BASE, scramble
+from tiny_towers import AUDIO, VISION
+from tokenizers import AddedToken, Tokenizer
+from tokens import write_tokenizer
+from transformers import Gemma4AudioConfig, Gemma4Config, Gemma4ForConditionalGeneration, Gemma4TextConfig
+from transformers import Gemma4VisionConfig as HfVisionConfig
+
+import kerngen
+from kerngen.errors import UsageError
+from kerngen.runtime.media.prompt import EncodedPrompt
+from kerngen.runtime.session import Session
+
+pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install 'kerngen[media]'")
+
+NAMES = ("<|image>", "<|image|>", "<image|>", "<|audio>", "<|audio|>", "<audio|>", "<|video|>")
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|turn>{{ m.role }}\n{% if m.content is string %}{{ m.content | trim }}"
+    "{% else %}{% for p in m.content %}{{ p.text if p.type == 'text' else '<|' + p.type + '|>' }}{% endfor %}"
+    "{% endif %}<turn|>\n{% endfor %}{% if add_generation_prompt %}<|turn>model\n{% endif %}"
+)
+TYPES = {"image": 1, "video": 2, "audio": 3}  # mm_token_type_ids
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sees-and-hears")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Gemma4ForConditionalGeneration:
+    write_tokenizer(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in NAMES])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    begin_image, image, end_image, begin_audio, audio, end_audio, video = (tokenizer.token_to_id(n) for n in NAMES)
+    text = BASE | {"max_position_embeddings": 2048, "use_bidirectional_attention": "vision", "sliding_window": 16}
+    config = Gemma4Config(
+        text_config=Gemma4TextConfig(**text), vision_config=HfVisionConfig(**VISION),
+        audio_config=Gemma4AudioConfig(**AUDIO), image_token_id=image, audio_token_id=audio, video_token_id=video,
+        boi_token_id=begin_image, eoi_token_id=end_image, boa_token_id=begin_audio, eoa_token_index=end_audio,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    made = Gemma4ForConditionalGeneration(config).eval()
+    scramble(made, seed=7)
+    made.save_pretrained(folder)
+    return made
+
+
+@pytest.fixture(scope="module")
+def session(folder: Path, model: Gemma4ForConditionalGeneration) -> Session:
+    return kerngen.load(folder, draft=False, device="cpu", dtype="fp32", media="images,audio", max_len=1024)
+
+
+def pixels(seed: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(0, 256, (40, 56, 3), np.uint8)
+
+
+def png(seed: int) -> bytes:
+    from PIL import Image
+
+    into = io.BytesIO()
+    Image.fromarray(pixels(seed)).save(into, "PNG")
+    return into.getvalue()
+
+
+def hf_tokens(model: Gemma4ForConditionalGeneration, said: EncodedPrompt, count: int) -> list[int]:
+    """What transformers says greedily, without placeholders, where it is given the same patches and frames."""
+    ids, given = list(said.ids), dict[str, Any]()
+    types = torch.zeros(1, len(ids) + count, dtype=torch.long)
+    images, sounds = ([p.media for p in said.media if p.media.kind == kind] for kind in ("image", "audio"))
+    for placed in said.media:
+        types[0, placed.start : placed.end] = TYPES[placed.media.kind]
+    if images:
+        most = max(len(item.data) for item in images)
+        patches = torch.zeros(len(images), most, images[0].data.shape[1])
+        positions = torch.full((len(images), most, 2), -1)
+        for i, item in enumerate(images):
+            patches[i, : len(item.data)] = torch.tensor(item.data).float() / 255
+            y, x = torch.meshgrid(torch.arange(item.grid[0]), torch.arange(item.grid[1]), indexing="ij")
+            positions[i, : len(item.data)] = torch.stack((x, y), -1).view(-1, 2)
+        given |= {"pixel_values": patches, "image_position_ids": positions}
+    if sounds:
+        (sound,) = sounds
+        given["input_features"] = torch.tensor(sound.data)[None]
+        given["input_features_mask"] = torch.ones(given["input_features"].shape[:2], dtype=torch.bool)
+    placeholders = [model.config.image_token_id, model.config.audio_token_id, model.config.video_token_id]
+    made: list[int] = []
+    for _ in range(count):
+        with torch.no_grad():
+            out = model(torch.tensor([ids]), mm_token_type_ids=types[:, : len(ids)], **given).logits[0, -1]
+        out[placeholders] = -torch.inf
+        made.append(int(out.argmax()))
+        ids.append(made[-1])
+        if made[-1] in (1, 5):
+            break
+    return made
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_files_become_the_tokens_that_transformers_says(
+    session: Session, model: Gemma4ForConditionalGeneration, number: int
+) -> None:
+    sound = np.random.default_rng(5).uniform(-0.5, 0.5, 8000).astype(np.float32)
+    given: dict[str, Any] = [
+        {"images": [png(1)], "max_soft_tokens": 70},
+        {"images": [png(2), pixels(3)], "max_soft_tokens": 70, "audio": [sound]},
+        {"audio": [sound]},
+    ][number]  # type: ignore[assignment]
+    said = session.encode_media("abc", **given)
+    assert session.generate("abc", **given, max_new_tokens=6).tokens == hf_tokens(model, said, 6)
+
+
+def test_another_image_is_another_answer_and_the_same_one_is_the_same(session: Session) -> None:
+    def logprobs(seed: int) -> list[float]:
+        made = session.generate("abc", images=[png(seed)], max_soft_tokens=70, max_new_tokens=3, logprobs=1)
+        return [found.logprob for found in made.logprobs]
+
+    assert logprobs(1) == pytest.approx(logprobs(1), abs=1e-5)
+    assert logprobs(1) != pytest.approx(logprobs(2), abs=1e-3)
+
+
+def test_text_is_what_it_is_without_towers(folder: Path, session: Session) -> None:
+    alone = kerngen.load(folder, draft=False, device="cpu", dtype="fp32", media="none")
+    assert alone.generate("abc", max_new_tokens=6).tokens == session.generate("abc", max_new_tokens=6).tokens
+    with pytest.raises(UsageError, match="start it with --media images"):
+        alone.generate("abc", images=[png(1)])
+
+
+def test_what_is_needed_first_is_loaded_then(folder: Path, session: Session) -> None:
+    later = kerngen.load(folder, draft=False, device="cpu", dtype="fp32")
+    wanted = session.generate("abc", images=[png(1)], max_soft_tokens=70, max_new_tokens=4).tokens
+    assert later.generate("abc", images=[png(1)], max_soft_tokens=70, max_new_tokens=4).tokens == wanted
+
+
+def test_a_server_reads_them_in_processes_of_its_own(folder: Path, session: Session) -> None:
+    url = "data:image/png;base64," + base64.b64encode(png(1)).decode()
+    part = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
+    asked = {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "abc"}]}], "max_tokens": 6,
+             "temperature": 0}  # fmt: skip
+    wanted = session.generate("abc", images=[png(1)], max_soft_tokens=70, max_new_tokens=6)
+    with served("--media", "images", "--no-draft", "--context", "1024", "--dtype", "fp32", model=str(folder)) as server:
+        media = server.http.get(f"{server.url}/v1/models").json()["data"][0]["media"]
+        assert (media["image"], media["audio"], media["max_image_bytes"]) == (True, False, 20_000_000)
+        answer = server.http.post(f"{server.url}/v1/chat/completions", json=asked)
+        assert answer.status_code == 200, answer.text
+        told = answer.json()
+        assert told["choices"][0]["message"]["content"] == wanted.text
+        assert told["usage"]["prompt_tokens"] == wanted.stats.num_prompt_tokens
+        again = server.http.post(f"{server.url}/v1/chat/completions", json=asked).json()
+        assert again["choices"][0]["message"]["content"] == wanted.text
+        part["image_url"]["url"] = "data:image/png;base64," + base64.b64encode(png(1)[:200]).decode()  # type: ignore[index]
+        answer = server.http.post(f"{server.url}/v1/chat/completions", json=asked)
+        assert answer.status_code == 400
+        assert "damaged or truncated" in json.dumps(answer.json())
+        sound = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+        answer = server.http.post(
+            f"{server.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": [sound]}]}
+        )
+        assert (answer.status_code, "start it with --media audio" in answer.text) == (400, True)
+
+
+def test_what_stands_for_media_is_never_said(folder: Path, session: Session) -> None:
+    sees = kerngen.load(folder, draft=False, device="cpu", dtype="fp32", media="images")
+    assert session.model.suppressed_ids == sees.model.suppressed_ids >= set(session.config.placeholder_ids)
+    alone = kerngen.load(folder, draft=False, device="cpu", dtype="fp32", media="none")
+    assert not alone.model.suppressed_ids

@@ -40,6 +40,7 @@ class Limits:
     within body_s seconds. all_bytes: of all requests' bodies that are held at once. values: that one may hold, since
     reading them keeps all others waiting, and all_values: that all may hold at once, each of up to 150 B. logprobs:
     that an answer may hold which is sent whole, and all of those at once: 110 B each, and 600 B while one is written.
+    media_bytes: of what the model is given of images and sounds, of all sequences at once.
     """
 
     queue: int = 256
@@ -49,6 +50,7 @@ class Limits:
     values: int = 500_000
     all_values: int = 2_000_000
     logprobs: int = 1_000_000
+    media_bytes: int = 2 << 30
 
 
 @dataclass(slots=True)
@@ -75,6 +77,7 @@ class Service:
     metrics: Metrics = field(init=False)
     _num_inside: int = field(default=0, init=False)
     _num_logprobs: int = field(default=0, init=False)
+    _num_media_bytes: int = field(default=0, init=False)
     _quick: ThreadPoolExecutor = field(init=False)
     _slow: ThreadPoolExecutor = field(init=False)
     _media: ThreadPoolExecutor = field(init=False)
@@ -219,20 +222,36 @@ class Service:
                            f"{len(prompt)}{asked}", param=param, code="context_length_exceeded")  # fmt: skip
         return wanted or most
 
-    async def follow(self, request: TokenRequest, enough: Callable[[], bool]) -> AsyncGenerator[Made, None]:
-        """As Engines.stream, watched."""
-        watch, last = self.metrics.watch(), None
+    @contextmanager
+    def _media_held(self, media: Sequence[Placed]) -> Iterator[None]:
+        """Room for what a sequence has beside text, as long as it is at work or waits. Raises ApiError."""
+        count, most = sum(placed.media.data.nbytes for placed in media), self.limits.media_bytes
+        if count > most:
+            raise ApiError(400, f"the images and sounds of a request have {count:,} bytes decoded; {most:,} are taken")
+        if self._num_media_bytes + count > most:
+            raise ApiError(429, "there are too many images and sounds at once", code="queue_full",
+                           headers={"Retry-After": str(RETRY_AFTER_S)})  # fmt: skip
+        self._num_media_bytes += count
         try:
-            async with aclosing(self.client.stream(request, enough)) as stream:
-                async for made in stream:
-                    watch.tokens(len(made.tokens))
-                    last = made if made.reason else None
-                    yield made
+            yield
         finally:
-            if last is None:
-                watch.ended("abort")
-            else:
-                watch.ended("stop" if enough() else last.reason, last.stats)
+            self._num_media_bytes -= count
+
+    async def follow(self, request: TokenRequest, enough: Callable[[], bool]) -> AsyncGenerator[Made, None]:
+        """As Engines.stream, watched. Raises ApiError, too, where there is no room for its media."""
+        with self._media_held(request.media):
+            watch, last = self.metrics.watch(), None
+            try:
+                async with aclosing(self.client.stream(request, enough)) as stream:
+                    async for made in stream:
+                        watch.tokens(len(made.tokens))
+                        last = made if made.reason else None
+                        yield made
+            finally:
+                if last is None:
+                    watch.ended("abort")
+                else:
+                    watch.ended("stop" if enough() else last.reason, last.stats)
 
     def close(self) -> None:
         for threads in (self._quick, self._slow, self._media):

@@ -14,6 +14,7 @@ from kerngen.runtime.media.options import MediaOptions
 from kerngen.runtime.media.parts import Item
 from kerngen.runtime.media.prompt import TOLD, behind_tools, place
 from kerngen.runtime.media.values import Source
+from kerngen.runtime.serve.service import Limits
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 A, B, C = (base64.b64encode(bytes([n] * 3)).decode() for n in (1, 2, 3))
@@ -436,6 +437,22 @@ def test_limits_hold_before_anything_is_decoded() -> None:
         assert len(seen.prepare.asked) == 1
     with seeing() as seen:
         assert "10,000 images, frames and sounds; 32 are taken" in refused(seen, user(*[image()] * 10_000))
+
+
+def test_all_requests_together_have_room_for_so_much() -> None:
+    """Of what is decoded, which waits with its sequence; an item is 64 bytes here."""
+    with seeing() as seen:
+        seen.service.limits = Limits(media_bytes=3 * 64)
+        two = {"messages": [user(image(), image())]}
+        assert seen.client.post(CHAT, json=two).status_code == 200
+        assert seen.client.post(CHAT, json=two).status_code == 200, "who is done leaves room"
+        answer = seen.client.post(CHAT, json=two | {"n": 2})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+        assert answer.headers["Retry-After"]
+        assert seen.service._num_media_bytes == 0
+        answer = seen.client.post(CHAT, json={"messages": [user(*[image()] * 4)]})
+        assert (answer.status_code, "have 256 bytes decoded; 192 are taken" in answer.text) == (400, True)
+        assert seen.client.post(CHAT, json={"messages": [user(text("?"))]}).status_code == 200
 
 
 def test_a_host_that_is_allowed_is_asked_by_who_prepares() -> None:

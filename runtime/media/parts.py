@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +19,7 @@ from kerngen.runtime.media.options import HOST_FLAG, TEXT_ONLY, MediaSupport
 from kerngen.runtime.media.values import Kind, Source
 
 DETAILS: dict[str, int | None] = {"low": 70, "auto": None, "high": 1120}  # soft tokens; None: the model's own
-MAX_URL_CHARS = 4096
+MAX_URL_CHARS, MAX_FPS = 4096, 10_000
 KINDS: dict[str, Kind] = {
     "image_url": "image", "input_image": "image", "image": "image", "video": "video", "video_url": "video",
     "input_audio": "audio", "audio_url": "audio", "audio": "audio",
@@ -187,8 +186,10 @@ def video_of(part: Mapping[str, Any], where: str, source: Callable[[Any, str], S
     frames, fps = part.get("frames"), part.get("fps", DEFAULT_FPS)
     if not isinstance(frames, Sequence) or isinstance(frames, str | bytes) or not len(frames):
         raise UsageError(f'{where}: a video is {{"type": "video", "frames": [data: URLs of images], "fps": 24}}')
-    if isinstance(fps, bool) or not isinstance(fps, int | float) or not math.isfinite(fps) or fps <= 0:
-        raise UsageError(f"{where}.fps {fps!r:.80} is no number of frames a second")
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 1 / MAX_FPS <= fps <= MAX_FPS:
+        raise UsageError(
+            f"{where}.fps {fps!r:.80} is no number of frames a second, between {1 / MAX_FPS} and {MAX_FPS}"
+        )
     chosen = frame_indices(len(frames))
     sources = [source(frames[i], f"{where}.frames[{i}]") for i in chosen]
     return Item("video", tuple(sources), tuple(i / fps for i in chosen))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import base64
+import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from seeing import NAMES, PNG, TEMPLATES, Seeing, events, seeing, seeing_codec, shown
 
 from kerngen.errors import UsageError
 from kerngen.runtime.media.limits import MediaLimits
 from kerngen.runtime.media.options import MediaOptions
-from kerngen.runtime.media.parts import Item
+from kerngen.runtime.media.parts import KINDS, Item
 from kerngen.runtime.media.prompt import TOLD, behind_tools, place
 from kerngen.runtime.media.values import Source
 from kerngen.runtime.serve.service import Limits
@@ -360,6 +363,8 @@ def refused(seen: Seeing, *messages: dict[str, Any], path: str = CHAT, **more: A
     ({"type": "video", "frames": []}, 'a video is {"type": "video", "frames"'),
     ({"type": "video", "frames": PNG + A}, 'a video is {"type": "video", "frames"'),
     ({"type": "video", "frames": [PNG + A], "fps": 0}, "fps 0 is no number of frames a second"),
+    ({"type": "video", "frames": [PNG + A] * 2, "fps": 1e-320}, "is no number of frames a second, between 0.0001 and"),
+    ({"type": "video", "frames": [PNG + A] * 2, "fps": 2**70}, "is no number of frames a second"),
     ({"type": "video", "frames": [PNG + A, "/a.png"]}, "frames[1]: only data: URLs"),
     ({"type": "image_embeds", "image_embeds": "AA"}, "read here: text, image_url, input_audio"),
     ({"type": "file", "file": {}}, "read here: text, image_url, input_audio"),
@@ -514,3 +519,36 @@ def test_placing_refuses_what_does_not_fit() -> None:
         audio_first = place([config.audio_id, 9, config.image_id], media, config)
         assert [p.media.kind for p in audio_first.media] == ["audio", "image"], "kind by kind"
         assert shown(seeing_codec("newer"), audio_first.ids).startswith("<|audio><|audio|>*3<audio|>")
+
+
+# ---- whatever a client sends -----------------------------------------------------------------------------------------
+
+_ODD = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 2**70), st.floats(), st.text(max_size=5), st.just([]), st.just({}),
+    st.sampled_from([PNG + A, PNG, "data:", "data:;base64,", "https://x", "low", "auto", WAV, "<|image|>", "base64"]),
+    st.just([PNG + A, PNG + B]), st.just({"url": PNG + A}), st.just({"data": WAV, "format": "wav"}),
+    st.just({"type": "base64", "data": A}),
+)  # fmt: skip
+_FIELDS = ("text", "image_url", "input_audio", "audio_url", "video_url", "source", "detail", "image", "audio", "video",
+           "frames", "fps", "url", "path", "content", "item")  # fmt: skip
+_PARTS = st.fixed_dictionaries(
+    {"type": st.sampled_from([*KINDS, "text", "input_text", "tool_result", "file", None])},
+    optional=dict.fromkeys(_FIELDS, _ODD),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(_PARTS, min_size=1, max_size=3), st.sampled_from(["user", "tool", "system", "assistant"]), _ODD)
+def test_no_part_is_too_odd_for_an_answer(parts: list[dict[str, Any]], role: str, kwargs: Any) -> None:
+    message = {"role": role, "content": parts, "tool_call_id": "1"}
+    item = {"role": role if role != "tool" else "user", "content": parts}
+    bodies: list[tuple[str, Any]] = [
+        (CHAT, {"messages": [calls("1"), message, user(text("?"))], "mm_processor_kwargs": kwargs}),
+        (RESPONSES, {"store": False, "input": [item]}),
+        (MESSAGES, {"model": "tiny", "max_tokens": 2, "messages": [item, {"role": "user", "content": "?"}]}),
+        ("/tokenize", {"messages": [message]}),
+    ]
+    with seeing() as seen:
+        for path, body in bodies:
+            answer = seen.client.post(path, content=json.dumps(body))
+            assert answer.status_code in (200, 400), (path, body, answer.text)

@@ -21,8 +21,12 @@ from transformers import Gemma4VisionConfig as HfVisionConfig
 
 import kerngen
 from kerngen.errors import UsageError
+from kerngen.runtime.chat import render_chat
+from kerngen.runtime.media.options import LOCAL, MediaOptions
 from kerngen.runtime.media.prompt import EncodedPrompt
 from kerngen.runtime.session import Session
+from kerngen.workload.generated_session import OF_MEDIA, generated_tokenizer, load_generated
+from kerngen.workload.generated_session import TEMPLATE as GENERATED_TEMPLATE
 
 pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install 'kerngen[media]'")
 
@@ -179,3 +183,26 @@ def test_what_stands_for_media_is_never_said(folder: Path, session: Session) -> 
     assert session.model.suppressed_ids == sees.model.suppressed_ids >= set(session.config.placeholder_ids)
     alone = kerngen.load(folder, draft=False, device="cpu", dtype="fp32", media="none")
     assert not alone.model.suppressed_ids
+
+
+def test_generated_weights_have_towers_too(folder: Path, session: Session) -> None:
+    made = load_generated(
+        folder, name=str(folder), draft=False, draft_weights="stored", num_draft_tokens=None, backend="torch",
+        dtype="fp32", device="cpu", db=None, bundle=None, media=MediaOptions.parse("images,audio", LOCAL),
+    )  # fmt: skip
+
+    def logprobs(seed: int) -> list[float]:
+        answer = made.generate("abc", images=[png(seed)], max_soft_tokens=70, max_new_tokens=3, logprobs=1)
+        return [found.logprob for found in answer.logprobs]
+
+    assert logprobs(1) == pytest.approx(logprobs(1), abs=1e-5)
+    assert logprobs(1) != pytest.approx(logprobs(2), abs=1e-5)
+
+
+def test_generated_text_has_tokens_for_media() -> None:
+    tokenizer = generated_tokenizer(max(OF_MEDIA) + 1)
+    assert {i: tokenizer.token_to_id(text) for i, text in OF_MEDIA.items()} == {i: i for i in OF_MEDIA}
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "da"}, {"type": "audio"}]}]
+    rendered = render_chat(GENERATED_TEMPLATE, {"messages": messages, "bos_token": "<bos>"})
+    ids = tokenizer.encode(rendered, add_special_tokens=False).ids
+    assert [i for i in ids if i in OF_MEDIA] == [258_880, 258_881]

@@ -138,6 +138,7 @@ class Conversation:
     system: what the model is told first. max_new_tokens: of an answer, None for as many as the context holds. context:
     tokens of all turns together, None for as many as the model and the memory take, DEFAULT_CONTEXT at most; the cache
     for them is allocated here, and keeps the turns, so that only what is new is computed. think: ask the model to.
+    max_soft_tokens: of each image, as in Session.encode_media.
     Raises UsageError for what cannot be right, CheckpointError where there is no chat template or it fails, DeviceError
     where there is no memory.
     """
@@ -152,11 +153,13 @@ class Conversation:
         stop: Sequence[str] = (),
         context: int | None = None,
         think: bool = False,
+        max_soft_tokens: int | None = None,
     ) -> None:
         self.session, self._sampling = session, sampling or Sampling()
         self._max_new_tokens, self._stop = max_new_tokens, tuple(stop)
         self._first = [] if system is None else [{"role": "system", "content": system}]
         self._variables: dict[str, Any] = {THINKING: True} if think else {}
+        self._max_soft_tokens = max_soft_tokens
         self.messages: list[dict[str, Any]] = list(self._first)
         self.num_tokens = 0  # of the context that the turns fill
         session.encode([*self._first, {"role": "user", "content": "?"}], **self._variables)  # the template, tried
@@ -180,7 +183,7 @@ class Conversation:
         """
         session = self.session
         messages = [*self.messages, *said_with(text, images, audio, session.media)]
-        said = session.encode_media(messages, **self._variables)
+        said = session.encode_media(messages, max_soft_tokens=self._max_soft_tokens, **self._variables)
         ids = list(said.ids)
         if (room := self.context - len(ids)) < 1:
             raise ContextFull(

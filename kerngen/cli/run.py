@@ -114,6 +114,7 @@ def run(
                          hint="leave --media and --no-chat out")  # fmt: skip
     if missing := next((path for path in (*images, *audio) if not path.is_file()), None):
         raise UsageError(f"there is no file {missing}")
+    max_soft_tokens = int(image_tokens) if image_tokens else None
     needed = ",".join(name for name, files in (("images", images), ("audio", audio)) if files)
     chosen = MediaOptions.parse(needed or media or "auto", replace(LOCAL, hosts=media_hosts))
     arguments = {**load_arguments(model, draft=draft, draft_weights=draft_weights, **where), "media": chosen}
@@ -133,6 +134,8 @@ def run(
     if not is_chat and (context or think or hide_thinking):
         raise UsageError("--context, --think and --hide-thinking are for a chat",
                          hint="a chat is what runs on a terminal without --prompt and --prompts")  # fmt: skip
+    if image_tokens and prompts is not None:
+        raise UsageError("--image-tokens is for --image, or a chat", hint='parts of images in FILE have "detail"')
     if (images or audio) and (is_chat or prompts is not None):
         raise UsageError("--image and --audio go with a prompt",
                          hint='give --prompt "…"; in a chat /image FILE and /audio FILE add them')  # fmt: skip
@@ -160,7 +163,7 @@ def run(
             say(_sampling(sampling, suggested), err=True)
         chat(
             Conversation(session, system=system, sampling=sampling, max_new_tokens=max_new_tokens, stop=stop,
-                         context=context, think=think),
+                         context=context, think=think, max_soft_tokens=max_soft_tokens),
             hide_thinking=hide_thinking,
             history=None if no_history else HistoryFile(history_path()),
         )  # fmt: skip
@@ -177,7 +180,7 @@ def run(
         if system is not None or said != asked:
             before = [] if system is None else [{"role": "system", "content": system}]
             asked = [*before, {"role": "user", "content": said}]
-        stream = session.stream(asked, max_soft_tokens=int(image_tokens) if image_tokens else None,
+        stream = session.stream(asked, max_soft_tokens=max_soft_tokens,
                                 max_new_tokens=max_new_tokens or MAX_NEW_TOKENS, sampling=sampling, stop=stop,
                                 chat=not no_chat)  # fmt: skip
         code = _show(stream, session, sampling, as_json)

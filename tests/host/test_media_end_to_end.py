@@ -22,9 +22,10 @@ from transformers import Gemma4VisionConfig as HfVisionConfig
 import kerngen
 from kerngen.errors import UsageError
 from kerngen.runtime.chat import render_chat
+from kerngen.runtime.conversation import Conversation
 from kerngen.runtime.media.options import LOCAL, MediaOptions
 from kerngen.runtime.media.prompt import EncodedPrompt
-from kerngen.runtime.session import Session
+from kerngen.runtime.session import Completion, Session
 from kerngen.workload.generated_session import OF_MEDIA, generated_tokenizer, load_generated
 from kerngen.workload.generated_session import TEMPLATE as GENERATED_TEMPLATE
 
@@ -206,3 +207,20 @@ def test_generated_text_has_tokens_for_media() -> None:
     rendered = render_chat(GENERATED_TEMPLATE, {"messages": messages, "bos_token": "<bos>"})
     ids = tokenizer.encode(rendered, add_special_tokens=False).ids
     assert [i for i in ids if i in OF_MEDIA] == [258_880, 258_881]
+
+
+def test_a_chat_sees_what_was_shown_before(session: Session) -> None:
+    def said(seed: int) -> Completion:
+        return session.generate("abc", images=[png(seed)], max_soft_tokens=70, max_new_tokens=4)
+
+    seed = next(seed for seed in range(20) if said(seed).text)  # an answer without text is no turn of a chat
+    chat = Conversation(session, max_new_tokens=4, context=1024, max_soft_tokens=70)
+    first = chat.say("abc", images=[png(seed)])
+    assert list(first)
+    assert first.completion is not None
+    assert first.completion.tokens == said(seed).tokens
+    list(chat.say("def"))
+    told = session.encode_media(chat.messages, max_soft_tokens=70)
+    assert [placed.media.kind for placed in told.media] == ["image"]
+    with pytest.raises(UsageError, match="is no image"):
+        chat.say("ghi", images=[3])

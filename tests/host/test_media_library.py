@@ -215,6 +215,7 @@ def test_run_takes_files(kerngen: Kerngen, tmp_path: Path) -> None:
     lines = tmp_path / "lines"
     lines.write_text('{"prompt": "?"}\n')
     assert "go with a prompt" in refused(kerngen, *common, *image, "--prompts", str(lines))
+    assert "or a chat" in refused(kerngen, *common, "--image-tokens", "70", "--prompts", str(lines))
     assert "none of images, audio, auto and none" in refused(kerngen, *common, "--media", "sight", "-p", "?")
     hosts = ("--media", "none", "--allow-media-host", "example.org")
     assert "add --media images" in refused(kerngen, *common, *hosts, "-p", "?")

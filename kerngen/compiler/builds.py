@@ -69,15 +69,16 @@ def choices(load: Workload, selector: Selector, unsupported: Counter[str]) -> It
         if (why := kernel.why_unsupported(problem, selector.target)) is not None:
             unsupported[f"{name} on {selector.target.arch}: {why}"] += 1
             continue
-        yield problem, selector.choice(kernel, problem)
+        for asked in load.with_images(problem):
+            yield asked, selector.choice(kernel, asked)
         if problem.DYNAMIC:
             lines.setdefault(_line(kernel, problem), {})[getattr(problem, problem.DYNAMIC)] = problem
     for (name, *_), points in lines.items():
         kernel, (first, *_) = find_kernel(name), points.values()
         for length in selector.tuned_lengths(kernel, first):
             if length not in points and min(points) < length < max(points):
-                problem = replace(first, **{first.DYNAMIC: length})
-                yield problem, selector.choice(kernel, problem)
+                for asked in load.with_images(replace(first, **{first.DYNAMIC: length})):
+                    yield asked, selector.choice(kernel, asked)
 
 
 def _line(kernel: Kernel, problem: Any) -> tuple[Any, ...]:

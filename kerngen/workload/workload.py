@@ -21,6 +21,7 @@ from kerngen.runtime.config_fields import read_config
 from kerngen.runtime.media.config import MediaConfig, read_media_config
 from kerngen.runtime.world import World, most_rows
 from kerngen.templates import find_kernel
+from kerngen.templates.attn_prefill.spec import Problem as Prefill
 from kerngen.templates.centroid_head.spec import Problem as CentroidHead
 from kerngen.templates.exchange_norm.spec import Problem as ExchangeNorm
 from kerngen.templates.greedy_head.spec import Problem as GreedyHead
@@ -88,7 +89,7 @@ class Workload:
     """The problems of one model on one arch.
 
     missing: what the model computes that no kernel of ours serves, by its name in `runtime.fallbacks.FALLBACKS`.
-    steps: what was recorded.
+    steps: what was recorded. images_see_themselves: whether the tokens of an image see each other in sliding layers.
     """
 
     model: str
@@ -96,6 +97,7 @@ class Workload:
     items: tuple[Item, ...]
     missing: tuple[str, ...] = ()
     steps: tuple[Step, ...] = ()
+    images_see_themselves: bool = False
     _lines: dict[tuple[Any, ...], list[Item]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def only(self, kernels: Iterable[str]) -> Workload:
@@ -104,6 +106,12 @@ class Workload:
         have = sorted({i.kernel for i in self.items})
         require_among(wanted, have, self.model, "needs", f" on {self.arch}")
         return replace(self, items=tuple(i for i in self.items if i.kernel in wanted))
+
+    def with_images(self, problem: Any) -> Iterator[Any]:
+        """`problem`, and what a prompt with images asks in its place, if that is another. What is tuned serves both."""
+        yield problem
+        if self.images_see_themselves and isinstance(problem, Prefill) and problem.window:
+            yield replace(problem, ends=True)
 
     def step(
         self, phase: str, batch: int, context: int, q_len: int = 1, *, chunk: int = 0
@@ -152,12 +160,15 @@ def _place(problem: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A target with the drafter that goes with it, if any. engine: of ENGINES, which runs it."""
+    """A target with the drafter that goes with it, if any. engine: of ENGINES, which runs it. media: what the model
+    takes beside text, None for nothing.
+    """
 
     name: str
     target: ModelConfig
     drafter: DrafterConfig | None
     engine: str = ENGINES[0]
+    media: MediaConfig | None = None
 
     def on(self, engine: str) -> Model:
         """The same on that engine. Raises UsageError for what is not served there."""
@@ -216,12 +227,14 @@ def _find_model(name: str, drafter: str | None) -> Model:
         if drafter is not None:
             raise UsageError(f"{name} is a released model, with a drafter of its own: --draft goes with a folder")
         target = read_model_config(RELEASED / name)
-        return Model(name, target, read_drafter_config(RELEASED / name / "assistant", target))
+        drafts = read_drafter_config(RELEASED / name / "assistant", target)
+        return Model(name, target, drafts, media=find_media(name))
     folder = Path(name)
     if not folder.exists() and "/" not in name:
         raise UnknownName("model", name, [*MODELS, "or a model folder"])
     target = read_model_config(folder)
-    return Model(name, target, read_drafter_config(Path(drafter), target) if drafter else None)
+    drafts = read_drafter_config(Path(drafter), target) if drafter else None
+    return Model(name, target, drafts, media=find_media(name))
 
 
 def find_media(name: str) -> MediaConfig | None:
@@ -248,7 +261,9 @@ def workload(model: Model, arch: Arch) -> Workload:
     """Every problem that `model` needs on `arch`, in its dtype (fp16 on sm70 and sm75, else bf16), each once."""
     if model.engine == "vllm":
         return _inside_vllm(model, arch)
-    return Workload(model.name, arch.name, *_recorded(recorder(model.target, model.drafter, arch)))
+    both_ways = model.media is not None and model.media.vision is not None and model.media.bidirectional
+    recorded = _recorded(recorder(model.target, model.drafter, arch))
+    return Workload(model.name, arch.name, *recorded, images_see_themselves=both_ways)
 
 
 def _inside_vllm(model: Model, arch: Arch) -> Workload:

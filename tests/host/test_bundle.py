@@ -28,6 +28,7 @@ from kerngen.ops import devices
 from kerngen.runtime import launcher
 from kerngen.runtime.selection import Choice, Selector
 from kerngen.templates import find_kernel
+from kerngen.templates.attn_prefill import spec as attn_prefill
 from kerngen.tuning_db import Store, default_stores, lookup, stores_for
 from kerngen.tuning_db.read.sealed import Sealed
 from kerngen.tuning_db.store.bundles import open_bundle
@@ -105,6 +106,19 @@ def test_lengths_between_the_tuned_ones_are_prepared_too() -> None:
         assert id(selector.choice(find_kernel("attn_decode"), replace(item, kv_len=length))) in prepared
     for batch in (3, 7, 13, 19, 31):  # and of batches between
         assert id(selector.choice(find_kernel("attn_decode"), replace(item, batch=batch))) in prepared
+
+
+def test_prompts_with_images_are_prepared_where_images_see_themselves() -> None:
+    """In sliding layers, and with what was tuned for prompts of text; nothing is tuned for them."""
+    target = Target.of(find_arch("sm80"))
+    load = workload(find_model("gemma-4-31b"), target.arch).only(["attn_prefill"])
+    assert not any(item.problem.ends for item in load.items)
+    chosen = {p: c for p, c in _chosen(load, [], target) if isinstance(p, attn_prefill.Problem)}
+    of_text = {p for p in chosen if not p.ends}
+    assert {p for p in chosen if p.ends} == {replace(p, ends=True) for p in of_text if p.window}
+    assert all(chosen[p].config == chosen[replace(p, ends=False)].config for p in chosen)
+    causal = workload(find_model("gemma-4-e4b"), target.arch).only(["attn_prefill"])
+    assert not any(p.ends for p, _ in _chosen(causal, [], target) if isinstance(p, attn_prefill.Problem))
 
 
 def test_each_source_of_a_workload_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:

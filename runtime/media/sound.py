@@ -25,6 +25,7 @@ CONFORMER_SAMPLES = 480_000  # 30 s: what a conformer hears of one sound
 RATES = (1_000, 384_000)  # Hz that are resampled: what is outside is a header that lies
 MAX_CHANNELS = 64
 MAX_SECONDS = 600.0  # of one sound, whoever hears it: 38 MB of samples
+PADDING_SAMPLES = 1_600  # a tenth of a second: what encoders of MP3 add to a recording of the full length
 LOUDEST = 256.0  # of floats, whose full scale is 1: integers that nobody has scaled are beyond it
 FRAME, HOP, FFT = 320, 160, 512  # samples: 20 ms, every 10 ms
 MEL_FLOOR = 0.001
@@ -90,12 +91,15 @@ def read_sound(data: bytes, *, max_seconds: float = MAX_SECONDS) -> NDArray[np.f
 
 def decode_sound(rule: SoundRule, source: Source, limits: object) -> Media:
     """What a model is given of an encoded sound's bytes. limits: of images; a sound's are MAX_SECONDS and the rule's.
+    Of sound that is longer than the model takes by no more than an encoder's padding the end is cut.
 
     Raises as read_sound and sound_media do.
     """
     if source.data is None or source.kind != "audio":
         raise ValueError("no sound's bytes")
-    return sound_media(read_sound(source.data), rule)
+    samples = read_sound(source.data)
+    is_padded = rule.max_samples is not None and len(samples) <= rule.max_samples + PADDING_SAMPLES
+    return sound_media(samples, rule, cut=is_padded)
 
 
 def from_samples(samples: NDArray[Any], rate: int, *, max_seconds: float = MAX_SECONDS) -> NDArray[np.float32]:

@@ -155,6 +155,13 @@ def test_longer_sound_is_refused_or_cut_where_that_is_asked() -> None:
     assert sound_media(x, RAW, cut=True).num_tokens == 751
 
 
+def test_what_an_encoder_adds_to_a_file_of_full_length_is_cut() -> None:
+    padded = decode_sound(MEL, Source("audio", wav(noise(480_000 + 1_600))), None)
+    assert padded.digest == decode_sound(MEL, Source("audio", wav(noise(480_000 + 1_600)[:480_000])), None).digest
+    with pytest.raises(UsageError, match=r"30\.10 s long"):
+        decode_sound(MEL, Source("audio", wav(noise(480_000 + 1_601))), None)
+
+
 @pytest.mark.parametrize(("samples", "rule"), [(0, MEL), (1, MEL), (160, MEL), (0, RAW)])
 def test_sound_without_a_token_is_refused(samples: int, rule: SoundRule) -> None:
     with pytest.raises(UsageError, match=f"a sound of {samples} samples gives no token"):

@@ -30,6 +30,7 @@ from kerngen.tuning_db.read.values import OUTCOMES
 
 RUN_ROW = 24.0  # pixels
 MOST_RUNS = 24  # of the plot of runs, the newest; the table has all
+RUN_CHARS = 12  # of a run that there is room for beside its bar
 
 
 def rooflines(facts: Facts) -> Iterator[Figure]:
@@ -215,6 +216,7 @@ def runs(facts: Facts) -> Iterator[Figure]:
             if counts[outcome]:
                 plot.bar(start, start + counts[outcome], top + 4, RUN_ROW - 8, f"{colour(kind)}", "", row)
                 start += counts[outcome]
-        plot.words(90, top + RUN_ROW / 2 + 4, run or "no run", anchor="end")
+        name = run if len(run) <= RUN_CHARS else f"{run[:5]}…{run[-6:]}"  # the table has it whole
+        plot.words(90, top + RUN_ROW / 2 + 4, name or "no run", anchor="end")
     legend = tuple((colour(i), o) for i, o in enumerate(OUTCOMES) if o in seen)
     yield Figure("runs", title, text, plot.render("runs", has_y=False), table, legend=legend)

@@ -516,7 +516,7 @@ def test_answers_that_nobody_reads_have_an_end_together(monkeypatch: pytest.Monk
             ends.append(num_read)
             client.close()
         assert ends[:2] == [max(ends)] * 2, ends
-        assert ends[-1] < max(ends) / 2, ends
+        assert min(ends) < max(ends) / 2, ends  # which one came last is the threads' affair
 
     service, _ = played_service()
     service.ready = dataclasses.replace(service.ready, max_len=100_000)

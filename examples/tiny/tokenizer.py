@@ -18,11 +18,11 @@ NEWLINE = "Ċ"  # how a byte-level vocabulary spells "\n": id 107
 PAD, EOS, BOS, TURN, END_OF_TURN = 0, 1, 2, 105, 106
 
 
-def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learn merges from `texts` and lay the vocabulary out as in SPECIAL, then bytes, then merges."""
+def train(texts: Iterable[str], vocab_size: int, special: dict[int, str] = SPECIAL) -> Tokenizer:
+    """Learn merges from `texts` and lay the vocabulary out as in `special`, then bytes, then merges."""
     split = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    reserved = [SPECIAL.get(i, f"<unused{i}>") for i in range(max(SPECIAL) + 1)]
+    reserved = [special.get(i, f"<unused{i}>") for i in range(max(special) + 1)]
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = split
     learner.train_from_iterator(
@@ -42,7 +42,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>"))
     tokenizer.pre_tokenizer = split
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in SPECIAL.values()])
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special.values()])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[("<bos>", BOS)]
     )

@@ -360,10 +360,9 @@ def test_the_command_on_the_tiny_model(kerngen: Kerngen, by_steps: None, how: tu
     assert all(c["equal"] > 0 and not c["different"] for c in report["checks"])
 
 
-@pytest.mark.parametrize("how", [(), ("--generated", "--reproducible")], ids=["checkpoint", "generated"])
-def test_the_command_on_a_divided_model(kerngen: Kerngen, by_steps: None, how: tuple[str, ...]) -> None:
+def test_the_command_on_a_divided_model(kerngen: Kerngen, by_steps: None) -> None:
     """Drafts of rank 0, which knows answers, are accepted: the other rank verifies the same."""
-    code, out, err = kerngen(*ARGS, *how, "--device", "cpu", "--tensor-parallel", "2", "--json")
+    code, out, err = kerngen(*ARGS, "--device", "cpu", "--tensor-parallel", "2", "--json")
     report = json.loads(out)
     assert (code, report["failures"]) == (0, []), err
     assert report["tensor_parallel"] == 2

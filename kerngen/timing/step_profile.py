@@ -161,12 +161,14 @@ def profile_divided(
     from kerngen.runtime.backend import use_gpu
     from kerngen.runtime.engine.ranks import local_device
     from kerngen.runtime.session import open_divided
+    from kerngen.system.leaving import leave_at_once
 
     use_gpu(local_device(device, 0))
     opens = partial(_profiled_part, model, step, db_url, untuned, seed)
     found = open_divided(size, model.target, opens, device)
     if found.ranks is not None:
         found.ranks.close()
+        leave_at_once()  # seen on two H200s: rank 0 stayed in some library's clean-up
     return found.profile
 
 

@@ -13,11 +13,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from command import Kerngen
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
+
+import kerngen
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY = EXAMPLES / "tiny"
@@ -274,6 +277,19 @@ def test_the_training_script_runs_anywhere(tmp_path: Path) -> None:
             n: t.shape for n, t in load_file(folder / "model.safetensors").items()
         }
         assert (tmp_path / folder.name / "config.json").read_text() == (folder / "config.json").read_text()
+
+
+def test_checkpoints_that_see_and_hear_are_trained_anywhere(tmp_path: Path) -> None:
+    """They are read, and make tokens of an image and a sound: what these say takes a longer training."""
+    options = ["--steps", 1, "--batch", 2, "--held-out", 1, "--device", "cpu"]
+    printed = run(TINY / "media.py", "--out", tmp_path, *options)
+    assert printed.count("answers right") == 2
+    for folder in ("gemma-4-tiny-media", "gemma-4-tiny-unified"):
+        session = kerngen.load(tmp_path / folder, media="images,audio")
+        image, sound = np.zeros((384, 384, 3), np.uint8), np.zeros(16_000, np.float32)
+        made = session.generate("What is this?", images=[image], audio=[sound], max_new_tokens=4)
+        assert made.stats.num_prompt_tokens > 64 + 25 + 4
+        assert made.tokens
 
 
 # ---- the scripts, and kerngen on the checkpoint

@@ -233,8 +233,8 @@ def _find_model(name: str, drafter: str | None) -> Model:
     if not folder.exists() and "/" not in name:
         raise UnknownName("model", name, [*MODELS, "or a model folder"])
     target = read_model_config(folder)
-    drafts = read_drafter_config(Path(drafter), target) if drafter else None
-    return Model(name, target, drafts, media=find_media(name))
+    with_drafter = read_drafter_config(Path(drafter), target) if drafter else None
+    return Model(name, target, with_drafter, media=find_media(name))
 
 
 def find_media(name: str) -> MediaConfig | None:

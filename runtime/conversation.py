@@ -177,12 +177,14 @@ class Conversation:
         """Forget all turns but the system's."""
         self.messages, self.num_tokens = list(self._first), 0
 
-    def say(self, text: str, *, images: Sequence[Any] = (), audio: Sequence[Any] = ()) -> Reply:
-        """The answer to `text` with `images` and `audio` before it, which joins the turns with them. Raises UsageError,
-        ContextFull where it does not fit.
+    def say(
+        self, text: str, *, images: Sequence[Any] = (), videos: Sequence[Any] = (), audio: Sequence[Any] = ()
+    ) -> Reply:
+        """The answer to `text` with `images`, `videos` and `audio` before it, which joins the turns with them. Raises
+        UsageError, ContextFull where it does not fit.
         """
         session = self.session
-        messages = [*self.messages, *said_with(text, images, audio, session.media)]
+        messages = [*self.messages, *said_with(text, {"image": images, "video": videos, "audio": audio}, session.media)]
         said = session.encode_media(messages, max_soft_tokens=self._max_soft_tokens, **self._variables)
         ids = list(said.ids)
         if (room := self.context - len(ids)) < 1:

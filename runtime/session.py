@@ -144,7 +144,7 @@ class Session:
         if images or audio:
             if not isinstance(prompt, str):
                 raise UsageError("images and audio are for a prompt of text: messages have them among their parts")
-            asked_for = said_with(prompt, images, audio, self.media)
+            asked_for = said_with(prompt, {"image": images, "audio": audio}, self.media)
         if not chat:
             if not isinstance(prompt, str):
                 raise UsageError("messages need the chat template", hint="leave chat=False out, or give one text")
@@ -153,11 +153,15 @@ class Session:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             asked_for = asked_for or with_items(messages, self.media)
             most = self.codec.most_chars(self.config.max_positions)
-            ids = encode_chat(self.codec, asked_for, variables, config, plain=plain, max_chars=most)
+            encode = partial(encode_chat, self.codec, variables=variables, config=config, plain=plain, max_chars=most)
+            ids = encode(asked_for)
         if config is None or not (items := items_of(asked_for)):
             return EncodedPrompt(self._text_only(ids))
         require_few(items, self.media.options.limits)
-        return place(ids, prepared([item.within(num_tokens) for item in items], self.media), config)
+        told, media = prepared(asked_for, num_tokens, self.media)
+        if told != asked_for:  # the times of a video file's frames are text of the prompt
+            ids = encode(told)
+        return place(ids, media, config)
 
     def _text_only(self, ids: list[int]) -> list[int]:
         """`ids`, if none of them stands for an image or the like. Raises UsageError."""

@@ -26,10 +26,12 @@ COMMANDS = {
     "/help": "this",
     "/stats": "what the last answer took, and what the context holds",
     "/image": "FILE: show it with the next message; without one, forget those",
+    "/video": "FILE: show it with the next message; without one, forget those",
     "/audio": "FILE: play it with the next message; without one, forget those",
     "/clear": "forget the conversation",
     "/exit": "end, as Ctrl-D does",
 }
+FILE_COMMANDS = ("/image", "/video", "/audio")
 KEYS = (
     "Enter sends. Alt-Enter, or \\ at the end of a line, begins another one. What is pasted is one message.\n"
     "Up, Down and Ctrl-R find what was typed before; Tab completes /. A space before / makes it text.\n"
@@ -101,11 +103,12 @@ class Files:
     """What goes with the next message."""
 
     images: list[Path] = field(default_factory=list)
+    videos: list[Path] = field(default_factory=list)
     audio: list[Path] = field(default_factory=list)
 
     def add(self, command: str, name: str = "") -> str:
-        """What there is after `command` (/image or /audio) with a file's name."""
-        found = self.images if command == "/image" else self.audio
+        """What there is after `command` (of FILE_COMMANDS) with a file's name."""
+        found = {"/image": self.images, "/video": self.videos, "/audio": self.audio}[command]
         path = Path(name.strip().strip("'\"")).expanduser()
         if not name.strip():
             found.clear()
@@ -113,11 +116,11 @@ class Files:
             return f"there is no file {path}"
         else:
             found.append(path)
-        names = ", ".join(path.name for path in (*self.images, *self.audio))
+        names = ", ".join(path.name for path in (*self.images, *self.videos, *self.audio))
         return f"with the next message: {names}" if names else "nothing goes with the next message"
 
     def forget(self) -> None:
-        self.images, self.audio = [], []
+        self.images, self.videos, self.audio = [], [], []
 
 
 def chat(conversation: Conversation, *, hide_thinking: bool = False, history: HistoryFile | None = None) -> None:
@@ -150,7 +153,7 @@ def chat(conversation: Conversation, *, hide_thinking: bool = False, history: Hi
                 if said.strip() == "/clear":
                     last = None
                     files = Files()
-                if said.split()[0] in ("/image", "/audio"):
+                if said.split()[0] in FILE_COMMANDS:
                     screen.line(files.add(*said.split(maxsplit=1)))
                     continue
                 screen.line(obey(said.strip(), conversation, last))
@@ -218,7 +221,7 @@ def _answer(
 ) -> Completion | None:  # fmt: skip
     """Show the answer to `said` with `files`, which are then said. None where there is none."""
     try:
-        reply = conversation.say(said, images=files.images, audio=files.audio)
+        reply = conversation.say(said, images=files.images, videos=files.videos, audio=files.audio)
         files.forget()
         try:
             with keyboard.unechoed():  # once more, as a shell may have set the terminal anew after Ctrl-Z

@@ -32,6 +32,8 @@ _FILE = click.Path(path_type=Path)
               help="Prompts as JSON lines, - for standard input; answers as JSON lines in their order.")  # fmt: skip
 @click.option("--image", "images", multiple=True, type=_FILE, metavar="FILE",
               help="Before what is said: a PNG, JPEG, WebP or GIF; repeatable.")  # fmt: skip
+@click.option("--video", "videos", multiple=True, type=_FILE, metavar="FILE",
+              help="Before what is said: an mp4, mov, webm or mkv; repeatable.")  # fmt: skip
 @click.option("--audio", multiple=True, type=_FILE, metavar="FILE",
               help="Before what is said: a WAV, MP3, FLAC or Ogg; repeatable.")  # fmt: skip
 @click.option("--image-tokens", type=click.Choice(["70", "140", "280", "560", "1120"]), default=None,
@@ -69,6 +71,7 @@ def run(
     prompt: str | None,
     prompts: str | None,
     images: tuple[Path, ...],
+    videos: tuple[Path, ...],
     audio: tuple[Path, ...],
     image_tokens: str | None,
     media: str | None,
@@ -109,13 +112,14 @@ def run(
         print_plan(str(model), None if draft is None else str(draft), draft_weights, where["tensor_parallel"],
                    where["device"], as_json=as_json)  # fmt: skip
         return
-    if (images or audio) and (media is not None or no_chat):
-        raise UsageError("--image and --audio say what is loaded, and take the chat template",
+    has_files = bool(images or videos or audio)
+    if has_files and (media is not None or no_chat):
+        raise UsageError("--image, --video and --audio say what is loaded, and take the chat template",
                          hint="leave --media and --no-chat out")  # fmt: skip
-    if missing := next((path for path in (*images, *audio) if not path.is_file()), None):
+    if missing := next((path for path in (*images, *videos, *audio) if not path.is_file()), None):
         raise UsageError(f"there is no file {missing}")
     max_soft_tokens = int(image_tokens) if image_tokens else None
-    needed = ",".join(name for name, files in (("images", images), ("audio", audio)) if files)
+    needed = ",".join(name for name, files in (("images", images or videos), ("audio", audio)) if files)
     chosen = MediaOptions.parse(needed or media or "auto", replace(LOCAL, hosts=media_hosts))
     arguments = {**load_arguments(model, draft=draft, draft_weights=draft_weights, **where), "media": chosen}
     if said is not None and prompt is not None:
@@ -136,9 +140,9 @@ def run(
                          hint="a chat is what runs on a terminal without --prompt and --prompts")  # fmt: skip
     if image_tokens and prompts is not None:
         raise UsageError("--image-tokens is for --image, or a chat", hint='parts of images in FILE have "detail"')
-    if (images or audio) and (is_chat or prompts is not None):
-        raise UsageError("--image and --audio go with a prompt",
-                         hint='give --prompt "…"; in a chat /image FILE and /audio FILE add them')  # fmt: skip
+    if has_files and (is_chat or prompts is not None):
+        raise UsageError("--image, --video and --audio go with a prompt",
+                         hint='give --prompt "…"; in a chat /image, /video and /audio FILE add them')  # fmt: skip
     if prompts is None:
         asked: Prompt = "" if is_chat else _read_prompt(prompt, model)
     else:
@@ -176,7 +180,7 @@ def run(
         for line in (_where(session), *chosen_lines(session.ops.sources(), session.ops.outside())):
             say(line, err=True)
     else:
-        said = _with_files(asked, images, audio)
+        said = _with_files(asked, image=images, video=videos, audio=audio)
         if system is not None or said != asked:
             before = [] if system is None else [{"role": "system", "content": system}]
             asked = [*before, {"role": "user", "content": said}]
@@ -189,9 +193,9 @@ def run(
     click.get_current_context().exit(code)
 
 
-def _with_files(said: Any, images: tuple[Path, ...], audio: tuple[Path, ...]) -> Any:
+def _with_files(said: Any, **paths: tuple[Path, ...]) -> Any:
     """What the user says, as parts where there are files before it."""
-    files = [*({"type": "image", "image": path} for path in images), *({"type": "audio", "audio": f} for f in audio)]
+    files = [{"type": kind, kind: path} for kind, found in paths.items() for path in found]
     return [*files, {"type": "text", "text": said}] if files else said
 
 

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from math import prod
@@ -29,7 +30,7 @@ from kerngen.errors import KerngenError, ToolchainError, UsageError
 from kerngen.runtime.media.fetch import read_url
 from kerngen.runtime.media.images import ImageRule, check_budget, image_media
 from kerngen.runtime.media.limits import MediaLimits
-from kerngen.runtime.media.values import Kind, Media, Source
+from kerngen.runtime.media.values import FileKind, Media, Source
 from kerngen.system.cores import usable_cores
 from kerngen.system.processes import ProcessDied, Processes
 
@@ -39,7 +40,9 @@ Decode = Callable[[Source, MediaLimits], Media]
 MAX_PROCESSES = 4  # unless more are asked for: each holds torch
 _MAX_AT_ONCE = 8  # items of a request whose files are in memory, fetched or waiting for a process
 _MAX_HEAD_BYTES = 1 << 20  # of what a fork says before its array
-_NOUNS: Mapping[Kind, str] = {"image": "image", "video": "frame of a video", "audio": "sound"}
+_NOUNS: Mapping[FileKind, str] = {
+    "image": "image", "video": "frame of a video", "video_file": "video", "audio": "sound",
+}  # fmt: skip
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -50,7 +53,7 @@ class Decoders:
     """
 
     def __init__(
-        self, decode: Mapping[Kind, Decode], limits: MediaLimits | None = None, *, num_processes: int | None = None
+        self, decode: Mapping[FileKind, Decode], limits: MediaLimits | None = None, *, num_processes: int | None = None
     ) -> None:
         """num_processes: that decode at once; None for one a core, and MAX_PROCESSES at most."""
         self.limits = limits or MediaLimits()
@@ -69,7 +72,7 @@ class Decoders:
         """
         limits = self.limits
         if len(sources) > limits.items:
-            raise UsageError(f"the request has {len(sources)} images and sounds: more than {limits.items}")
+            raise UsageError(f"the request has {len(sources)} images, videos and sounds: more than {limits.items}")
         for source in sources:
             if source.kind not in self._decode:
                 raise UsageError(f"this model takes no {_NOUNS[source.kind]}")
@@ -119,12 +122,12 @@ def read_source(source: Source, limits: MediaLimits) -> Source:
         data = read_url(source.url, most, limits)
     if len(data) > most:
         raise UsageError(f"the file has {len(data):,} bytes: more than {most:,}")
-    return Source(source.kind, data, None, source.num_tokens)
+    return replace(source, data=data, url=None)
 
 
 def _names(sources: Sequence[Source]) -> list[str]:
     """How errors call each: with its number where there are several of its kind."""
-    of_kind, seen = Counter(source.kind for source in sources), Counter[Kind]()
+    of_kind, seen = Counter(source.kind for source in sources), Counter[FileKind]()
     names = []
     for source in sources:
         seen[source.kind] += 1
@@ -140,7 +143,7 @@ def _names(sources: Sequence[Source]) -> list[str]:
 def _prepare() -> None:
     """Load what forks need, and start no thread: a fork has none of them."""
     torch.set_num_threads(1)
-    for module in (*(f"PIL.{name}ImagePlugin" for name in ("Gif", "Mpo", "Png", "WebP")), "soundfile", "soxr"):
+    for module in (*(f"PIL.{name}ImagePlugin" for name in ("Gif", "Mpo", "Png", "WebP")), "soundfile", "soxr", "av"):
         with suppress(ImportError):  # whose decoder says what to install
             import_module(module)
     image_media(np.zeros((1, 1, 3), np.uint8), ImageRule())  # what torch does when it first scales
@@ -160,16 +163,16 @@ def _decoded(decode: Decode, source: Source, limits: MediaLimits) -> Media:
     with os.fdopen(ours, "rb") as pipe:
         line = pipe.readline(_MAX_HEAD_BYTES)
         told = json.loads(line) if line.endswith(b"\n") else {}
-        dtype, shape, grid, num_tokens, digest = told.get("media", ("u1", (0,), (0, 0), 0, ""))
+        kind, dtype, shape, grid, num_tokens, digest, times = told.get("media", ("", "u1", (0,), (0, 0), 0, "", ()))
         data = pipe.read(prod(shape) * np.dtype(dtype).itemsize)
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if ended == -signal.SIGALRM:
-        raise UsageError(f"the file takes more than {limits.decode_s:g} s to decode")
+        raise UsageError(f"the file takes more than {limits.seconds(source.kind):g} s to decode")
     if ended != 0:
         raise UsageError(f"the file takes more than {limits.decode_bytes >> 20} MB to decode, or breaks its decoder")
     if "media" in told:
         array = np.frombuffer(data, dtype).reshape(shape)
-        return Media(source.kind, array, (grid[0], grid[1]), num_tokens, bytes.fromhex(digest))
+        return Media(kind, array, (grid[0], grid[1]), num_tokens, bytes.fromhex(digest), tuple(times))
     if "bug" in told:
         raise RuntimeError(told["bug"])
     raise (UsageError if told["usage"] else ToolchainError)(told["error"], hint=told["hint"])
@@ -183,12 +186,12 @@ def _decode_and_exit(decode: Decode, source: Source, limits: MediaLimits, pipe: 
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # decoders' warnings
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, limits.decode_s)
+        signal.setitimer(signal.ITIMER_REAL, limits.seconds(source.kind))
         media, told = None, dict[str, object]()
         try:
             media = decode(source, limits)
-            about = (media.data.dtype.str, media.data.shape, media.grid, media.num_tokens, media.digest.hex())
-            told = {"media": about}
+            told = {"media": (media.kind, media.data.dtype.str, media.data.shape, media.grid, media.num_tokens,
+                              media.digest.hex(), media.times)}  # fmt: skip
         except KerngenError as e:
             told = {"error": e.message, "hint": e.hint, "usage": isinstance(e, UsageError)}
         except Exception as e:

@@ -42,7 +42,7 @@ _8_BITS = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YC
 
 def decode_image(rule: ImageRule, source: Source, limits: MediaLimits) -> Media:
     """What a model is given of an image's or a frame's encoded bytes. Raises as `image_pixels`."""
-    if source.data is None or source.kind == "audio":
+    if source.data is None or source.kind == "audio" or source.kind == "video_file":
         raise ValueError("no image's bytes")
     return image_media(file_pixels(source.data, limits.pixels), rule, source.num_tokens, source.kind)
 

@@ -16,26 +16,26 @@ from kerngen.runtime.media.images import FRAME_BUDGET
 from kerngen.runtime.media.options import MediaSupport
 from kerngen.runtime.media.parts import KINDS, Item, Message, item_of, require_place, source_of_url, video_of
 from kerngen.runtime.media.sound import SAMPLE_RATE, from_samples
-from kerngen.runtime.media.values import Kind, Source
+from kerngen.runtime.media.values import FileKind, Kind, Source
 
 # A path, an encoded file's bytes, a data: or https:// URL, Pillow's image, or an array: of an image uint8 [height,
 # width, 3], of sound floats or int16 [n] or [n, channels] at 16 kHz, or with its rate in Hz: (samples, 44100).
 Given = Any
 _FLOAT_WAV = 3
 _LIBRARY_FIELDS = {"image": ("image", "url", "path"), "audio": ("audio", "url", "path")}  # as transformers names them
+_VIDEO_FIELDS = ("video", "url", "path")
 
 
-def said_with(prompt: str, images: Sequence[Given], audio: Sequence[Given], media: MediaSupport) -> list[Message]:
-    """The user's turn: images, then sounds, then what is said; text where that is all. Raises UsageError for what
+def said_with(prompt: str, files: Mapping[Kind, Sequence[Given]], media: MediaSupport) -> list[Message]:
+    """The user's turn: `files` in their order, then what is said; text where that is all. Raises UsageError for what
     cannot be read.
     """
-    kinds: tuple[tuple[Kind, Sequence[Given]], ...] = (("image", images), ("audio", audio))
-    for kind, found in kinds:
+    for kind, found in files.items():
         if isinstance(found, str | bytes | os.PathLike) or not isinstance(found, Sequence):
-            raise UsageError(f"{'images' if kind == 'image' else 'audio'} is a list, also of one")
+            raise UsageError(f"{'audio' if kind == 'audio' else f'{kind}s'} is a list, also of one")
     items: list[str | Item] = [
-        Item(kind, (source_of(given, kind, f"{kind} {at}", media),))
-        for kind, found in kinds
+        Item(kind, (source_of(given, "video_file" if kind == "video" else kind, f"{kind} {at}", media),))
+        for kind, found in files.items()
         for at, given in enumerate(found, 1)
     ]
     return [{"role": "user", "content": [*items, prompt] if items else prompt}]
@@ -45,7 +45,8 @@ def with_items(messages: Sequence[Mapping[str, Any]], media: MediaSupport) -> li
     """`messages`, where parts of a content are images and the like with these as Items; others are as they were.
 
     A part is one of OpenAI's, as a server takes it, or has what it is at hand: {"type": "image", "image": …},
-    {"type": "audio", "audio": …}, {"type": "video", "frames": […], "fps": 24}.
+    {"type": "audio", "audio": …}, {"type": "video", "video": …} with a file, or its frames, {"type": "video", "frames":
+    […], "fps": 24}.
     """
     told: list[Message] = []
     for at, message in enumerate(messages):
@@ -72,6 +73,8 @@ def _part(part: Any, where: str, media: MediaSupport) -> str | Item:
         return str(part["text"])
     if kind in _LIBRARY_FIELDS and (name := next((n for n in _LIBRARY_FIELDS[kind] if n in part), None)):
         return Item(KINDS[kind], (source_of(part[name], KINDS[kind], where, media),))
+    if kind == "video" and "frames" not in part and (name := next((n for n in _VIDEO_FIELDS if n in part), None)):
+        return Item("video", (source_of(part[name], "video_file", where, media),))
     if kind == "video":
         return video_of(part, where, lambda frame, at: source_of(frame, "video", at, media))
     if isinstance(part, Mapping) and (item := item_of(part, where, media)) is not None:
@@ -79,10 +82,10 @@ def _part(part: Any, where: str, media: MediaSupport) -> str | Item:
     raise UsageError(f"{where} is neither text nor an image, a sound or a video")
 
 
-def source_of(given: Given, kind: Kind, where: str, media: MediaSupport) -> Source:
+def source_of(given: Given, kind: FileKind, where: str, media: MediaSupport) -> Source:
     """What `given` is. Raises UsageError for what it cannot be, ToolchainError where Pillow is not installed."""
     media.require(kind, where)
-    num_tokens = FRAME_BUDGET if kind == "video" else None
+    num_tokens = FRAME_BUDGET if kind in ("video", "video_file") else None
     limits = media.options.limits
     if isinstance(given, bytes | bytearray | memoryview):
         return Source(kind, bytes(given), num_tokens=num_tokens)
@@ -97,6 +100,9 @@ def source_of(given: Given, kind: Kind, where: str, media: MediaSupport) -> Sour
         if len(data) > limits.file_bytes(kind):
             raise UsageError(f"{where}: {os.fspath(given)!r:.200} has more than {limits.file_bytes(kind):,} bytes")
         return Source(kind, data, num_tokens=num_tokens)
+    if kind == "video_file":
+        raise UsageError(f"{where} is no video: a path, a file's bytes or a URL, not {type(given).__name__}",
+                         hint='frames are {"type": "video", "frames": […], "fps": 24}')  # fmt: skip
     return Source(kind, _wav(given, where) if kind == "audio" else _png(given, where), num_tokens=num_tokens)
 
 

@@ -19,7 +19,7 @@ from kerngen.runtime.media.values import Media
 
 BUDGETS = (70, 140, 280, 560, 1120)  # soft tokens that an image may have at most
 FRAME_BUDGET, MAX_FRAMES = 70, 32  # of a frame of a video; of a video
-DEFAULT_FPS = 24.0  # of a video that does not say
+DEFAULT_FPS, MAX_FPS = 24.0, 10_000  # of a video that does not say; at 1 / MAX_FPS or less a frame lasts for hours
 
 
 @dataclass(frozen=True, slots=True)

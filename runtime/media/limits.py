@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from kerngen.errors import UsageError
-from kerngen.runtime.media.values import Kind
+from kerngen.runtime.media.values import FileKind
 
 MAX_PIXELS = 50_000_000  # of an image: six pages at 300 dots an inch
 _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?|\[[0-9a-f:.]+\]", re.ASCII)
@@ -18,8 +18,10 @@ class MediaLimits:
 
     image_bytes: int = 20_000_000  # of a file, as it is stored
     audio_bytes: int = 25_000_000
-    pixels: int = MAX_PIXELS  # of an image, by its header
+    video_bytes: int = 100_000_000
+    pixels: int = MAX_PIXELS  # of an image, or of a frame, by its header
     decode_s: float = 10.0  # in which a file is decoded and made ready
+    video_s: float = 30.0  # the same of a video file
     decode_bytes: int = 3 << 29  # of memory that a process takes for that, besides what it started with
     fetch_s: float = 10.0  # from the name's resolution to the last byte
     items: int = 32  # of a request
@@ -37,6 +39,10 @@ class MediaLimits:
                     hint="in lower case, without scheme, user, port or path: images.example.com",
                 )
 
-    def file_bytes(self, kind: Kind) -> int:
+    def file_bytes(self, kind: FileKind) -> int:
         """Of a file of that kind."""
-        return self.audio_bytes if kind == "audio" else self.image_bytes
+        return {"audio": self.audio_bytes, "video_file": self.video_bytes}.get(kind, self.image_bytes)
+
+    def seconds(self, kind: FileKind) -> float:
+        """In which a file of that kind is decoded."""
+        return self.video_s if kind == "video_file" else self.decode_s

@@ -17,7 +17,7 @@ from kerngen.runtime.media.input import MediaInput
 from kerngen.runtime.media.limits import MediaLimits
 from kerngen.runtime.media.options import MEDIA_FLAG, WORDS, MediaOptions, MediaSupport
 from kerngen.runtime.media.towers.dispatch import Towers
-from kerngen.runtime.media.values import Kind, Media, Source
+from kerngen.runtime.media.values import FileKind, Kind, Media, Source
 
 if TYPE_CHECKING:
     from kerngen.runtime.media.decoders import Decode, Decoders
@@ -97,11 +97,13 @@ def _decoders(config: MediaConfig, limits: MediaLimits) -> Decoders:
     from kerngen.runtime.media.decoding import decode_image
     from kerngen.runtime.media.images import ImageRule
     from kerngen.runtime.media.sound import SoundRule, decode_sound
+    from kerngen.runtime.media.video import decode_video
 
-    decode: dict[Kind, Decode] = {}
+    decode: dict[FileKind, Decode] = {}
     if (vision := config.vision) is not None:
         rule = ImageRule(vision.patch_size, vision.pooling, vision.default_tokens)
-        decode |= {"image": partial(decode_image, rule), "video": partial(decode_image, rule)}
+        decode |= {"image": partial(decode_image, rule), "video": partial(decode_image, rule),
+                   "video_file": partial(decode_video, rule)}  # fmt: skip
     if config.audio is not None:
         decode["audio"] = partial(decode_sound, SoundRule.of(config.audio))
     return Decoders(decode, limits)

@@ -8,20 +8,21 @@ from dataclasses import dataclass, field
 from kerngen.errors import UsageError
 from kerngen.runtime.media.config import BOTH, MediaConfig, Part
 from kerngen.runtime.media.limits import MediaLimits
-from kerngen.runtime.media.values import Kind, Media, Source
+from kerngen.runtime.media.values import FileKind, Media, Source
 
 MEDIA_FLAG, HOST_FLAG = "--media", "--allow-media-host"
 _PARTS: dict[str, Part] = {"images": "vision", "audio": "audio"}  # as people call them
 WORDS: dict[Part, str] = {"vision": "images", "audio": "sound"}
 
 # Of what this machine's own user has at hand; decoders are bounded all the same.
-LOCAL = MediaLimits(image_bytes=1 << 30, audio_bytes=1 << 30, pixels=170_000_000, decode_s=60.0, items=256,
-                    soft_tokens=1 << 20)  # fmt: skip
-# What a model is given of each source, in order, as Decoders.decode_all: fetched, decoded and cut to its tokens.
+LOCAL = MediaLimits(image_bytes=1 << 30, audio_bytes=1 << 30, video_bytes=1 << 30, pixels=170_000_000, decode_s=60.0,
+                    video_s=300.0, items=256, soft_tokens=1 << 20)  # fmt: skip
+# What a model is given of each source, in order, as Decoders.decode_all: fetched, decoded and cut to its tokens; of a
+# video file all frames are one item.
 Prepare = Callable[[Sequence[Source]], list[Media]]
 
 
-def part_of(kind: Kind) -> Part:
+def part_of(kind: FileKind) -> Part:
     """The part of a model that embeds it."""
     return "audio" if kind == "audio" else "vision"
 
@@ -63,7 +64,7 @@ class MediaSupport:
     prepare: Prepare | None = None
     fault: str = ""
 
-    def lacks(self, kind: Kind) -> str:
+    def lacks(self, kind: FileKind) -> str:
         """Why `kind` is not read, with what to do; "" where it is."""
         part, config = part_of(kind), self.config
         if self.fault:
@@ -77,10 +78,10 @@ class MediaSupport:
             return f"{WORDS[part]}: not loaded here; start it with {MEDIA_FLAG} {flag} (or {MEDIA_FLAG} auto)"
         return ""
 
-    def reads(self, kind: Kind) -> bool:
+    def reads(self, kind: FileKind) -> bool:
         return not self.lacks(kind)
 
-    def require(self, kind: Kind, where: str) -> None:
+    def require(self, kind: FileKind, where: str) -> None:
         """Raises UsageError where `kind` is not read. where: what names it."""
         if why := self.lacks(kind):
             raise UsageError(f"{where}: {why}")

@@ -1,7 +1,7 @@
 """Content parts of requests: which are images, sounds and videos, in the forms that clients send them.
 
 Sources: OpenAI's API reference (image_url, input_audio, input_image); Anthropic's (image); vLLM 0.26 (audio_url,
-mm_processor_kwargs). A video as its frames is kerngen's own: no container of video is decoded.
+video_url, mm_processor_kwargs). A video as its frames is kerngen's own.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kerngen.errors import UsageError
-from kerngen.runtime.media.images import BUDGETS, DEFAULT_FPS, FRAME_BUDGET, frame_indices
+from kerngen.runtime.media.images import BUDGETS, DEFAULT_FPS, FRAME_BUDGET, MAX_FPS, frame_indices
 from kerngen.runtime.media.limits import MediaLimits
 from kerngen.runtime.media.options import HOST_FLAG, TEXT_ONLY, MediaSupport
-from kerngen.runtime.media.values import Kind, Source
+from kerngen.runtime.media.values import FileKind, Kind, Source
 
 DETAILS: dict[str, int | None] = {"low": 70, "auto": None, "high": 1120}  # soft tokens; None: the model's own
-MAX_URL_CHARS, MAX_FPS = 4096, 10_000
+MAX_URL_CHARS = 4096
 KINDS: dict[str, Kind] = {
     "image_url": "image", "input_image": "image", "image": "image", "video": "video", "video_url": "video",
     "input_audio": "audio", "audio_url": "audio", "audio": "audio",
@@ -28,7 +28,9 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What one placeholder of a chat template stands for. times: of a video's frames, in seconds."""
+    """What one placeholder of a chat template stands for. times: of a video's frames, in seconds; of a file with them,
+    which is one source, none before it is decoded.
+    """
 
     kind: Kind
     sources: tuple[Source, ...]
@@ -84,8 +86,9 @@ def item_of(part: Mapping[str, Any], where: str, media: MediaSupport = TEXT_ONLY
     media.require(kind, where)
     limits = media.options.limits
     if named == "video_url":
-        raise UsageError(f"{where}: files of videos are not decoded here: send their frames, "
-                         '{"type": "video", "frames": [data: URLs of images], "fps": 24}')  # fmt: skip
+        given = part.get("video_url")
+        url = given.get("url") if isinstance(given, Mapping) else given
+        return Item("video", (source_of_url(url, "video_file", FRAME_BUDGET, where, limits),))
     if named == "video":
         return video_of(part, where, lambda frame, at: source_of_url(frame, "video", FRAME_BUDGET, at, limits))
     if named == "input_audio":
@@ -147,7 +150,7 @@ def _of_anthropic(source: Mapping[str, Any], where: str, limits: MediaLimits) ->
     raise UsageError(f"{where}.source is of type {source.get('type')!r:.80}; read here: base64, with data, and url")
 
 
-def source_of_url(url: Any, kind: Kind, num_tokens: int | None, where: str, limits: MediaLimits) -> Source:
+def source_of_url(url: Any, kind: FileKind, num_tokens: int | None, where: str, limits: MediaLimits) -> Source:
     if not isinstance(url, str):
         raise UsageError(f"{where} has no url: data:image/png;base64,… or the like (files that were uploaded before "
                          "are not kept here)")  # fmt: skip
@@ -168,9 +171,9 @@ def source_of_url(url: Any, kind: Kind, num_tokens: int | None, where: str, limi
     return Source(kind, url=url, num_tokens=num_tokens)
 
 
-def _of_base64(data: str, kind: Kind, num_tokens: int | None, where: str, limits: MediaLimits) -> Source:
+def _of_base64(data: str, kind: FileKind, num_tokens: int | None, where: str, limits: MediaLimits) -> Source:
     if (size := len(data) * 3 // 4 - data[-2:].count("=")) > (most := limits.file_bytes(kind)):
-        what = "a sound" if kind == "audio" else "an image"
+        what = {"audio": "a sound", "video_file": "a video"}.get(kind, "an image")
         raise UsageError(f"{where} has {size:,} bytes; {what} of at most {most:,} is taken: send a smaller one")
     try:
         decoded = base64.b64decode(data, validate=True)
@@ -185,7 +188,8 @@ def video_of(part: Mapping[str, Any], where: str, source: Callable[[Any, str], S
     """Of a part with frames in order, and how many of them are a second's. source: of a frame, and what names it."""
     frames, fps = part.get("frames"), part.get("fps", DEFAULT_FPS)
     if not isinstance(frames, Sequence) or isinstance(frames, str | bytes) or not len(frames):
-        raise UsageError(f'{where}: a video is {{"type": "video", "frames": [data: URLs of images], "fps": 24}}')
+        raise UsageError(f'{where}: a video is {{"type": "video", "frames": [data: URLs of images], "fps": 24}}, or '
+                         'a file, {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,…"}}')  # fmt: skip
     if isinstance(fps, bool) or not isinstance(fps, int | float) or not 1 / MAX_FPS <= fps <= MAX_FPS:
         raise UsageError(
             f"{where}.fps {fps!r:.80} is no number of frames a second, between {1 / MAX_FPS} and {MAX_FPS}"

@@ -7,8 +7,8 @@ Gemma-4 of three generations for where they write one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kerngen.errors import UsageError
@@ -16,7 +16,7 @@ from kerngen.runtime.media.config import MediaConfig
 from kerngen.runtime.media.images import time_text
 from kerngen.runtime.media.options import MediaSupport
 from kerngen.runtime.media.parts import Item, Message, items_of, text_in
-from kerngen.runtime.media.values import Kind, Media, Placed, Source
+from kerngen.runtime.media.values import Kind, Media, Placed
 
 if TYPE_CHECKING:
     from kerngen.runtime.text import TextCodec
@@ -37,10 +37,6 @@ class EncodedPrompt:
     media: tuple[Placed, ...] = ()
 
 
-def sources_of(items: Sequence[Item]) -> list[Source]:
-    return [source for item in items for source in item.sources]
-
-
 def template_form(messages: Sequence[Message]) -> list[Message]:
     """`messages` as a template reads them: with parts of type text, image, audio and video where there are items."""
     return [{**m, "content": _parts(m["content"])} if isinstance(m.get("content"), list) else m for m in messages]
@@ -53,8 +49,8 @@ def _parts(content: Sequence[str | Item]) -> list[dict[str, str]]:
 def encode_chat(
     codec: TextCodec, messages: Sequence[Message], variables: Mapping[str, Any], config: MediaConfig | None, **how: Any
 ) -> list[int]:
-    """Token ids of `messages`, with one placeholder for each item, and for each frame of a video. how: as in
-    `TextCodec.encode_chat`.
+    """Token ids of `messages`, with one placeholder for each item, and for each frame of a video: of a file once
+    `prepared` tells their times. how: as in `TextCodec.encode_chat`.
 
     A template that drops what tools return beside text gets it in the user's turn behind. Raises PlaceholderMismatch
     where it writes another number of placeholders, else as `TextCodec.encode_chat`.
@@ -83,14 +79,16 @@ def _encode(
 
 
 def _frames(codec: TextCodec, video: Item, config: MediaConfig) -> str:
-    """What is written for a video: of each frame when it is seen, and one placeholder for it."""
+    """What is written for a video: of each frame when it is seen, and one placeholder for it; of a file that is not
+    decoded yet as for one frame.
+    """
     frame = "".join(codec.token(i) for i in (config.begin_image, config.video_id, config.end_image))
-    return " ".join(f"{time_text(at)} {frame}" for at in video.times)
+    return " ".join(f"{time_text(at)} {frame}" for at in video.times or [0.0])
 
 
 def require_placeholders(ids: Sequence[int], items: Sequence[Item], config: MediaConfig) -> None:
     """Raises PlaceholderMismatch where `ids` have another number of them than `items`, of any kind."""
-    wanted = [item.kind for item in items for _ in item.sources]
+    wanted = [item.kind for item in items for _ in item.times or item.sources]
     kinds: tuple[tuple[Kind, int, str], ...] = (
         ("image", config.image_id, "images"), ("video", config.video_id, "frames of videos"),
         ("audio", config.audio_id, "sounds"),
@@ -163,12 +161,31 @@ def place(ids: Sequence[int], media: Sequence[Media], config: MediaConfig) -> En
     return EncodedPrompt(made, tuple(placed))
 
 
-def prepared(items: Sequence[Item], media: MediaSupport) -> list[Media]:
-    """What a model is given of `items`, in order. Raises UsageError."""
+def prepared(
+    messages: Sequence[Message], num_tokens: int | None, media: MediaSupport
+) -> tuple[list[Message], list[Media]]:
+    """What a model is given of the items of `messages`, and of each frame of their videos, in order; and `messages`,
+    in which video files have the times of their frames. num_tokens: of each image at most, None for its own.
+
+    Raises UsageError.
+    """
     if media.prepare is None:
         raise UsageError("no images and sounds are read here")
-    sources = sources_of(items)
+    sources = [source for item in items_of(messages) for source in item.within(num_tokens).sources]
     made = media.prepare(sources)
-    if [m.kind for m in made] != [s.kind for s in sources]:
+    if [m.kind for m in made] != ["video" if s.kind == "video_file" else s.kind for s in sources]:
         raise TypeError(f"{len(made)} media were prepared of {len(sources)} sources, or of other kinds")
-    return made
+    each = iter(made)
+    told = [
+        {**m, "content": [_timed(p, each) if isinstance(p, Item) else p for p in m["content"]]}
+        if isinstance(m.get("content"), list)
+        else m
+        for m in messages
+    ]
+    return told, [frame for item in made for frame in item.frames()]
+
+
+def _timed(item: Item, made: Iterator[Media]) -> Item:
+    """With the times of what is `made` of its sources, where a file tells them."""
+    times = [at for _ in item.sources for at in next(made).times]
+    return replace(item, times=tuple(times)) if times else item

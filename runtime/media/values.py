@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Kind = Literal["image", "video", "audio"]  # video: one of its frames
+FileKind = Kind | Literal["video_file"]  # with all frames of a video
 DIGEST_BYTES = 16
 
 
@@ -20,7 +21,7 @@ class Source:
     num_tokens: the most soft tokens of an image, of `images.BUDGETS`; None for the model's own.
     """
 
-    kind: Kind
+    kind: FileKind
     data: bytes | None = None
     url: str | None = None
     num_tokens: int | None = None
@@ -33,6 +34,8 @@ class Media:
     data: of an image uint8 patches [rows * columns, patch * patch * 3], row-major, channel fastest; of sound float32
     [frames, features]: log-mel frames for a conformer, samples for a model without an encoder.
     num_tokens: soft tokens, which is how many places it takes in a prompt. digest: of all that decides its embeddings.
+    times: of all frames of a video file, in seconds; data has them one by one in front then, [frames, ...], and
+    `frames` are what a model is given.
     """
 
     kind: Kind
@@ -40,6 +43,7 @@ class Media:
     grid: tuple[int, int]
     num_tokens: int
     digest: bytes
+    times: tuple[float, ...] = ()
 
     @staticmethod
     def of(kind: Kind, data: NDArray[Any], grid: tuple[int, int], num_tokens: int) -> Media:
@@ -51,6 +55,12 @@ class Media:
         digest = blake2b(about, digest_size=DIGEST_BYTES)
         digest.update(data.data)
         return Media(kind, data, grid, num_tokens, digest.digest())
+
+    def frames(self) -> list[Media]:
+        """Of a video file each frame as an item of its own, any other item as it is."""
+        if not self.times:
+            return [self]
+        return [Media.of(self.kind, data, self.grid, self.num_tokens // len(self.times)) for data in self.data]
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,8 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         limits = service.media.options.limits
         told["media"] = {
             "image": service.media.reads("image"), "audio": service.media.reads("audio"),
-            "max_image_bytes": limits.image_bytes, "max_audio_bytes": limits.audio_bytes, "max_items": limits.items,
+            "max_image_bytes": limits.image_bytes, "max_audio_bytes": limits.audio_bytes,
+            "max_video_bytes": limits.video_bytes, "max_items": limits.items,
             "max_body_bytes": service.limits.body_bytes,
         }  # fmt: skip
     return told

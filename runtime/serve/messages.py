@@ -115,7 +115,7 @@ def _content(content: Any, where: str, role: str, media: MediaSupport) -> Conten
             parts.append(item)
         else:
             raise UsageError(f"{where}.content[{at}] is of type {kind!r:.80}; read here: text, image_url, input_audio, "
-                             "audio_url, video")  # fmt: skip
+                             "audio_url, video_url, video")  # fmt: skip
     if not any(isinstance(part, Item) for part in parts):
         return "".join(map(str, parts))
     require_place(role, where)

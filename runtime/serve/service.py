@@ -180,13 +180,15 @@ class Service:
         its part says. Raises as `encode`, and UsageError for media that cannot be read.
         """
         ids = await self._chat_ids(messages, variables)
-        if self.media.config is None or not (items := items_of(messages)):
+        if self.media.config is None or not items_of(messages):
             return EncodedPrompt(ids)
-        wanted = [item.within(max_soft_tokens) for item in items]
+        read = partial(prepared, messages, max_soft_tokens, self.media)
         try:
-            made = await asyncio.get_running_loop().run_in_executor(self._media, prepared, wanted, self.media)
+            told, made = await asyncio.get_running_loop().run_in_executor(self._media, read)
         except UsageError as e:  # clients see no hints
             raise UsageError(e.message if e.hint is None else f"{e.message}; {e.hint}") from e
+        if told != messages:  # the times of a video file's frames are text of the prompt
+            ids = await self._chat_ids(told, variables)
         return await self.off_loop(place, ids, made, self.media.config)
 
     async def _chat_ids(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[int]:

@@ -18,7 +18,7 @@ BY_EXTRAS = {"cupy", "cupy_backends", "cuda", "procrastinate", "psycopg", "pynvm
 BY_EXTRAS |= {"fastapi", "h11", "llguidance", "prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn"}
 BY_EXTRAS |= {"opentelemetry"}  # of otel
 BY_EXTRAS |= {"vllm"}
-BY_EXTRAS |= {"PIL", "soundfile", "soxr"}  # of media
+BY_EXTRAS |= {"PIL", "soundfile", "soxr", "av"}  # of media and video
 TREES = ("kerngen", "templates", "tuning_db", "runtime")
 
 

@@ -210,6 +210,10 @@ def test_run_takes_files(kerngen: Kerngen, tmp_path: Path) -> None:
     said = refused(kerngen, *common, *image, "-p", "What is this?")
     assert said.startswith(f"UsageError: --media: {TINY.name} reads no images")
     assert "there is no file /no/such.png" in refused(kerngen, *common, "--image", "/no/such.png", "-p", "?")
+    video = ("--video", str(tmp_path / "a.png"))
+    assert "there is no file /no/such.mp4" in refused(kerngen, *common, "--video", "/no/such.mp4", "-p", "?")
+    assert "reads no images" in refused(kerngen, *common, *video, "-p", "?"), "videos are seen by the same part"
+    assert "leave --media and --no-chat out" in refused(kerngen, *common, *video, "--no-chat", "-p", "?")
     for other in (("--media", "auto"), ("--no-chat",)):
         assert "leave --media and --no-chat out" in refused(kerngen, *common, *image, *other, "-p", "?")
     lines = tmp_path / "lines"
@@ -239,5 +243,6 @@ def test_a_chat_gathers_files_for_the_next_message(tmp_path: Path) -> None:
     assert files.add("/image", "/no/such.png") == "there is no file /no/such.png"
     assert (len(files.images), len(files.audio)) == (1, 1)
     assert files.add("/image") == "with the next message: a b.png"
+    assert files.add("/video", f"{tmp_path}/a b.png") == "with the next message: a b.png, a b.png"
     files.forget()
     assert files.add("/audio") == "nothing goes with the next message"

@@ -199,6 +199,32 @@ def test_a_video_is_its_frames_with_their_times() -> None:
         assert whole == ids, "the tokens are those of the text with all of it written out"
 
 
+def test_a_video_file_is_decoded_before_its_times_are_written() -> None:
+    with seeing() as seen:
+        url = "data:video/mp4;base64," + A
+        chat(seen, user(text("What"), {"type": "video_url", "video_url": {"url": url}}, image(B), text("?")))
+        frame = "<|image><|video|>*2<image|>"
+        assert f"What00:00 {frame} 00:25 {frame} 01:01 {frame}<|image><|image|>*8<image|>?" in seen.prompt()
+        assert [(p.media.kind, p.media.data.tobytes()[0]) for p in seen.placed] == [
+            ("video", 1), ("video", 2), ("video", 3), ("image", 2),
+        ]  # fmt: skip
+        assert [at for p in seen.placed for at in range(p.start, p.end)] == placeholders(seen)
+        assert [(s.kind, s.num_tokens) for s in seen.sources] == [("video_file", 70), ("image", None)]
+        assert len(seen.prepare.asked) == 1, "decoded once"
+
+
+@pytest.mark.parametrize("generation", TEMPLATES)
+def test_a_video_file_of_a_tool_is_decoded_too(generation: str) -> None:
+    with seeing(generation) as seen:
+        video = {"type": "video_url", "video_url": {"url": "data:video/webm;base64," + A}}
+        call = {"id": "1", "type": "function", "function": {"name": "film", "arguments": "{}"}}
+        chat(seen, user(text("Film it")), {"role": "assistant", "tool_calls": [call]},
+             {"role": "tool", "tool_call_id": "1", "content": [text("done"), video]})  # fmt: skip
+        frame = "<|image><|video|>*2<image|>"
+        assert f"00:00 {frame} 00:25 {frame} 01:01 {frame}" in seen.prompt()
+        assert [p.media.kind for p in seen.placed] == ["video"] * 3
+
+
 def test_a_long_video_is_thinned_out_as_transformers_does() -> None:
     with seeing() as seen:
         frames = [PNG + base64.b64encode(bytes([n] * 3)).decode() for n in range(100)]
@@ -359,7 +385,9 @@ def refused(seen: Seeing, *messages: dict[str, Any], path: str = CHAT, **more: A
     ({"type": "image", "source": {"type": "file", "file_id": "x"}}, "read here: base64, with data, and url"),
     ({"type": "image", "source": {"type": "url", "url": "http://169.254.169.254/"}}, "nothing is fetched here"),
     ({"type": "input_audio", "input_audio": "AAAA"}, 'a sound is {"input_audio"'),
-    ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, "send their frames"),
+    ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,!"}}, "is no base64"),
+    ({"type": "video_url", "video_url": {"url": "file:///etc/passwd"}}, "files of the server are not"),
+    ({"type": "video_url"}, "has no url"),
     ({"type": "video", "frames": []}, 'a video is {"type": "video", "frames"'),
     ({"type": "video", "frames": PNG + A}, 'a video is {"type": "video", "frames"'),
     ({"type": "video", "frames": [PNG + A], "fps": 0}, "fps 0 is no number of frames a second"),

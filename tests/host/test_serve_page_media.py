@@ -13,8 +13,8 @@ from served import served
 from test_serve_page import KEY, PLAYED, Chat, _said
 
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="  # 1 x 1
-TAKES = {"image": True, "audio": True, "max_image_bytes": 1000, "max_audio_bytes": 2000, "max_items": 3,
-         "max_body_bytes": 100_000}  # fmt: skip
+TAKES = {"image": True, "audio": True, "max_image_bytes": 1000, "max_audio_bytes": 2000,
+         "max_video_bytes": 3000, "max_items": 3, "max_body_bytes": 100_000}  # fmt: skip
 # file(name, type, bytes of base64 or a number of them) and give(event, ...files), which drops or pastes them.
 HELPERS = (
     f"const PNG = {json.dumps(PNG)};"

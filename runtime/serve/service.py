@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from kerngen.errors import UsageError
+from kerngen.errors import ToolchainError, UsageError
 from kerngen.runtime.chat import TemplateTooSlow
 from kerngen.runtime.config import ModelConfig
 from kerngen.runtime.media.options import TEXT_ONLY, MediaSupport
@@ -185,7 +185,7 @@ class Service:
         read = partial(prepared, messages, max_soft_tokens, self.media)
         try:
             told, made = await asyncio.get_running_loop().run_in_executor(self._media, read)
-        except UsageError as e:  # clients see no hints
+        except (UsageError, ToolchainError) as e:  # clients see no hints
             raise UsageError(e.message if e.hint is None else f"{e.message}; {e.hint}") from e
         if told != messages:  # the times of a video file's frames are text of the prompt
             ids = await self._chat_ids(told, variables)

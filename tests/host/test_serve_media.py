@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from seeing import NAMES, PNG, TEMPLATES, Seeing, events, seeing, seeing_codec, shown
 
-from kerngen.errors import UsageError
+from kerngen.errors import ToolchainError, UsageError
 from kerngen.runtime.media.limits import MediaLimits
 from kerngen.runtime.media.options import MediaOptions
 from kerngen.runtime.media.parts import KINDS, Item
@@ -502,6 +502,8 @@ def test_what_cannot_be_decoded_is_a_400_with_what_to_do() -> None:
     with seeing() as seen:
         seen.prepare.fails = UsageError("image 2: the file is damaged", hint="send it as PNG")
         assert refused(seen, user(image(), image())) == "image 2: the file is damaged; send it as PNG"
+        seen.prepare.fails = ToolchainError("video files need PyAV", hint="pip install 'kerngen[video]'")
+        assert refused(seen, user(image())) == "video files need PyAV; pip install 'kerngen[video]'"
 
 
 def test_an_image_takes_its_room_in_the_context() -> None:

@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokens import write_tokenizer
 from transformers import Gemma4AudioConfig, Gemma4Config, Gemma4ForConditionalGeneration, Gemma4TextConfig
 from transformers import Gemma4VisionConfig as HfVisionConfig
+from videos import video
 
 import kerngen
 from kerngen.errors import UsageError
@@ -168,6 +169,15 @@ def test_a_server_reads_them_in_processes_of_its_own(folder: Path, session: Sess
         assert told["usage"]["prompt_tokens"] == wanted.stats.num_prompt_tokens
         again = server.http.post(f"{server.url}/v1/chat/completions", json=asked).json()
         assert again["choices"][0]["message"]["content"] == wanted.text
+        film = video(3)
+        seen = [{"role": "user", "content": [{"type": "video", "video": film}, {"type": "text", "text": "abc"}]}]
+        url = "data:video/mp4;base64," + base64.b64encode(film).decode()
+        content = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": "abc"}]
+        said = {**asked, "messages": [{"role": "user", "content": content}]}
+        answer = server.http.post(f"{server.url}/v1/chat/completions", json=said).json()
+        watched = session.generate(seen, max_new_tokens=6)
+        assert answer["choices"][0]["message"]["content"] == watched.text
+        assert answer["usage"]["prompt_tokens"] == watched.stats.num_prompt_tokens > 3 * 60
         part["image_url"]["url"] = "data:image/png;base64," + base64.b64encode(png(1)[:200]).decode()  # type: ignore[index]
         answer = server.http.post(f"{server.url}/v1/chat/completions", json=asked)
         assert answer.status_code == 400

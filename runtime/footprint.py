@@ -103,8 +103,8 @@ def plan(
 ) -> Plan:  # fmt: skip
     """Of the cuda backend, as `footprint`; contexts that the model does not take are left out."""
     takes = footprint(config, drafter, dtype, 1, dense=dense, media=media)
-    is_whole = media is not None and media.vision is not None and media.bidirectional
-    shape = CacheShape(config, dtype, longest_block=MOST_IMAGE_TOKENS if is_whole else 0)
+    longest_block = MOST_IMAGE_TOKENS if media is not None and media.images_see_themselves else 0
+    shape = CacheShape(config, dtype, longest_block=longest_block)
     kept = 0 if media is None else MEDIA_CACHE_BYTES
     contexts = [c for c in CONTEXTS if c <= config.max_positions]
     screens = {gb: screened(takes, gb * 10**9 - RESERVE_BYTES) for gb in GPU_GB}

@@ -24,8 +24,9 @@ END_OF_TURN = "<turn|>"
 CHANNEL, END_OF_CHANNEL = "<|channel>", "<channel|>"  # around what the model thinks (ids 100 and 101)
 THOUGHT = "thought\n"  # a thought's channel, its first line, which is no part of it
 CALL, END_OF_CALL, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'  # a call, and its strings (ids 48, 49 and 52)
-# What stands for an image, a sound and a video's frame (258880, 258881, 258884), and around the first two.
-MEDIA_TOKENS = frozenset(("<|image|>", "<|audio|>", "<|video|>", "<|image>", "<image|>", "<|audio>", "<audio|>"))
+# What stands for an image, a sound and a video's frame, and around them; by Gemma-4's ids.
+MEDIA_TOKENS = {255_999: "<|image>", 258_880: "<|image|>", 258_882: "<image|>", 258_884: "<|video|>",
+                256_000: "<|audio>", 258_881: "<|audio|>", 258_883: "<audio|>"}  # fmt: skip
 TOOL_ANSWER = "<|tool_response>"  # behind its calls the model waits for answers, which begin so (id 50)
 
 
@@ -189,9 +190,10 @@ class TextCodec:
         """Added tokens that are special, that the template writes, or that stand for media."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         source = self._template.source if self.has_template else ""
+        of_media = frozenset(MEDIA_TOKENS.values())
         return ControlTokens([
             t.content for t in added
-            if t.special or t.content in MEDIA_TOKENS or (t.content in source and not t.content.isspace())
+            if t.special or t.content in of_media or (t.content in source and not t.content.isspace())
         ])  # fmt: skip
 
     def token(self, index: int) -> str:

@@ -24,7 +24,8 @@ BACKEND_OPTIONS = (
 )  # fmt: skip
 media_option = click.option(
     "--media", "media", default=None, metavar="WHAT",
-    help="Load what reads them: images, audio, images,audio; auto: when a request has some; none.",
+    help="What is read beside text: images, audio, images,audio or none; auto loads what the model has at its first "
+    "use. Default: auto; of a server none.",
 )  # fmt: skip
 host_option = click.option(
     "--allow-media-host", "media_hosts", multiple=True, metavar="HOST",

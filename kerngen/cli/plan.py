@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from kerngen.workload.workload import Model
 
 
-WORDS: dict[Part, str] = {"vision": "images", "audio": "sound"}
-
-
 def print_plan(
     model: str, draft: str | None, draft_weights: str, num_ranks: int = 1, board: str | None = None, *, as_json: bool,
     which: Collection[Part] = (),
@@ -36,18 +33,19 @@ def print_plan(
     import torch
 
     from kerngen.runtime.footprint import RESERVE_BYTES, plan, tower_bytes
-    from kerngen.runtime.media.config import BOTH
+    from kerngen.runtime.media.options import WORDS
     from kerngen.runtime.world import World
-    from kerngen.workload.workload import find_media, find_model
+    from kerngen.workload.workload import find_model
 
     device = None if board is None else _board(board)
     found = find_model(model, draft, draft_weights).divided(World(0, num_ranks))
-    takes = find_media(model)
+    takes = found.media
     media = takes.only(which) if takes else None
     plans = {"as released": plan(found.target, found.drafter, torch.bfloat16, media=media)}
     if found.target.quant is not None:
         plans["unquantized"] = plan(found.target, found.drafter, torch.bfloat16, dense=True, media=media)
-    towers = {part: tower_bytes(only, torch.bfloat16) for part in BOTH if takes and (only := takes.only([part]))}
+    parts = takes.parts if takes else ()
+    towers = {part: tower_bytes(only, torch.bfloat16) for part in parts if takes and (only := takes.only([part]))}
     steps = {} if device is None else dict(_predicted(found, device))
     if as_json:
         predicted = {} if device is None else {"predicted": {"board": device.name, "step_ms": steps}}

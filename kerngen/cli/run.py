@@ -110,7 +110,7 @@ def run(
         from kerngen.cli.plan import print_plan
 
         print_plan(str(model), None if draft is None else str(draft), draft_weights, where["tensor_parallel"],
-                   where["device"], as_json=as_json)  # fmt: skip
+                   where["device"], as_json=as_json, which=MediaOptions.parse(media or "none").parts)  # fmt: skip
         return
     has_files = bool(images or videos or audio)
     if has_files and (media is not None or no_chat):

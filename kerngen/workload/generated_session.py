@@ -26,7 +26,17 @@ from kerngen.runtime.executors.collectives import Collectives
 from kerngen.runtime.media.opening import open_input, open_support
 from kerngen.runtime.media.options import MediaOptions
 from kerngen.runtime.session import Session, open_divided, stop_ids_of
-from kerngen.runtime.text import CALL, CHANNEL, END_OF_CALL, END_OF_CHANNEL, END_OF_TURN, QUOTE, TOOL_ANSWER, TextCodec
+from kerngen.runtime.text import (
+    CALL,
+    CHANNEL,
+    END_OF_CALL,
+    END_OF_CHANNEL,
+    END_OF_TURN,
+    MEDIA_TOKENS,
+    QUOTE,
+    TOOL_ANSWER,
+    TextCodec,
+)
 from kerngen.runtime.weights.synthetic import synthetic_towers
 from kerngen.workload.generated import generated_model
 from kerngen.workload.workload import MODELS, RELEASED, find_model
@@ -36,9 +46,6 @@ CONTROL = {
     49: END_OF_CALL, 50: TOOL_ANSWER, 51: "<tool_response|>", 52: QUOTE, 98: "<|think|>", 100: CHANNEL,
     101: END_OF_CHANNEL, 105: "<|turn>", 106: END_OF_TURN,
 }  # fmt: skip
-# What stands for images and sound, in vocabularies that have room for it: Gemma-4's do.
-OF_MEDIA = {255_999: "<|image>", 256_000: "<|audio>", 258_880: "<|image|>", 258_881: "<|audio|>", 258_882: "<image|>",
-            258_883: "<audio|>", 258_884: "<|video|>"}  # fmt: skip
 FIRST_BYTE = 238  # the id of byte 0; as in Gemma's tokenizer
 LEAST_VOCAB = FIRST_BYTE + 256
 SPACE = "\u2581"  # as SentencePiece spells it
@@ -59,7 +66,7 @@ def generated_tokenizer(vocab_size: int) -> Tokenizer:
             f"a vocabulary of {vocab_size} has no room for control tokens and bytes: it takes {LEAST_VOCAB}"
         )
     words = (SPACE + "".join(w) for length in range(1, 9) for w in product(_SYLLABLES, repeat=length))
-    control = CONTROL | ({} if vocab_size <= max(OF_MEDIA) else OF_MEDIA)
+    control = CONTROL | (MEDIA_TOKENS if vocab_size > max(MEDIA_TOKENS) else {})
     vocab = {text: i for i, text in control.items()}
     vocab |= {f"<0x{i:02X}>": FIRST_BYTE + i for i in range(256)}
     taken = set(vocab.values())

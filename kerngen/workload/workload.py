@@ -227,8 +227,7 @@ def _find_model(name: str, drafter: str | None) -> Model:
         if drafter is not None:
             raise UsageError(f"{name} is a released model, with a drafter of its own: --draft goes with a folder")
         target = read_model_config(RELEASED / name)
-        drafts = read_drafter_config(RELEASED / name / "assistant", target)
-        return Model(name, target, drafts, media=find_media(name))
+        return Model(name, target, read_drafter_config(RELEASED / name / "assistant", target), media=find_media(name))
     folder = Path(name)
     if not folder.exists() and "/" not in name:
         raise UnknownName("model", name, [*MODELS, "or a model folder"])
@@ -261,7 +260,7 @@ def workload(model: Model, arch: Arch) -> Workload:
     """Every problem that `model` needs on `arch`, in its dtype (fp16 on sm70 and sm75, else bf16), each once."""
     if model.engine == "vllm":
         return _inside_vllm(model, arch)
-    both_ways = model.media is not None and model.media.vision is not None and model.media.bidirectional
+    both_ways = model.media is not None and model.media.images_see_themselves
     recorded = _recorded(recorder(model.target, model.drafter, arch))
     return Workload(model.name, arch.name, *recorded, images_see_themselves=both_ways)
 

@@ -106,6 +106,16 @@ class MediaConfig:
     begin_audio: int
     end_audio: int
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Those that the model has."""
+        return tuple(part for part in BOTH if getattr(self, part) is not None)
+
+    @property
+    def images_see_themselves(self) -> bool:
+        """Whether the model sees images, and their tokens see each other both ways in sliding layers."""
+        return self.bidirectional and self.vision is not None
+
     def only(self, which: Collection[Part]) -> MediaConfig | None:
         """The same without the parts that are not in `which`; None where nothing is left."""
         vision = self.vision if "vision" in which else None

@@ -1,4 +1,4 @@
-"""The bytes behind a URL that a request names: a data: URL, or a file of a host that is asked on purpose.
+"""The bytes behind an http or https URL that a request names: a file of a host that is asked on purpose.
 
 Who writes requests must not reach what this machine reaches. So only hosts that are listed are asked, at addresses of
 the public internet, without credentials, proxies, cookies or redirects; and what they answer is an image or sound, or
@@ -7,7 +7,6 @@ an error that does not repeat it.
 
 from __future__ import annotations
 
-import binascii
 import io
 import re
 import socket
@@ -23,7 +22,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import Any
 
 from kerngen.errors import UsageError
-from kerngen.runtime.media.limits import MediaLimits
+from kerngen.runtime.media.limits import MAX_URL_CHARS, MediaLimits
 
 # All of an http or https URL that is accepted: what is checked is what is asked, since nothing else reads it. A host's
 # name or address, port 80 or 443, and a path of printable ASCII without \ ; a fragment stays here.
@@ -32,8 +31,6 @@ _HTTP_URL = re.compile(
     r"(?P<target>[/?][!-\"$-\[\]-~]*)?(?:#[!-\[\]-~]*)?",
     re.IGNORECASE | re.ASCII,
 )
-_MAX_URL_CHARS = 8192  # of an http or https URL
-_MAX_DATA_HEAD = 1024  # of a data: URL before its comma
 _CONNECT_S = 3.0  # to one of a host's addresses, if it has another
 _CHUNK_BYTES = 1 << 16
 _HEADERS = {"Accept": "*/*", "Accept-Encoding": "identity", "Connection": "close", "User-Agent": "kerngen"}
@@ -64,14 +61,11 @@ class _Place:
 
 
 def read_url(url: str, max_bytes: int, limits: MediaLimits) -> bytes:
-    """The bytes that `url` holds or names, at most `max_bytes`: data: in base64, or http(s) of one of `limits.hosts`.
+    """The bytes that `url` names, at most `max_bytes`: http or https, of one of `limits.hosts`.
 
     Raises UsageError for another URL, for more bytes, and for what is not there within `limits.fetch_s`. It does not
     say what a host answered; its cause does.
     """
-    scheme = url[:8].partition(":")[0].lower()
-    if scheme == "data":
-        return _read_data(url, max_bytes)
     place = _place_of(url)
     if place.host not in limits.hosts:
         raise UsageError(
@@ -80,34 +74,13 @@ def read_url(url: str, max_bytes: int, limits: MediaLimits) -> bytes:
     return _fetch(place, max_bytes, limits.fetch_s)
 
 
-def decode_base64(text: str, max_bytes: int) -> bytes:
-    """The bytes of standard base64 with its padding. Raises UsageError for other text, and for more than `max_bytes`,
-    before it is decoded.
-    """
-    if len(text) // 4 * 3 - text[-2:].count("=") > max_bytes:
-        raise UsageError(f"the file has more than {max_bytes:,} bytes")
-    try:
-        if len(text) % 4 or text.endswith("==="):  # which strict_mode takes behind a whole group
-            raise ValueError("wrong padding")
-        return binascii.a2b_base64(text, strict_mode=True)
-    except ValueError as e:  # binascii.Error, or no ASCII
-        raise UsageError(f"the file is not valid base64: {e}") from e
-
-
-def _read_data(url: str, max_bytes: int) -> bytes:
-    comma = url.find(",", 0, _MAX_DATA_HEAD)
-    if comma < 0 or not url[:comma].lower().endswith(";base64"):
-        raise UsageError("a data: URL holds base64", hint="data:image/png;base64,…")
-    return decode_base64(url[comma + 1 :], max_bytes)
-
-
 def _place_of(url: str) -> _Place:
-    if len(url) > _MAX_URL_CHARS:
-        raise UsageError(f"the URL has {len(url):,} characters: more than {_MAX_URL_CHARS:,}")
+    if len(url) > MAX_URL_CHARS:
+        raise UsageError(f"the URL has {len(url):,} characters: more than {MAX_URL_CHARS:,}")
     if (found := _HTTP_URL.fullmatch(url)) is None:
         raise UsageError(
             "the URL is none that is fetched",
-            hint="data: with base64; or http(s)://host/path in ASCII, without a user, on port 80 or 443",
+            hint="http(s)://host/path in ASCII, without a user, on port 80 or 443",
         )
     scheme, target = found["scheme"].lower(), found["target"] or "/"
     port = int(found["port"] or (443 if scheme == "https" else 80))

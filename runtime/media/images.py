@@ -6,7 +6,6 @@ The rules are those of transformers' Gemma4ImageProcessor and Gemma4VideoProcess
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -103,34 +102,6 @@ def _scaled(pixels: NDArray[np.uint8], height: int, width: int) -> NDArray[np.ui
     )
     array: NDArray[np.uint8] = scaled[0].permute(1, 2, 0).numpy()
     return array
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One frame of a video, and when it is shown: text "MM:SS", which stands before it in a prompt."""
-
-    time: str
-    media: Media
-
-
-def frames(video: Sequence[NDArray[np.uint8]], rule: ImageRule, fps: float | None = None) -> list[Frame]:
-    """The frames of a video that a model is given: all, or MAX_FRAMES at equal distances, each of FRAME_BUDGET.
-
-    video: arrays uint8 [height, width, 3], RGB, or one [frames, height, width, 3]; fps: frames a second, None where it
-    is not known.
-    Raises UsageError for a video without frames, frames of several sizes, or an fps that is no positive number.
-    """
-    if not len(video):
-        raise UsageError("a video without frames")
-    if len({frame.shape for frame in video}) > 1:
-        raise UsageError("the frames of a video are of one size")
-    fps = DEFAULT_FPS if fps is None else fps
-    if not (math.isfinite(fps) and fps > 0):
-        raise UsageError(f"a video has a positive number of frames a second, not {fps}")
-    return [
-        Frame(time_text(index / fps), image_media(video[index], rule, kind="video"))
-        for index in frame_indices(len(video))
-    ]
 
 
 def frame_indices(num_frames: int) -> list[int]:

@@ -9,12 +9,13 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 from kerngen.errors import UsageError
+from kerngen.runtime.media.images import BUDGETS
 from kerngen.runtime.media.values import DIGEST_BYTES, Kind, Media, Placed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_IMAGE_TOKENS = 1120  # soft tokens of an image at the largest budget
+MOST_IMAGE_TOKENS = BUDGETS[-1]  # soft tokens of an image at the largest budget
 
 
 class Block(NamedTuple):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kerngen.errors import UsageError
 from kerngen.runtime.media.values import FileKind
 
+MAX_URL_CHARS = 4096  # of an http or https URL
 MAX_PIXELS = 50_000_000  # of an image: six pages at 300 dots an inch
 _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?|\[[0-9a-f:.]+\]", re.ASCII)
 

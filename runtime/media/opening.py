@@ -38,7 +38,8 @@ def open_support(folder: Path, options: MediaOptions) -> MediaSupport:
         if is_needed:
             raise
         return MediaSupport(None, options, fault=e.message)
-    lacking = [part for part in BOTH if part in options.parts and (config is None or getattr(config, part) is None)]
+    has = () if config is None else config.parts
+    lacking = [part for part in BOTH if part in options.parts and part not in has]
     if lacking and is_needed:
         raise UsageError(f"{MEDIA_FLAG}: {folder.name} reads no {WORDS[lacking[0]]}",
                          hint=f"leave it out of {MEDIA_FLAG}; {MEDIA_FLAG} auto takes what there is")  # fmt: skip
@@ -60,7 +61,7 @@ def open_input(support: MediaSupport, load: Callable[[MediaConfig], Towers]) -> 
     if config.audio is not None:
         placeholders["audio"] = config.audio_id
     embed = _AtFirstUse(partial(load, config)) if support.options.at_first_use else load(config).embed
-    return MediaInput(embed, placeholders, config.bidirectional and config.vision is not None)
+    return MediaInput(embed, placeholders, config.images_see_themselves)
 
 
 class _AtFirstUse:

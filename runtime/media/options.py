@@ -69,10 +69,10 @@ class MediaSupport:
         part, config = part_of(kind), self.config
         if self.fault:
             return f"this model's {WORDS[part]} cannot be read: {self.fault}"
-        if config is None or getattr(config, part) is None:
-            others = [WORDS[other] for other in BOTH if config is not None and getattr(config, other) is not None]
-            has = f"text and {others[0]}" if others else "text alone"
-            return f"this model reads {has}, no {WORDS[part]}: leave it out"
+        has = () if config is None else config.parts
+        if part not in has:
+            reads = f"text and {WORDS[has[0]]}" if has else "text alone"
+            return f"this model reads {reads}, no {WORDS[part]}: leave it out"
         if part not in self.options.parts or self.prepare is None:
             flag = next(name for name, named in _PARTS.items() if named == part)
             return f"{WORDS[part]}: not loaded here; start it with {MEDIA_FLAG} {flag} (or {MEDIA_FLAG} auto)"

@@ -14,12 +14,11 @@ from typing import Any
 
 from kerngen.errors import UsageError
 from kerngen.runtime.media.images import BUDGETS, DEFAULT_FPS, FRAME_BUDGET, MAX_FPS, frame_indices
-from kerngen.runtime.media.limits import MediaLimits
+from kerngen.runtime.media.limits import MAX_URL_CHARS, MediaLimits
 from kerngen.runtime.media.options import HOST_FLAG, TEXT_ONLY, MediaSupport
 from kerngen.runtime.media.values import FileKind, Kind, Source
 
 DETAILS: dict[str, int | None] = {"low": 70, "auto": None, "high": 1120}  # soft tokens; None: the model's own
-MAX_URL_CHARS = 4096
 KINDS: dict[str, Kind] = {
     "image_url": "image", "input_image": "image", "image": "image", "video": "video", "video_url": "video",
     "input_audio": "audio", "audio_url": "audio", "audio": "audio",

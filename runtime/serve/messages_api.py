@@ -146,11 +146,11 @@ def _chat(body: CountedMessage, media: MediaSupport) -> tuple[Turns, ChatComplet
     for edit in body.context_management.edits if body.context_management else ():
         if edit.get("type") != _KEPT_THOUGHTS:
             raise ApiError(400, f"context_management: {edit!s:.80} is not there: shorten the messages")
-    turns = Turns()
+    turns = Turns(media)
     if body.system:
         turns.add_system("system", text_of(body.system, _TEXT, "system", join="\n\n"))
     for at, turn in enumerate(body.messages):
-        _add_turn(turns, turn, f"messages.{at}", media)
+        _add_turn(turns, turn, f"messages.{at}")
     if body.messages[-1].role == "assistant":
         raise ApiError(
             400, "the last message is the assistant's: an answer is a turn of its own, and goes on with none"
@@ -169,7 +169,7 @@ def _chat(body: CountedMessage, media: MediaSupport) -> tuple[Turns, ChatComplet
     })  # fmt: skip
 
 
-def _add_turn(turns: Turns, turn: Turn, where: str, media: MediaSupport) -> None:
+def _add_turn(turns: Turns, turn: Turn, where: str) -> None:
     if turn.role == "system":
         turns.add_system(where, text_of(turn.content, _TEXT, f"{where}.content", join="\n\n"))
         return
@@ -181,9 +181,9 @@ def _add_turn(turns: Turns, turn: Turn, where: str, media: MediaSupport) -> None
         said: list[str | Item] = []
         for at, block in enumerate(blocks):  # results come first, wherever they stand: they answer the turn before
             if block.get("type") == "tool_result":
-                _add_result(turns, block, f"{where}.content.{at}", media)
+                _add_result(turns, block, f"{where}.content.{at}")
             else:
-                content = content_of([block], _TEXT, f"{where}.content.{at}", media)
+                content = content_of([block], _TEXT, f"{where}.content.{at}", turns)
                 said += [content] if isinstance(content, str) else content
         if said:
             turns.add(where, "user", joined(said, "\n"))
@@ -193,8 +193,8 @@ def _add_turn(turns: Turns, turn: Turn, where: str, media: MediaSupport) -> None
         _add_answer(turns, block, f"{where}.content.{at}")
 
 
-def _add_result(turns: Turns, block: dict[str, Any], where: str, media: MediaSupport) -> None:
-    said = content_of(block.get("content"), _TEXT, f"{where}.content", media, join="\n", result_of=turns)
+def _add_result(turns: Turns, block: dict[str, Any], where: str) -> None:
+    said = content_of(block.get("content"), _TEXT, f"{where}.content", turns, join="\n", is_result=True)
     if not isinstance(call := block.get("tool_use_id"), str):
         raise ApiError(400, f"{where} has no tool_use_id")
     # Anthropic's clients mark an error beside its text, which alone the model reads.

@@ -146,14 +146,14 @@ def _chat(body: CountedResponse, media: MediaSupport) -> tuple[Turns, ChatComple
     created = body if isinstance(body, CreateResponse) else None
     if created and "message.output_text.logprobs" in (created.include or ()):
         raise ApiError(400, "message.output_text.logprobs: /v1/chat/completions has logprobs", param="include")
-    turns = Turns()
+    turns = Turns(media)
     if body.instructions:
         turns.add_system("instructions", body.instructions)
     if isinstance(body.input, str):
         turns.add("input", "user", body.input)
     else:
         for at, item in enumerate(body.input):
-            _add_item(turns, item, f"input[{at}]", media)
+            _add_item(turns, item, f"input[{at}]")
     tools, choice = _tools(body, turns)
     return turns, chat_body(turns, {
         "model": body.model, "tools": tools, "tool_choice": choice, "parallel_tool_calls": body.parallel_tool_calls,
@@ -164,14 +164,14 @@ def _chat(body: CountedResponse, media: MediaSupport) -> tuple[Turns, ChatComple
     })  # fmt: skip
 
 
-def _add_item(turns: Turns, item: dict[str, Any], where: str, media: MediaSupport) -> None:
+def _add_item(turns: Turns, item: dict[str, Any], where: str) -> None:
     kind = item.get("type") or ("message" if "role" in item else None)
     if kind == "message":
         role = item.get("role")
         if not isinstance(role, str) or role not in _ROLES:
             raise ApiError(400, f"{where} has no role of {', '.join(_ROLES)}", param=where)
         if role == "user":
-            turns.add(where, role, content_of(item.get("content"), _TEXT, f"{where}.content", media))
+            turns.add(where, role, content_of(item.get("content"), _TEXT, f"{where}.content", turns))
             return
         text = text_of(item.get("content"), _TEXT, f"{where}.content")
         if role == "assistant":
@@ -182,7 +182,7 @@ def _add_item(turns: Turns, item: dict[str, Any], where: str, media: MediaSuppor
         name, call_id, arguments = (_string(item, key, where) for key in ("name", "call_id", "arguments"))
         turns.add_call(where, call_id, _joined(item.get("namespace"), name), arguments)
     elif kind == "function_call_output":
-        output = content_of(item.get("output"), _TEXT, f"{where}.output", media, result_of=turns)
+        output = content_of(item.get("output"), _TEXT, f"{where}.output", turns, is_result=True)
         turns.add(where, "tool", output, tool_call_id=_string(item, "call_id", where))
     elif kind == "reasoning":
         text = text_of(item.get("content"), {"reasoning_text": "text"}, f"{where}.content")

@@ -38,10 +38,11 @@ _MESSAGE = re.compile(r"^messages\[(\d+)\]")
 
 @dataclass(slots=True)
 class Turns:
-    """Messages of a chat, made of the items of another API. origins: where in the request each of them begins.
-    left_out: tools that do not run here, and what of results cannot be read.
+    """Messages of a chat, made of the items of another API. media: what is read beside text. origins: where in the
+    request each of them begins. left_out: tools that do not run here, and what of results cannot be read.
     """
 
+    media: MediaSupport
     messages: list[dict[str, Any]] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -109,15 +110,15 @@ def content_of(
     content: Any,
     kinds: Mapping[str, str],
     where: str,
-    media: MediaSupport | None,
+    turns: Turns | None,
     *,
     join: str = "",
-    result_of: Turns | None = None,
+    is_result: bool = False,
 ) -> Content:
-    """As `text_of`, with the images and sounds among the parts that `media` takes; None: all of it is text.
+    """As `text_of`, with the images and sounds among the parts that `turns` may have; None: all of it is text.
 
-    result_of: the turns of which it is a call's result. There the model is told of a part that it cannot read, which
-    its own call brought: no client can take that back, and the conversation would end.
+    is_result: of a call. There the model is told of a part that it cannot read, which its own call brought: no client
+    can take that back, and the conversation would end.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -129,12 +130,12 @@ def content_of(
         text = part.get(kinds.get(kind, "")) if isinstance(kind, str) else None
         if isinstance(text, str):
             parts.append(text)
-        elif isinstance(kind, str) and kind in KINDS and media and (media.reads(KINDS[kind]) or result_of is None):
-            parts.append(_item(part, f"{where}[{at}]", media))
-        elif result_of is None or not isinstance(kind, str) or kind in kinds:
+        elif turns and isinstance(kind, str) and kind in KINDS and (turns.media.reads(KINDS[kind]) or not is_result):
+            parts.append(_item(part, f"{where}[{at}]", turns.media))
+        elif not turns or not is_result or not isinstance(kind, str) or kind in kinds:
             raise not_text(kind, f"{where}[{at}]", kinds)
         else:
-            result_of.left_out.append(f"{where}[{at}]: {kind:.80}")
+            turns.left_out.append(f"{where}[{at}]: {kind:.80}")
             parts.append(f"({kind:.80}: this cannot be read here)")
     return joined(parts, join)
 

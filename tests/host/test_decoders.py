@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import signal
 from collections.abc import Iterator
@@ -67,13 +66,13 @@ def within(decoders: Decoders, **limits: float) -> Iterator[None]:
 
 
 def test_items_come_in_order_and_are_what_this_process_would_make(decoders: Decoders) -> None:
-    url = "data:image/jpeg;base64," + base64.b64encode(encoded(image("RGBA"), "PNG")).decode()
-    sources = [replace(GOOD, num_tokens=70), Source("image", url=url), Source("video", PICTURE), Source("audio", b"")]
+    other = encoded(image("RGBA"), "PNG")
+    sources = [replace(GOOD, num_tokens=70), Source("image", other), Source("video", PICTURE), Source("audio", b"")]
     found = decoders.decode_all(sources)
     pixels, rule = file_pixels(PICTURE), ImageRule()
     want = [
         image_media(pixels, rule, 70),
-        image_media(file_pixels(encoded(image("RGBA"), "PNG")), rule),
+        image_media(file_pixels(other), rule),
         image_media(pixels, rule, kind="video"),
         _troublesome(Source("audio", b""), LIMITS),
     ]

@@ -1,8 +1,7 @@
-"""What a request's URL may reach: its own bytes, and listed hosts of the public internet, within bounds."""
+"""What a request's URL may reach: listed hosts of the public internet, within bounds."""
 
 from __future__ import annotations
 
-import base64
 import datetime
 import socket
 import ssl
@@ -15,52 +14,12 @@ from typing import Any
 import pytest
 
 from kerngen.errors import UsageError
-from kerngen.runtime.media.fetch import _fetch, _Place, _place_of, _resolved, decode_base64, read_url, why_refused
+from kerngen.runtime.media.fetch import _fetch, _Place, _place_of, _resolved, read_url, why_refused
 from kerngen.runtime.media.limits import MediaLimits
 
 HOSTS = MediaLimits(hosts=("files.test", "127.0.0.1", "[::1]", "localhost"), fetch_s=5.0)
 HOST = "files.test"
 BODY = bytes(range(256)) * 40
-
-# -- data: URLs
-
-
-@pytest.mark.parametrize("head", ["data:image/png;base64,", "DATA:;BASE64,", "data:text/html;charset=x;base64,",
-                                  "data:;base64,"])  # fmt: skip
-def test_a_data_url_holds_its_bytes(head: str) -> None:
-    """Whatever type it declares: that is ignored."""
-    url = head + base64.b64encode(BODY).decode()
-    assert read_url(url, len(BODY), MediaLimits()) == BODY
-    with pytest.raises(UsageError, match="more than 10,239 bytes"):
-        read_url(url, len(BODY) - 1, MediaLimits())
-
-
-@pytest.mark.parametrize("url", ["data:image/png,abc", "data:image/png;base64", "data:", "data:,", "data:base64,QUJD",
-                                 "data:image/png;base64;x,QUJD", "data:" + "a" * 2000 + ";base64,QUJD"])  # fmt: skip
-def test_a_data_url_is_in_base64(url: str) -> None:
-    with pytest.raises(UsageError, match="a data: URL holds base64"):
-        read_url(url, 100, MediaLimits())
-
-
-@pytest.mark.parametrize("text", ["QUJ", "QUJD=", "QUJD====", "QUI==", "QU=JD",
-                                  "QUJDRA", "QUJD\n", "QUJ D", "Q-_D", "Q%2BJD", "é" * 4, "====",
-                                  "\ud800AAA"])  # fmt: skip
-def test_wrong_base64_is_an_error(text: str) -> None:
-    with pytest.raises(UsageError, match="not valid base64"):
-        decode_base64(text, 100)
-
-
-def test_base64_is_measured_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for size in range(9):
-        text = base64.b64encode(bytes(size)).decode()
-        assert decode_base64(text, size) == bytes(size)
-        if size:
-            with pytest.raises(UsageError, match="more than"):
-                decode_base64(text, size - 1)
-    monkeypatch.setattr("binascii.a2b_base64", lambda *a, **k: pytest.fail("was decoded"))
-    with pytest.raises(UsageError, match="more than 10 bytes"):
-        decode_base64("A" * 1000, 10)
-
 
 # -- which URLs
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from command import ROOT, Kerngen
 
-from kerngen.cli.plan import print_plan
 from kerngen.errors import ProblemError
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import read_drafter_config, read_model_config
@@ -101,14 +100,16 @@ def test_the_page_of_models_says_what_the_code_computes() -> None:
     assert said == [*sizes, *fits], "docs/models.md should have:\n" + "\n".join([*sizes, "", *fits])
 
 
-def test_the_page_of_models_says_what_images_take() -> None:
-    said = dict(re.findall(r"([\d,]+) MB of the (\w+(?:-\w+)?)", (ROOT / "docs" / "models.md").read_text()))
+def test_the_page_of_models_says_what_images_and_sound_take() -> None:
+    said = dict(re.findall(r"([\d,]+) MB of\s+the (\w+(?:-\w+)?)", (ROOT / "docs" / "models.md").read_text()))
     found = {}
     for name in MODELS:
         media = find_media(name)
-        images = media.only(["vision"]) if media else None
-        assert images is not None
-        found[f"{tower_bytes(images, torch.bfloat16) / 1e6:,.0f}"] = name.removeprefix("gemma-4-").upper()
+        assert media is not None
+        for part in media.parts:
+            only = media.only([part])
+            assert only is not None
+            found[f"{tower_bytes(only, torch.bfloat16) / 1e6:,.0f}"] = name.removeprefix("gemma-4-").upper()
     assert said == found
 
 
@@ -174,15 +175,15 @@ def test_run_prints_the_plan(kerngen: Kerngen) -> None:
     assert "unknown model 'no-such-model'" in err
 
 
-def test_run_says_what_images_take(kerngen: Kerngen, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_says_what_images_take(kerngen: Kerngen) -> None:
     media = find_media("gemma-4-31b")
     assert media is not None
     said = json.loads(kerngen("run", "gemma-4-31b", "--plan", "--json")[1])
     assert said["media_bytes"] == {"vision": tower_bytes(media, torch.bfloat16)}
     assert said["as released"]["tower_bytes"] == 0
-    print_plan("gemma-4-31b", None, "stored", as_json=True, which=["vision"])
-    counted = json.loads(capsys.readouterr().out)
+    counted = json.loads(kerngen("run", "gemma-4-31b", "--plan", "--media", "images", "--json")[1])
     assert counted["as released"]["tower_bytes"] == said["media_bytes"]["vision"]
-    print_plan("gemma-4-31b", None, "stored", as_json=False, which=["vision"])
-    assert "Embeddings that are kept take up to 268 MB" in capsys.readouterr().out
+    told = kerngen("run", "gemma-4-31b", "--plan", "--media", "images")[1]
+    assert "What embeds images takes 1,151 MB more, which are counted above" in told
+    assert "Embeddings that are kept take up to 268 MB" in told
     assert "What embeds images takes 1,151 MB more, not counted above" in kerngen("run", "gemma-4-31b", "--plan")[1]

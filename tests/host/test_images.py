@@ -15,7 +15,6 @@ from kerngen.runtime.media.images import (
     MAX_FRAMES,
     ImageRule,
     frame_indices,
-    frames,
     image_media,
     scaled_size,
     time_text,
@@ -40,10 +39,9 @@ def test_patches_are_those_of_transformers(name: str, rule: ImageRule, sizes: tu
 def test_frames_of_a_video_are_those_of_transformers() -> None:
     num_frames, height, width = VIDEO
     video = [picture(height, width, seed=n) for n in range(num_frames)]
-    found = frames(video, ImageRule(), FPS)
-    assert [[f.time, digest(f.media.data)] for f in found] == RECORDED["video"]
-    assert {(f.media.kind, f.media.num_tokens <= 70) for f in found} == {("video", True)}
-    assert [f.time for f in frames(np.stack(video[:60]), ImageRule())][-1] == "00:02", "24 a second"
+    found = [(time_text(i / FPS), image_media(video[i], ImageRule(), kind="video")) for i in frame_indices(num_frames)]
+    assert [[time, digest(media.data)] for time, media in found] == RECORDED["video"]
+    assert {(media.kind, media.num_tokens <= 70) for _, media in found} == {("video", True)}
 
 
 def test_sizes_are_those_of_transformers() -> None:
@@ -128,13 +126,3 @@ def test_of_a_video_32_frames_are_taken_at_equal_distances() -> None:
 def test_times_are_cut_and_not_rounded() -> None:
     assert [time_text(s) for s in (0, 0.999, 59.999, 60, 3599.9, 4500, 6000)] == [
         "00:00", "00:00", "00:59", "01:00", "59:59", "75:00", "100:00"]  # fmt: skip
-
-
-@pytest.mark.parametrize("fps", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_video_is_refused_whose_time_or_frames_make_no_sense(fps: float) -> None:
-    with pytest.raises(UsageError, match="frames a second"):
-        frames([picture(4, 4)], ImageRule(), fps)
-    with pytest.raises(UsageError, match="without frames"):
-        frames([], ImageRule())
-    with pytest.raises(UsageError, match="of one size"):
-        frames([picture(4, 4), picture(4, 5)], ImageRule())

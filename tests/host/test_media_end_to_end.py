@@ -27,8 +27,9 @@ from kerngen.runtime.conversation import Conversation
 from kerngen.runtime.media.options import LOCAL, MediaOptions
 from kerngen.runtime.media.prompt import EncodedPrompt
 from kerngen.runtime.session import Completion, Session
-from kerngen.workload.generated_session import OF_MEDIA, generated_tokenizer, load_generated
+from kerngen.runtime.text import MEDIA_TOKENS
 from kerngen.workload.generated_session import TEMPLATE as GENERATED_TEMPLATE
+from kerngen.workload.generated_session import generated_tokenizer, load_generated
 
 pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install 'kerngen[media]'")
 
@@ -211,12 +212,12 @@ def test_generated_weights_have_towers_too(folder: Path, session: Session) -> No
 
 
 def test_generated_text_has_tokens_for_media() -> None:
-    tokenizer = generated_tokenizer(max(OF_MEDIA) + 1)
-    assert {i: tokenizer.token_to_id(text) for i, text in OF_MEDIA.items()} == {i: i for i in OF_MEDIA}
+    tokenizer = generated_tokenizer(max(MEDIA_TOKENS) + 1)
+    assert {i: tokenizer.token_to_id(text) for i, text in MEDIA_TOKENS.items()} == {i: i for i in MEDIA_TOKENS}
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "da"}, {"type": "audio"}]}]
     rendered = render_chat(GENERATED_TEMPLATE, {"messages": messages, "bos_token": "<bos>"})
     ids = tokenizer.encode(rendered, add_special_tokens=False).ids
-    assert [i for i in ids if i in OF_MEDIA] == [258_880, 258_881]
+    assert [i for i in ids if i in MEDIA_TOKENS] == [258_880, 258_881]
 
 
 def test_a_chat_sees_what_was_shown_before(session: Session) -> None:

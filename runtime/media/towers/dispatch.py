@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from kerngen.errors import UsageError
-from kerngen.runtime.media.values import Kind, Media
-
-WORDS: dict[Kind, str] = {"image": "images", "video": "video", "audio": "sound"}
+from kerngen.runtime.media.config import BOTH
+from kerngen.runtime.media.options import WORDS, part_of
+from kerngen.runtime.media.values import Media
 
 
 class Tower(Protocol):
@@ -39,11 +39,11 @@ class Towers:
     def embed(self, items: Sequence[Media]) -> list[Tensor]:
         """As Tower.embed, of items of any kind in any order. Raises UsageError for a kind that has no tower."""
         found: dict[int, Tensor] = {}
-        for tower, kinds in ((self.vision, ("image", "video")), (self.audio, ("audio",))):
-            mine = [i for i, item in enumerate(items) if item.kind in kinds]
+        for part in BOTH:
+            mine = [i for i, item in enumerate(items) if part_of(item.kind) == part]
             if not mine:
                 continue
-            if tower is None:
-                raise UsageError(f"the model has nothing loaded that embeds {WORDS[items[mine[0]].kind]}")
+            if (tower := getattr(self, part)) is None:
+                raise UsageError(f"the model has nothing loaded that embeds {WORDS[part]}")
             found |= zip(mine, tower.embed([items[i] for i in mine]), strict=True)
         return [found[i] for i in range(len(items))]

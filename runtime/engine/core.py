@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ from kerngen.runtime.engine.planning import (
 from kerngen.runtime.engine.prefill_budget import MOST_STALL, PrefillBudget
 from kerngen.runtime.engine.prefill_graphs import TIMED_RUNS, sizes_worth_padding
 from kerngen.runtime.engine.request import Event, Generation, Handle, Load, Request
-from kerngen.runtime.engine.runner import Runner, StepOutput, Wait
+from kerngen.runtime.engine.runner import EmbeddingFailed, Runner, StepOutput, Wait
 from kerngen.runtime.engine.scheduler import Chunk, Scheduler
 from kerngen.runtime.engine.sizing import PREFILL_CHUNK, CacheShape
 from kerngen.runtime.engine.warmup import warm_up, warm_up_captured
@@ -47,6 +48,8 @@ from kerngen.runtime.sampling import Sampling
 
 if TYPE_CHECKING:
     from kerngen.runtime.engine.ranks import Ranks
+
+log = logging.getLogger(__name__)
 
 
 def require_draft_tokens(count: int | None, ops: Ops) -> None:
@@ -258,15 +261,18 @@ class Engine:
         Where the device runs behind, those are the step's before this one; and where that step's prefill has not ended
         yet, those of its decode alone: the next call waits for the others, and starts nothing. A request that ends in
         an error has its event too: see `Handle.error`. What interrupts a step (Ctrl-C, a callback that raises) costs no
-        token: all begin again with the tokens that they have.
+        token: all begin again with the tokens that they have. So they do where an image or a sound cannot be embedded,
+        whose requests alone end in that error; ranks have not all begun the same then, and it is raised.
         """
         try:
             return self._step()
-        except BaseException:
+        except BaseException as e:
             self._pending.clear()
             self.scheduler.restart()
             self._media.restart()
-            raise
+            if not isinstance(e, EmbeddingFailed) or self._ranks is not None:
+                raise
+            return self._ended_by(e)
 
     def _step(self) -> list[Event]:
         if not self._is_overdue:
@@ -602,6 +608,18 @@ class Engine:
         if len(handle.tokens) < request.sampling.min_tokens:
             never += held_ids(request, self.model.config.eos_ids, vocab)
         handle.allowed = allowed_bits(request.mask, vocab, never, len(handle.tokens))
+
+    def _ended_by(self, failed: EmbeddingFailed) -> list[Event]:
+        """After a restart: of all requests with what could not be embedded."""
+        if not isinstance(failed.__cause__, KerngenError):
+            log.error("an item of a prompt cannot be embedded", exc_info=failed.__cause__)
+        events = []
+        for handle in list(self.scheduler.waiting):
+            if any(placed.media.digest == failed.digest for placed in handle.request.media):
+                handle.error = failed.reason
+                self._end(handle, "error")
+                events.append(Event(handle, []))
+        return events
 
     @contextmanager
     def _ending(self, handle: Handle) -> Iterator[None]:

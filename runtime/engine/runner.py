@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kerngen.errors import UsageError
+from kerngen.errors import KerngenError, UsageError
 from kerngen.runtime.batch import Batch, MediaRows, ragged_layout
 from kerngen.runtime.cache import KINDS, KVCache
 from kerngen.runtime.drafting import Drafter
@@ -91,6 +91,26 @@ class StepOutput:
 
 
 _Moment = float | torch.cuda.Event  # on the host's clock, or on the device's
+
+
+class EmbeddingFailed(KerngenError):
+    """A forward has not begun, since `item` cannot be embedded. reason: what its requests are told; it has no
+    traceback, which would keep the tower's tensors.
+    """
+
+    def __init__(self, item: Media, error: Exception) -> None:
+        kind = item.kind
+        if isinstance(error, UsageError):
+            self.reason: KerngenError = UsageError(error.message, hint=error.hint)
+        elif isinstance(error, KerngenError):
+            self.reason = KerngenError(error.message, hint=error.hint)
+        elif isinstance(error, torch.OutOfMemoryError):
+            self.reason = KerngenError(f"the device has no memory left to embed {kind} input of this size",
+                                       hint="send a smaller one, or leave more memory beside the cache")  # fmt: skip
+        else:
+            self.reason = KerngenError(f"{kind} input cannot be embedded: {type(error).__name__}: {error}")
+        super().__init__(self.reason.message, hint=self.reason.hint)
+        self.digest = item.digest
 
 
 class Runner:
@@ -242,10 +262,21 @@ class Runner:
         if (media := self.model.media) is None:
             raise UsageError("a plan has images or sounds, and the model takes text alone")
         hidden = self.model.config.hidden_size
-        for item, rows in zip(items, media.embed(items), strict=True):
-            if rows.shape != (item.num_tokens, hidden):
-                raise UsageError(f"an item of kind {item.kind} has embeddings {tuple(rows.shape)} in place of "
-                                 f"{(item.num_tokens, hidden)}")  # fmt: skip
+        try:
+            made = media.embed(items)
+            for item, rows in zip(items, made, strict=True):
+                if rows.shape != (item.num_tokens, hidden):
+                    raise UsageError(f"an item of kind {item.kind} has embeddings {tuple(rows.shape)} in place of "
+                                     f"{(item.num_tokens, hidden)}")  # fmt: skip
+        except Exception as e:
+            if len(items) == 1:
+                raise EmbeddingFailed(items[0], e) from e
+            made = []
+        if not made:  # outside of the handler, which holds what the tower computed
+            for item in items:  # to find the one that fails, or as one by one they take less memory
+                self._embed([item])
+            return
+        for item, rows in zip(items, made, strict=True):
             # a part of what a tower gave for several items would keep all of it
             alone = rows.untyped_storage().nbytes() == rows.nbytes
             self._embeddings[item.digest] = rows if alone else rows.clone()

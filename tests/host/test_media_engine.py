@@ -33,7 +33,7 @@ from tiny_towers import media_config, towers
 from torch import Tensor
 from transformers import Gemma4ForConditionalGeneration
 
-from kerngen.errors import UsageError
+from kerngen.errors import KerngenError, UsageError
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import read_model_config
@@ -491,6 +491,44 @@ def test_a_tower_that_gives_something_else_is_an_error(made: dict[str, Made]) ->
     model.media = MediaInput(lambda items: [torch.zeros(3, HIDDEN) for _ in items], PLACEHOLDERS, bidirectional=True)
     with pytest.raises(UsageError, match=r"embeddings \(3, 32\) in place of \(24, 32\)"):
         engine_of(model).generate_many([asked(5, LONG, 2)])
+
+
+@pytest.mark.parametrize(
+    ("error", "told", "says"),
+    [
+        (UsageError("an image of 9 patches"), UsageError, "an image of 9 patches"),
+        (torch.OutOfMemoryError("CUDA out of memory"), KerngenError, "no memory left to embed image input"),
+        (ValueError("odd"), KerngenError, "image input cannot be embedded: ValueError: odd"),
+    ],
+)
+def test_what_cannot_be_embedded_ends_its_requests_alone(
+    made: dict[str, Made], error: Exception, told: type[KerngenError], says: str
+) -> None:
+    """Of two requests with an item that fails, one that decodes, one with another image and one that waits."""
+    embed, bad, good = Towers().embed, item(8, 7), item(8, 8)
+
+    def failing(items: Sequence[Media]) -> list[Tensor]:
+        if any(one.digest == bad.digest for one in items):
+            raise error
+        return embed(items)
+
+    others = [asked(9, seed=1, count=12), asked(3, good, 4, seed=2), asked(6, seed=3)]
+    expected = alone(opened(made, "dense"), others)
+    model = opened(made, "dense")
+    model.media = MediaInput(failing, PLACEHOLDERS, bidirectional=True)
+    engine = engine_of(model, num_draft_tokens=0, max_batch=3)
+    handles = [engine.submit(others[0])]
+    engine.step()
+    wrong = [engine.submit(asked(3, bad, 4, seed=4)), engine.submit(asked(2, good, 1, bad, seed=5))]
+    handles += [engine.submit(request) for request in others[1:]]
+    told_of = set()
+    while engine.has_work:
+        told_of |= {event.handle for event in engine.step() if event.handle.is_done}
+    assert told_of == {*handles, *wrong}
+    assert [h.tokens for h in handles] == expected
+    assert [(type(h.error), h.stop_reason, says in str(h.error)) for h in wrong] == [(told, "error", True)] * 2
+    assert all(h.error is not None and h.error.__traceback__ is None for h in wrong)
+    assert_nothing_is_held(engine)
 
 
 # -- the rest of what a request may ask

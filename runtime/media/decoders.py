@@ -154,8 +154,13 @@ def _prepare() -> None:
 def _decoded(decode: Decode, source: Source, limits: MediaLimits) -> Media:
     _prepare()
     ours, theirs = os.pipe()
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # the other thread here waits, no more
-        child = os.fork()
+    try:
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # the other thread here only waits
+            child = os.fork()
+    except OSError:
+        os.close(ours)
+        os.close(theirs)
+        raise
     if child == 0:
         os.close(ours)
         _decode_and_exit(decode, source, limits, theirs)

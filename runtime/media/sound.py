@@ -194,7 +194,8 @@ def _decompress(data: bytes, max_seconds: float) -> tuple[NDArray[np.float32], i
             blocks = list(_blocks(file, max_seconds))
             rate = int(file.samplerate)
     except (soundfile.SoundFileError, ValueError) as e:
-        raise UsageError(f"the sound cannot be decoded: {e}") from e
+        why = getattr(e, "error_string", e)  # libsndfile's own; the exception names an object in memory before it
+        raise UsageError(f"the sound cannot be decoded: {why}") from e
     if not blocks:
         raise UsageError("the sound cannot be decoded: it holds no samples")
     return _sane(np.concatenate(blocks)), rate

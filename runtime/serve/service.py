@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from kerngen.errors import ToolchainError, UsageError
+from kerngen.errors import KerngenError, ToolchainError, UsageError
 from kerngen.runtime.chat import TemplateTooSlow
 from kerngen.runtime.config import ModelConfig
 from kerngen.runtime.media.options import TEXT_ONLY, MediaSupport
@@ -177,7 +177,7 @@ class Service:
         self, messages: Sequence[Message], variables: Mapping[str, Any], max_soft_tokens: int | None = None
     ) -> EncodedPrompt:
         """Through the chat template; control tokens in what is said are text. max_soft_tokens: of each image, whatever
-        its part says. Raises as `encode`, and UsageError for media that cannot be read.
+        its part says. Raises as `encode`, UsageError for media that cannot be read, and ApiError where none can be now.
         """
         ids = await self._chat_ids(messages, variables)
         if self.media.config is None or not items_of(messages):
@@ -187,6 +187,8 @@ class Service:
             told, made = await asyncio.get_running_loop().run_in_executor(self._media, read)
         except (UsageError, ToolchainError) as e:  # clients see no hints
             raise UsageError(e.message if e.hint is None else f"{e.message}; {e.hint}") from e
+        except KerngenError as e:  # no process could decode it, which is no fault of the request
+            raise ApiError(503, e.message, code="unavailable", headers={"Retry-After": str(RETRY_AFTER_S)}) from e
         if told != messages:  # the times of a video file's frames are text of the prompt
             ids = await self._chat_ids(told, variables)
         return await self.off_loop(place, ids, made, self.media.config)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from seeing import NAMES, PNG, TEMPLATES, Seeing, events, seeing, seeing_codec, shown
 
-from kerngen.errors import ToolchainError, UsageError
+from kerngen.errors import KerngenError, ToolchainError, UsageError
 from kerngen.runtime.media.limits import MediaLimits
 from kerngen.runtime.media.options import MediaOptions
 from kerngen.runtime.media.parts import KINDS, Item
@@ -504,6 +504,20 @@ def test_what_cannot_be_decoded_is_a_400_with_what_to_do() -> None:
         assert refused(seen, user(image(), image())) == "image 2: the file is damaged; send it as PNG"
         seen.prepare.fails = ToolchainError("video files need PyAV", hint="pip install 'kerngen[video]'")
         assert refused(seen, user(image())) == "video files need PyAV; pip install 'kerngen[video]'"
+
+
+def test_what_is_no_fault_of_the_request_is_no_400() -> None:
+    with seeing() as seen:
+        seen.prepare.fails = KerngenError("image: no process can decode it now", hint="ask again")
+        for path, body in (
+            (CHAT, {"messages": [user(image())]}),
+            (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": PNG + A}]}]}),
+        ):
+            answer = seen.client.post(path, json=body)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), answer.text
+            assert answer.json()["error"]["message"] == "image: no process can decode it now"
+        seen.prepare.fails = ToolchainError("MP3 needs soundfile", hint="or send WAV")
+        assert refused(seen, user(sound())) == "MP3 needs soundfile; or send WAV"
 
 
 def test_an_image_takes_its_room_in_the_context() -> None:

@@ -377,6 +377,13 @@ def test_torn_flac_is_refused() -> None:
         read_sound(whole[: len(whole) // 2])
 
 
+@pytest.mark.parametrize("head", [b"OggS", b"fLaC", b"ID3\3"])
+def test_what_libsndfile_says_names_no_address(head: bytes) -> None:
+    with pytest.raises(UsageError, match="cannot be (decoded|read)") as found:
+        read_sound(head + b"\1" * 4096)
+    assert "0x" not in found.value.message
+
+
 @pytest.mark.parametrize("data", [b"", b"\0" * 100, b"hello", b"RIFX\0\0\0\0WAVE", b"\x89PNG\r\n", b"\xff\xd8\xff\xe0"])
 def test_what_is_no_sound_file_is_refused(data: bytes) -> None:
     with pytest.raises(UsageError, match="no WAV, MP3, FLAC or Ogg"):

@@ -29,7 +29,7 @@ from kerngen.runtime.config_fields import MAX_JSON_BYTES, read_file, require_fol
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import MEDIA_CACHE_BYTES, CacheShape, Engine, Request, TokenMask, require_draft_tokens
 from kerngen.runtime.hub import HubName, find_cached, find_checkpoint, hub_name
-from kerngen.runtime.media.given import said_with, with_items
+from kerngen.runtime.media.given import require_list, said_with, with_items
 from kerngen.runtime.media.opening import open_input, open_support
 from kerngen.runtime.media.options import LOCAL, TEXT_ONLY, MediaOptions, MediaSupport
 from kerngen.runtime.media.parts import Message, items_of, require_few
@@ -141,6 +141,8 @@ class Session:
         plain, config = not self.control_tokens, self.media.config
         num_tokens = checked_tokens(None if max_soft_tokens is None else {"max_soft_tokens": max_soft_tokens})
         asked_for: list[Message] = []
+        require_list("images", images)
+        require_list("audio", audio)
         if images or audio:
             if not isinstance(prompt, str):
                 raise UsageError("images and audio are for a prompt of text: messages have them among their parts")

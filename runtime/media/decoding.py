@@ -79,6 +79,8 @@ def image_pixels(image: Image.Image | NDArray[Any]) -> NDArray[np.uint8]:
     if not isinstance(image, np.ndarray):
         if not isinstance(image, _pillow().Image):
             raise UsageError(f"an image is Pillow's or an array, not {type(image).__name__}")
+        if not all(image.size):
+            raise UsageError(f"an image of {image.width} x {image.height} pixels is none")
         return _rgb(image)
     array = image[..., None] if image.ndim == 2 else image
     if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] not in (1, 3, 4) or array.size == 0:

@@ -26,13 +26,18 @@ _LIBRARY_FIELDS = {"image": ("image", "url", "path"), "audio": ("audio", "url", 
 _VIDEO_FIELDS = ("video", "url", "path")
 
 
+def require_list(name: str, found: Any) -> None:
+    """Raises UsageError unless `found`, which argument `name` gave, is a list or the like; an array is one image."""
+    if isinstance(found, str | bytes | bytearray | memoryview) or not isinstance(found, Sequence):
+        raise UsageError(f"{name} is a list, also of one")
+
+
 def said_with(prompt: str, files: Mapping[Kind, Sequence[Given]], media: MediaSupport) -> list[Message]:
     """The user's turn: `files` in their order, then what is said; text where that is all. Raises UsageError for what
     cannot be read.
     """
     for kind, found in files.items():
-        if isinstance(found, str | bytes | os.PathLike) or not isinstance(found, Sequence):
-            raise UsageError(f"{'audio' if kind == 'audio' else f'{kind}s'} is a list, also of one")
+        require_list("audio" if kind == "audio" else f"{kind}s", found)
     items: list[str | Item] = [
         Item(kind, (source_of(given, "video_file" if kind == "video" else kind, f"{kind} {at}", media),))
         for kind, found in files.items()
@@ -76,6 +81,8 @@ def _part(part: Any, where: str, media: MediaSupport) -> str | Item:
     if kind == "video" and "frames" not in part and (name := next((n for n in _VIDEO_FIELDS if n in part), None)):
         return Item("video", (source_of(part[name], "video_file", where, media),))
     if kind == "video":
+        if isinstance(frames := part.get("frames"), np.ndarray) and frames.ndim == 4:
+            part = {**part, "frames": list(frames)}
         return video_of(part, where, lambda frame, at: source_of(frame, "video", at, media))
     if isinstance(part, Mapping) and (item := item_of(part, where, media)) is not None:
         return item
@@ -112,29 +119,32 @@ def _png(given: Any, where: str) -> bytes:
         from PIL import Image
     except ImportError as e:
         raise ToolchainError(f"images need Pillow: {e}", hint="pip install 'kerngen[media]'") from e
-    if isinstance(given, np.ndarray):
-        from kerngen.runtime.media.decoding import image_pixels
+    from kerngen.runtime.media.decoding import image_pixels
 
-        given = Image.fromarray(image_pixels(given))
-    if not isinstance(given, Image.Image):
+    if not isinstance(given, np.ndarray | Image.Image):
         raise UsageError(f"{where} is no image: a path, bytes, Pillow's image or an array, not {type(given).__name__}")
     into = io.BytesIO()
     try:
-        given.save(into, "PNG", compress_level=1)
-    except (OSError, ValueError) as e:
-        raise UsageError(f"{where}: an image of mode {given.mode} has no PNG: {e}",
-                         hint='image.convert("RGB") first') from e  # fmt: skip
+        # as RGB: a PNG of Pillow's loses how the camera was held
+        Image.fromarray(image_pixels(given)).save(into, "PNG", compress_level=1)
+    except UsageError as e:
+        raise UsageError(f"{where}: {e.message}", hint=e.hint) from e
+    except (OSError, ValueError) as e:  # of a file that is damaged, or was closed
+        raise UsageError(f"{where} cannot be read: {e}") from e
     return into.getvalue()
 
 
 def _wav(given: Any, where: str) -> bytes:
     """Of samples at 16 kHz, or with their rate beside them: a WAV file of float32 at 16 kHz, one channel."""
     samples, rate = given if isinstance(given, tuple) and len(given) == 2 else (given, SAMPLE_RATE)
-    array = np.asarray(samples)
-    if isinstance(rate, bool) or not isinstance(rate, int):
+    if isinstance(rate, bool) or not isinstance(rate, int | np.integer):
         raise UsageError(f"{where}: {rate!r:.80} is no rate of samples in Hz")
     try:
-        data = from_samples(array, rate).astype("<f4").tobytes()
+        array = np.asarray(samples)
+    except (TypeError, ValueError) as e:  # lists of several lengths, a tensor on a GPU
+        raise UsageError(f"{where} is no array of samples: {e}") from e
+    try:
+        data = from_samples(array, int(rate)).astype("<f4").tobytes()
     except UsageError as e:
         raise UsageError(f"{where}: {e.message}", hint=e.hint) from e
     about = struct.pack("<HHIIHH", _FLOAT_WAV, 1, SAMPLE_RATE, SAMPLE_RATE * 4, 4, 32)

@@ -43,11 +43,14 @@ class MediaInput:
     are. Waits for nothing on the host. placeholders: the token that stands where an item of a kind is; a kind that the
     model does not take has none. bidirectional: tokens of an image, or of several that follow each other without a
     token between them, see each other both ways in sliding layers (use_bidirectional_attention: "vision").
+    require_fits: raises UsageError for an item that `embed` would refuse, before a request with it begins: what `embed`
+    raises costs others their steps.
     """
 
     embed: Callable[[Sequence[Media]], list[Tensor]]
     placeholders: Mapping[Kind, int]
     bidirectional: bool = False
+    require_fits: Callable[[Media], None] = lambda _: None
 
     @property
     def longest_block(self) -> int:
@@ -56,7 +59,7 @@ class MediaInput:
 
     def require_placed(self, prompt: Sequence[int], media: Sequence[Placed]) -> None:
         """Raises UsageError unless `media` are sorted, do not overlap, and stand where `prompt` has the placeholders of
-        their kinds, all of them.
+        their kinds, all of them, and can be embedded.
         """
         behind, expected = 0, dict[int, int]()
         for placed in media:
@@ -70,6 +73,7 @@ class MediaInput:
                     f"it ends at {behind}",
                     hint="media are sorted by `start`, do not overlap, and take a token or more within the prompt",
                 )
+            self.require_fits(placed.media)
             expected |= dict.fromkeys(range(start, end), self.placeholders[kind])
             behind = end
         known = set(self.placeholders.values())

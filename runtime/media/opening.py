@@ -16,7 +16,7 @@ from kerngen.runtime.media.config import BOTH, MediaConfig, read_media_config
 from kerngen.runtime.media.input import MediaInput
 from kerngen.runtime.media.limits import MediaLimits
 from kerngen.runtime.media.options import MEDIA_FLAG, WORDS, MediaOptions, MediaSupport
-from kerngen.runtime.media.towers.dispatch import Towers
+from kerngen.runtime.media.towers.dispatch import Towers, require_fits
 from kerngen.runtime.media.values import FileKind, Kind, Media, Source
 
 if TYPE_CHECKING:
@@ -41,8 +41,9 @@ def open_support(folder: Path, options: MediaOptions) -> MediaSupport:
     has = () if config is None else config.parts
     lacking = [part for part in BOTH if part in options.parts and part not in has]
     if lacking and is_needed:
-        raise UsageError(f"{MEDIA_FLAG}: {folder.name} reads no {WORDS[lacking[0]]}",
-                         hint=f"leave it out of {MEDIA_FLAG}; {MEDIA_FLAG} auto takes what there is")  # fmt: skip
+        raise UsageError(f"{folder.name} reads no {WORDS[lacking[0]]}",
+                         hint=f"leave out what asks for it: {MEDIA_FLAG}, or --image and --audio of kerngen run; "
+                              f"{MEDIA_FLAG} auto takes what there is")  # fmt: skip
     if config is None or (asked := config.only(options.parts)) is None:
         return MediaSupport(config, options)
     return MediaSupport(config, options, _Prepare(asked, options.limits))
@@ -61,7 +62,7 @@ def open_input(support: MediaSupport, load: Callable[[MediaConfig], Towers]) -> 
     if config.audio is not None:
         placeholders["audio"] = config.audio_id
     embed = _AtFirstUse(partial(load, config)) if support.options.at_first_use else load(config).embed
-    return MediaInput(embed, placeholders, config.images_see_themselves)
+    return MediaInput(embed, placeholders, config.images_see_themselves, partial(require_fits, config))
 
 
 class _AtFirstUse:

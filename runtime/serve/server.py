@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
-from kerngen.errors import UsageError
+from kerngen.errors import ToolchainError, UsageError
 from kerngen.runtime.config import read_model_config, read_sampling
 from kerngen.runtime.conversation import DEFAULT_CONTEXT
 from kerngen.runtime.hub import find_checkpoint
@@ -144,6 +145,7 @@ async def _open(settings: Settings, on_load: OnLoad | None, say: Callable[[str],
         each = [replace(options, devices=devices, num_sharing=num_sharing) for devices in settings.replicas]
         client = ReplicaPool(each, on_load, say)
     media = open_support(folder, settings.load.get("media") or MediaOptions())
+    _require_pillow(media.options)
     ready, _, _ = await asyncio.gather(
         client.start(), asyncio.to_thread(codec.prepare), asyncio.to_thread(_begin_decoding, media)
     )
@@ -164,6 +166,14 @@ async def _open(settings: Settings, on_load: OnLoad | None, say: Callable[[str],
         media=media,
         created=int(time.time()),
     )
+
+
+def _require_pillow(options: MediaOptions) -> None:
+    """Raises ToolchainError where images are to be read from the start and none could be, which requests would find
+    out one by one. WAV is read without more.
+    """
+    if "vision" in options.parts and not options.at_first_use and find_spec("PIL") is None:
+        raise ToolchainError("images need Pillow, which is not installed", hint="pip install 'kerngen[media]'")
 
 
 def _begin_decoding(media: MediaSupport) -> None:

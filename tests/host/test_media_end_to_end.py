@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +237,37 @@ def test_a_chat_sees_what_was_shown_before(session: Session) -> None:
     assert [placed.media.kind for placed in told.media] == ["image"]
     with pytest.raises(UsageError, match="is no image"):
         chat.say("ghi", images=[3])
+
+
+def test_a_server_that_could_read_no_image_does_not_start(folder: Path, model: object) -> None:
+    code = "import importlib.util as u, runpy\nfound = u.find_spec\n"
+    code += "u.find_spec = lambda name, *more: None if name == 'PIL' else found(name, *more)\n"
+    code += "runpy.run_module('kerngen', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "serve", str(folder), "--port", "0", "--backend", "torch", "--media", "images"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert "images need Pillow, which is not installed" in done.stderr, done.stderr
+    assert "pip install 'kerngen[media]'" in done.stderr
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize("more", [(), ("--tensor-parallel", "2")], ids=["whole", "divided"])
+def test_an_image_that_a_model_cannot_embed_ends_no_server(folder: Path, model: object, more: tuple[str, ...]) -> None:
+    """The tiny checkpoint has places for 48 patches of a side, and an image's own budget takes more."""
+    url = "data:image/png;base64," + base64.b64encode(png(1)).decode()
+
+    def asked(detail: str) -> dict[str, Any]:
+        parts = [{"type": "image_url", "image_url": {"url": url, "detail": detail}}, {"type": "text", "text": "abc"}]
+        return {"messages": [{"role": "user", "content": parts}], "max_tokens": 4, "temperature": 0}
+
+    options = ("--media", "images", "--no-draft", "--context", "1024", "--dtype", "fp32")
+    with served(*options, *more, model=str(folder)) as server:
+        where = f"{server.url}/v1/chat/completions"
+        before = server.http.post(where, json=asked("low"))
+        for _ in range(2):
+            wrong = server.http.post(where, json=asked("auto"))
+            assert (wrong.status_code, "the model knows 48 of a side" in wrong.text) == (400, True), wrong.text
+        after = server.http.post(where, json=asked("low"))
+        assert (before.status_code, after.status_code) == (200, 200)
+        assert after.json()["choices"] == before.json()["choices"]

@@ -16,6 +16,7 @@ from tiny_gemma import CPU
 
 from kerngen.cli.chat import Files
 from kerngen.errors import UsageError
+from kerngen.runtime.media.decoding import file_pixels
 from kerngen.runtime.media.given import source_of
 from kerngen.runtime.media.limits import MediaLimits
 from kerngen.runtime.media.opening import open_support
@@ -123,6 +124,37 @@ def test_a_typed_placeholder_is_text_here_too(session: Session) -> None:
     assert session.encode_media("a <|image|> b").media == ()
 
 
+def test_pillows_images_are_what_their_files_are(session: Session) -> None:
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install 'kerngen[media]'")
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 56, 3), np.uint8)
+    held = image.Exif()
+    held[0x0112] = 6  # a camera that was turned
+    for whole, form, options in (
+        (image.fromarray(pixels), "JPEG", {"exif": held.tobytes()}),
+        (image.fromarray(pixels).convert("CMYK"), "JPEG", {}),
+        (image.fromarray(pixels).quantize(8), "PNG", {"transparency": 0}),
+    ):
+        whole.save(file := io.BytesIO(), form, **options)
+        given = source_of(image.open(io.BytesIO(file.getvalue())), "image", "image 1", session.media)
+        assert given.data is not None
+        assert np.array_equal(file_pixels(given.data), file_pixels(file.getvalue()))
+    with pytest.raises(UsageError, match="image 1: an image of 0 x 0 pixels is none"):
+        source_of(image.new("RGB", (0, 0)), "image", "image 1", session.media)
+    with pytest.raises(UsageError, match="image 1: an image of mode F"):
+        source_of(image.new("F", (4, 4)), "image", "image 1", session.media)
+
+
+def test_numbers_and_frames_of_numpy_are_numbers_and_frames(session: Session) -> None:
+    pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install 'kerngen[media]'")
+    samples = np.zeros(8000, np.float32)
+    first, second = (
+        source_of((samples, rate), "audio", "audio 1", session.media) for rate in (16_000, np.int64(16_000))
+    )
+    assert first.data == second.data
+    video = {"type": "video", "frames": np.zeros((3, 4, 4, 3), np.uint8), "fps": 1}
+    assert len(session.encode_media([{"role": "user", "content": [video]}]).media) == 3
+
+
 @pytest.mark.parametrize(("arguments", "says"), [
     ({"images": b"x"}, "images is a list, also of one"),
     ({"audio": "a.wav"}, "audio is a list, also of one"),
@@ -131,6 +163,9 @@ def test_a_typed_placeholder_is_text_here_too(session: Session) -> None:
     ({"images": [PNG + "!"]}, "image 1 is no base64"),
     ({"images": ["https://example.org/a.png"]}, "nothing is fetched here"),
     ({"images": [np.zeros((2, 2), np.float32)]}, "uint8"),
+    ({"images": np.zeros((2, 2, 3), np.uint8)}, "images is a list, also of one"),
+    ({"audio": np.zeros(999, np.float32)}, "audio is a list, also of one"),
+    ({"audio": [[[0.0], [1.0, 2.0]]]}, "audio 1 is no array of samples"),
     ({"images": [3]}, "image 1 is no image: a path, bytes, Pillow's image or an array, not int"),
     ({"audio": [(np.zeros(9, np.float32), "fast")]}, "audio 1: 'fast' is no rate of samples in Hz"),
     ({"audio": [np.zeros((2, 2, 2), np.float32)]}, "audio 1: "),
@@ -208,7 +243,8 @@ def test_run_takes_files(kerngen: Kerngen, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"png")
     image, common = ("--image", str(tmp_path / "a.png")), ("run", str(TINY), "--backend", "torch")
     said = refused(kerngen, *common, *image, "-p", "What is this?")
-    assert said.startswith(f"UsageError: --media: {TINY.name} reads no images")
+    assert said.startswith(f"UsageError: {TINY.name} reads no images")
+    assert "--image" in said
     assert "there is no file /no/such.png" in refused(kerngen, *common, "--image", "/no/such.png", "-p", "?")
     video = ("--video", str(tmp_path / "a.png"))
     assert "there is no file /no/such.mp4" in refused(kerngen, *common, "--video", "/no/such.mp4", "-p", "?")

@@ -379,7 +379,7 @@ def test_torn_flac_is_refused() -> None:
 
 @pytest.mark.parametrize("head", [b"OggS", b"fLaC", b"ID3\3"])
 def test_what_libsndfile_says_names_no_address(head: bytes) -> None:
-    with pytest.raises(UsageError, match="cannot be (decoded|read)") as found:
+    with pytest.raises(UsageError, match=r"cannot be (decoded|read)") as found:
         read_sound(head + b"\1" * 4096)
     assert "0x" not in found.value.message
 

@@ -202,7 +202,7 @@ class AudioTower:
         Sounds of like length go through together, padded, which changes no result.
         """
         for item in items:
-            _require_fits(item, self.config.num_features, -(-len(item.data) // 4))
+            require_sound(item, self.config.num_features, -(-len(item.data) // 4))
         step = 1 if self._graphs is None else GRAPH_STEP
         lengths = [-(-len(item.data) // step) * step for item in items]
         found: dict[int, Tensor] = {}
@@ -296,7 +296,7 @@ class SampleEmbedder:
         if not items:
             return []
         for item in items:
-            _require_fits(item, self.config.num_features, len(item.data))
+            require_sound(item, self.config.num_features, len(item.data))
         weight = self.weights.projection
         samples = torch.from_numpy(np.concatenate([item.data for item in items])).to(weight.device, weight.dtype)
         return list(_project(samples, weight, self.config.eps).split([item.num_tokens for item in items]))
@@ -344,7 +344,7 @@ def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
         yield batch
 
 
-def _require_fits(item: Media, num_features: int, num_tokens: int) -> None:
+def require_sound(item: Media, num_features: int, num_tokens: int) -> None:
     """Raises UsageError for what was not made for this model: an image, other frames, another number of tokens."""
     shape = item.data.shape
     if item.kind != "audio" or item.data.dtype != np.float32 or len(shape) != 2 or shape[1] != num_features:

@@ -9,8 +9,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from kerngen.errors import UsageError
-from kerngen.runtime.media.config import BOTH
+from kerngen.runtime.media.config import BOTH, MediaConfig
 from kerngen.runtime.media.options import WORDS, part_of
+from kerngen.runtime.media.towers.audio import require_sound
+from kerngen.runtime.media.towers.vision import require_image
 from kerngen.runtime.media.values import Media
 
 
@@ -23,6 +25,15 @@ class Tower(Protocol):
         """[num_tokens, H] of each item, in the activations' dtype, on their device. They take the place of the rows of
         the embedding table, after its scale. Raises UsageError for an item that does not fit.
         """
+
+
+def require_fits(config: MediaConfig, item: Media) -> None:
+    """Raises UsageError for an item that was not made for a model of that config, which its towers would refuse."""
+    if item.kind == "audio" and (audio := config.audio) is not None:
+        frames = len(item.data)
+        require_sound(item, audio.num_features, frames if audio.encoder is None else -(-frames // 4))
+    elif item.kind != "audio" and config.vision is not None:
+        require_image(item, config.vision)
 
 
 @dataclass(frozen=True, slots=True)

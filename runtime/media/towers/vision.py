@@ -283,10 +283,10 @@ def _partner(x: Tensor) -> Tensor:
 
 
 def _batches(items: Sequence[Media], config: VisionConfig) -> Iterator[tuple[tuple[int, int], list[int]]]:
-    """Which items go through together: those of one grid, up to MAX_PATCHES patches. Raises as `_require_fits`."""
+    """Which items go through together: those of one grid, up to MAX_PATCHES patches. Raises as `require_image`."""
     of_grid: dict[tuple[int, int], list[int]] = defaultdict(list)
     for i, item in enumerate(items):
-        _require_fits(item, config)
+        require_image(item, config)
         of_grid[item.grid].append(i)
     for grid, found in of_grid.items():
         size = max(MAX_PATCHES // (grid[0] * grid[1]), 1)
@@ -294,7 +294,7 @@ def _batches(items: Sequence[Media], config: VisionConfig) -> Iterator[tuple[tup
             yield grid, found[first : first + size]
 
 
-def _require_fits(item: Media, config: VisionConfig) -> None:
+def require_image(item: Media, config: VisionConfig) -> None:
     """Raises UsageError for what was not made for this model: another size of patches, no image, more than it knows."""
     rows, columns = item.grid
     expected = (rows * columns, _patch_values(config))

@@ -61,7 +61,8 @@ Prompt = str | Sequence[Mapping[str, Any]]
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Session:
-    """A model that is ready to generate, for one prompt or many at once.
+    """A model that is ready to generate, for one prompt or many at once. One thread at a time may use it, streams that
+    it began included: threads that share one hold a lock of their own around each call.
 
     num_draft_tokens: drafted a step, where there is a drafter; None for as many as pay, by what was accepted and what
     steps took. max_len: tokens that the cache holds, prompt and answer

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import signal
-import subprocess
-import sys
 import wave
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +12,7 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
+from serving import serving
 
 image = pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install 'kerngen[media]'")
 SERVE = ("gemma-4-e2b", "--generated", "--no-draft", "--media", "images,audio", "--context", "4096", "--max-batch", "4")
@@ -22,23 +20,8 @@ SERVE = ("gemma-4-e2b", "--generated", "--no-draft", "--media", "images,audio", 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with subprocess.Popen(
-        [sys.executable, "-m", "kerngen", "serve", *SERVE, "--port", "0"], stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stderr is not None
-            said = []
-            for line in process.stderr:
-                said.append(line)
-                if "http://" in line:
-                    break
-            found = next((word for line in said for word in line.split() if word.startswith("http://")), None)
-            assert found is not None, said
-            yield found
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
+    with serving(*SERVE) as (_, found):
+        yield found
 
 
 def _image(seed: int, **detail: str) -> dict[str, Any]:

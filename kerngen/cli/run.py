@@ -17,6 +17,7 @@ from kerngen.cli.utf8 import require_utf8
 from kerngen.runtime.config import in_int4
 
 if TYPE_CHECKING:
+    from kerngen.runtime.media.values import Kind
     from kerngen.runtime.sampling import Sampling
     from kerngen.runtime.session import Completion, CompletionStream, Prompt, Session
 
@@ -101,6 +102,7 @@ def run(
     """
     from kerngen.errors import UsageError
     from kerngen.runtime.config import read_sampling
+    from kerngen.runtime.media.given import said_with
     from kerngen.runtime.media.options import LOCAL, MediaOptions
     from kerngen.runtime.sampling import Sampling
     from kerngen.runtime.session import MAX_NEW_TOKENS, load
@@ -144,7 +146,7 @@ def run(
         raise UsageError("--image, --video and --audio go with a prompt",
                          hint='give --prompt "…"; in a chat /image, /video and /audio FILE add them')  # fmt: skip
     if prompts is None:
-        asked: Prompt = "" if is_chat else _read_prompt(prompt, model)
+        text = "" if is_chat else _read_prompt(prompt, model)
     else:
         from kerngen.cli.prompts import checked_lines, opened
 
@@ -180,10 +182,11 @@ def run(
         for line in (_where(session), *chosen_lines(session.ops.sources(), session.ops.outside())):
             say(line, err=True)
     else:
-        said = _with_files(asked, image=images, video=videos, audio=audio)
-        if system is not None or said != asked:
+        asked: Prompt = text
+        if system is not None or has_files:
             before = [] if system is None else [{"role": "system", "content": system}]
-            asked = [*before, {"role": "user", "content": said}]
+            files: dict[Kind, tuple[Path, ...]] = {"image": images, "video": videos, "audio": audio}
+            asked = [*before, *said_with(text, files, session.media)]
         stream = session.stream(asked, max_soft_tokens=max_soft_tokens,
                                 max_new_tokens=max_new_tokens or MAX_NEW_TOKENS, sampling=sampling, stop=stop,
                                 chat=not no_chat)  # fmt: skip
@@ -191,12 +194,6 @@ def run(
     if not sampling.is_greedy and not (as_json and prompts is None):
         say(_sampling(sampling, suggested), err=True)
     click.get_current_context().exit(code)
-
-
-def _with_files(said: Any, **paths: tuple[Path, ...]) -> Any:
-    """What the user says, as parts where there are files before it."""
-    files = [{"type": kind, kind: path} for kind, found in paths.items() for path in found]
-    return [*files, {"type": "text", "text": said}] if files else said
 
 
 def _show(stream: CompletionStream, session: Session, sampling: Sampling, as_json: bool) -> int:

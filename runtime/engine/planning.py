@@ -41,9 +41,11 @@ def prefill_chunk(chunk: Chunk, eos_ids: Sequence[int], vocab: int) -> PrefillCh
         targets = tuple(handle.request.prompt[known + 1 : start + size + 1])
     pages = tuple([tuple(handle.pages[kind]) for kind in KINDS])
     new_row = _new_row(handle, eos_ids, vocab) if chunk.is_last else None
-    tokens, media = list(chunk.tokens), tuple(_slices(chunk))
-    for part in media:
-        tokens[part.at : part.at + part.count] = [0] * part.count
+    tokens, media = chunk.tokens, tuple(_slices(chunk))
+    if media:
+        tokens = list(tokens)
+        for part in media:
+            tokens[part.at : part.at + part.count] = [0] * part.count
     blocks = tuple([
         (max(b.start, start), min(b.end, start + size))
         for b in touched(handle.blocks, start, start + size) if b.sees_itself

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kerngen.runtime.config_fields import Fields
+
+if TYPE_CHECKING:
+    from kerngen.runtime.media.values import Kind
 
 DEFAULT_TOKENS = 280  # of an image, where config.json has no budget of its own
 Part = Literal["vision", "audio"]  # of a model, beside its text part
@@ -115,6 +118,11 @@ class MediaConfig:
     def images_see_themselves(self) -> bool:
         """Whether the model sees images, and their tokens see each other both ways in sliding layers."""
         return self.bidirectional and self.vision is not None
+
+    @property
+    def placeholders(self) -> dict[Kind, int]:
+        """The token that stands where an item of a kind is, whether the model takes that kind or not."""
+        return {"image": self.image_id, "video": self.video_id, "audio": self.audio_id}
 
     def only(self, which: Collection[Part]) -> MediaConfig | None:
         """The same without the parts that are not in `which`; None where nothing is left."""

@@ -15,9 +15,9 @@ from kerngen.runtime.config_fields import read_json
 from kerngen.runtime.media.config import BOTH, MediaConfig, read_media_config
 from kerngen.runtime.media.input import MediaInput
 from kerngen.runtime.media.limits import MediaLimits
-from kerngen.runtime.media.options import MEDIA_FLAG, WORDS, MediaOptions, MediaSupport
+from kerngen.runtime.media.options import MEDIA_FLAG, WORDS, MediaOptions, MediaSupport, part_of
 from kerngen.runtime.media.towers.dispatch import Towers, require_fits
-from kerngen.runtime.media.values import FileKind, Kind, Media, Source
+from kerngen.runtime.media.values import FileKind, Media, Source
 
 if TYPE_CHECKING:
     from kerngen.runtime.media.decoders import Decode, Decoders
@@ -56,11 +56,7 @@ def open_input(support: MediaSupport, load: Callable[[MediaConfig], Towers]) -> 
     config = None if support.config is None else support.config.only(support.options.parts)
     if config is None:
         return None
-    placeholders: dict[Kind, int] = {}
-    if config.vision is not None:
-        placeholders |= {"image": config.image_id, "video": config.video_id}
-    if config.audio is not None:
-        placeholders["audio"] = config.audio_id
+    placeholders = {kind: token for kind, token in config.placeholders.items() if part_of(kind) in config.parts}
     embed = _AtFirstUse(partial(load, config)) if support.options.at_first_use else load(config).embed
     return MediaInput(embed, placeholders, config.images_see_themselves, partial(require_fits, config))
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kerngen.runtime.text import TextCodec
 
 
+_NAMES: dict[Kind, str] = {"image": "images", "video": "frames of videos", "audio": "sounds"}
 TOLD = "told"  # a member of a tool's turn of which only images and the like are still to be told
 
 
@@ -89,16 +90,12 @@ def _frames(codec: TextCodec, video: Item, config: MediaConfig) -> str:
 def require_placeholders(ids: Sequence[int], items: Sequence[Item], config: MediaConfig) -> None:
     """Raises PlaceholderMismatch where `ids` have another number of them than `items`, of any kind."""
     wanted = [item.kind for item in items for _ in item.times or item.sources]
-    kinds: tuple[tuple[Kind, int, str], ...] = (
-        ("image", config.image_id, "images"), ("video", config.video_id, "frames of videos"),
-        ("audio", config.audio_id, "sounds"),
-    )  # fmt: skip
-    for kind, token, name in kinds:
+    for kind, token in config.placeholders.items():
         count = sum(i == token for i in ids)
         if count != wanted.count(kind):
             raise PlaceholderMismatch(
-                f"the chat has {wanted.count(kind)} {name}, and the model's chat template makes places for {count}: "
-                "put them into turns of the user, with a chat template that knows them"
+                f"the chat has {wanted.count(kind)} {_NAMES[kind]}, and the model's chat template makes places for "
+                f"{count}: put them into turns of the user, with a chat template that knows them"
             )
 
 
@@ -136,19 +133,20 @@ def place(ids: Sequence[int], media: Sequence[Media], config: MediaConfig) -> En
 
     Raises PlaceholderMismatch.
     """
-    kinds: dict[int, tuple[Kind, Sequence[int], Sequence[int]]] = {
-        config.image_id: ("image", [config.begin_image], [config.end_image]),
-        config.audio_id: ("audio", [config.begin_audio], [config.end_audio]),
-        config.video_id: ("video", (), ()),
-    }
-    left = {kind: deque(item for item in media if item.kind == kind) for kind, _, _ in kinds.values()}
+    kinds = {token: kind for kind, token in config.placeholders.items()}
+    around: dict[Kind, tuple[Sequence[int], Sequence[int]]] = {
+        "image": ([config.begin_image], [config.end_image]), "audio": ([config.begin_audio], [config.end_audio]),
+        "video": ((), ()),
+    }  # fmt: skip
+    left = {kind: deque(item for item in media if item.kind == kind) for kind in around}
     made: list[int] = []
     placed: list[Placed] = []
     for token in ids:
         if token not in kinds:
             made.append(token)
             continue
-        kind, begin, end = kinds[token]
+        kind = kinds[token]
+        begin, end = around[kind]
         if not left[kind]:
             raise PlaceholderMismatch(f"the prompt has more places for media ({kind}) than there are media")
         item = left[kind].popleft()

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-FAULTS = ("", "500", "other", "silent", "busy", "cut", "sick", "takes nonsense", "leaks", "gone")
 LEAK_BYTES = 4 << 20
 
 
 @dataclass
 class Stub:
-    """fault: see FAULTS. It begins with the request `since`, so that what is asked alone before is answered well.
+    """fault: "500", "other", "silent", "busy", "cut", "sick", "takes nonsense", "leaks" or "gone". It
+    begins with the request `since`, so that what is asked alone before is answered well.
     only: what is answered in place of all else, as by another kind of server.
     """
 

@@ -170,6 +170,11 @@ class Model:
     engine: str = ENGINES[0]
     media: MediaConfig | None = None
 
+    @property
+    def images_see_themselves(self) -> bool:
+        """Whether the tokens of an image see each other in sliding layers."""
+        return self.media is not None and self.media.images_see_themselves
+
     def on(self, engine: str) -> Model:
         """The same on that engine. Raises UsageError for what is not served there."""
         if engine == self.engine:
@@ -260,9 +265,8 @@ def workload(model: Model, arch: Arch) -> Workload:
     """Every problem that `model` needs on `arch`, in its dtype (fp16 on sm70 and sm75, else bf16), each once."""
     if model.engine == "vllm":
         return _inside_vllm(model, arch)
-    both_ways = model.media is not None and model.media.images_see_themselves
     recorded = _recorded(recorder(model.target, model.drafter, arch))
-    return Workload(model.name, arch.name, *recorded, images_see_themselves=both_ways)
+    return Workload(model.name, arch.name, *recorded, images_see_themselves=model.images_see_themselves)
 
 
 def _inside_vllm(model: Model, arch: Arch) -> Workload:
@@ -299,7 +303,7 @@ def _inside_vllm(model: Model, arch: Arch) -> Workload:
     for item in made:
         uses[item.kernel, item.problem] = uses.get((item.kernel, item.problem), ()) + item.uses
     merged = tuple(Item(kernel, problem, places) for (kernel, problem), places in uses.items())
-    return Workload(model.name, arch.name, merged, (), steps)
+    return Workload(model.name, arch.name, merged, (), steps, model.images_see_themselves)
 
 
 def _is_q_k(use: Use) -> bool:

@@ -185,9 +185,12 @@ def test_inside_vllm_a_model_asks_each_product_by_itself() -> None:
 
 @pytest.mark.parametrize("name", ["gemma-4-31b", "gemma-4-e4b"])
 def test_inside_vllm_attention_is_over_pages_of_k_and_v(name: str) -> None:
-    """Of heads that another launch made, or vLLM did. Each problem once, also of layers that share a cache."""
+    """Of heads that another launch made, or vLLM did. Each problem once, also of layers that share a cache. Images ask
+    more of sliding layers, which a bundle has.
+    """
     model = find_model(name)
-    items = workload(model.on("vllm"), find_arch("sm90")).items
+    load = workload(model.on("vllm"), find_arch("sm90"))
+    items = load.items
     assert len({(i.kernel, i.problem) for i in items}) == len(items)
     kernels = ("attn_decode", "attn_prefill", "kv_write", "qkv_norm_rope")
     found = {k: [i.problem for i in items if i.kernel == k] for k in kernels}
@@ -202,6 +205,9 @@ def test_inside_vllm_attention_is_over_pages_of_k_and_v(name: str) -> None:
         assert {p.num_tokens for p in found[kernel]} >= {1, 2, 8, 32, 64, 8192}, kernel
     places = {u.where for i in items if i.kernel in found for u in i.uses}
     assert {w.split(" (")[0] for w in places} == {"attention", "cache", "head norms, RoPE, cache"}
+    of_images = [p for of_text in found["attn_prefill"] for p in load.with_images(of_text) if p.ends]
+    sliding = [replace(p, ends=True) for p in found["attn_prefill"] if p.window]
+    assert of_images == (sliding if name == "gemma-4-31b" else [])
 
 
 def test_inside_vllm_a_model_asks_its_experts_and_what_is_around_them() -> None:

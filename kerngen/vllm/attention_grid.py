@@ -26,7 +26,9 @@ def bucket_of(longest: int, most: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """A layer's on one rank. window: keys that a query sees, its own included; 0 for all. dtype: "bf16" or "fp16"."""
+    """A layer's on one rank. window: keys that a query sees, its own included; 0 for all. dtype: "bf16" or "fp16".
+    sees_images: whether a token of an image sees the image's later ones, too (image_ends.py).
+    """
 
     num_q_heads: int
     num_kv_heads: int
@@ -34,6 +36,7 @@ class Heads:
     window: int
     dtype: str
     has_logit_cap: bool = False
+    sees_images: bool = False
 
     @property
     def page_heads(self) -> int:
@@ -46,9 +49,10 @@ class Heads:
         return Decode(self.head_dim, self.num_q_heads, self.num_kv_heads, q_len, PAGE_SIZE, self.window, self.dtype,
                       self.has_logit_cap, batch, keys, page_heads=self.page_heads)  # fmt: skip
 
-    def prefill(self, batch: int, num_tokens: int, keys: int) -> Prefill:
+    def prefill(self, batch: int, num_tokens: int, keys: int, ends: bool = False) -> Prefill:
+        """ends: of a batch with images."""
         return Prefill(self.head_dim, self.num_q_heads, self.num_kv_heads, PAGE_SIZE, self.window, True, self.dtype,
-                       self.has_logit_cap, batch, num_tokens, keys, self.page_heads)  # fmt: skip
+                       self.has_logit_cap, batch, num_tokens, keys, self.page_heads, ends)  # fmt: skip
 
     def write(self, num_tokens: int = 1) -> Write:
         return Write(self.num_kv_heads, self.head_dim, PAGE_SIZE, self.dtype, num_tokens, self.page_heads)
@@ -84,11 +88,13 @@ class Grid:
         queries = [1 << e for e in range(self.max_tokens.bit_length())]  # of a sequence: with them a window's keys grow
         every = sorted({keys_that_matter(kv_len, q, self.heads.window) for kv_len in buckets for q in queries})
         prefills = [self.heads.prefill(batch, batch, buckets[0]) for batch in range(1, self.max_batch + 1)]
+        with_and_without = sorted({False, self.heads.sees_images})
         for batch in _batches("attn_prefill", prefills):
             for num_tokens in lengths_up_to(self.max_tokens):
                 for keys in every if num_tokens >= batch else ():
                     if keys * batch >= num_tokens:
-                        yield "attn_prefill", self.heads.prefill(batch, num_tokens, keys)
+                        for ends in with_and_without:
+                            yield "attn_prefill", self.heads.prefill(batch, num_tokens, keys, ends)
 
 
 def _batches(kernel: str, problems: Iterable[Any]) -> list[int]:

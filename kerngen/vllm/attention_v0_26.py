@@ -1,14 +1,15 @@
 """vLLM 0.26's attention by attn_decode and attn_prefill over its pages: the backend CUSTOM.
 
 A page is [2 * num_kv_heads, 64, head_dim]: the heads of K, then those of V. Decodes, verification of drafts among them,
-lead a batch (vLLM orders it so) and go to attn_decode where all have as many new tokens; the rest is attn_prefill's.
+lead a batch (vLLM orders it so) and go to attn_decode where all have as many new tokens; the rest is attn_prefill's,
+with new tokens that see behind themselves, to the end of their image.
 Source of the contract: vLLM 0.26, vllm/v1/attention/backend.py and vllm/v1/attention/backends/triton_attn.py.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.models import config as models
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -33,8 +35,6 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.attention.backends.utils import compute_mm_prefix_range_tensor
-from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 import kerngen.ops  # noqa: F401 - torch.ops.kerngen
@@ -44,11 +44,11 @@ from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME
 from kerngen.vllm.ahead import AHEAD
 from kerngen.vllm.attention_grid import PAGE_SIZE, Grid, Heads, bucket_of
+from kerngen.vllm.image_ends import Images, ends_of, images_among
 from kerngen.vllm.linear import target
 
 log = logging.getLogger("vllm.kerngen")
 CACHE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-Ranges = Mapping[int, Sequence[tuple[int, int]]]
 
 
 def install() -> None:
@@ -111,7 +111,7 @@ def _why_not_heads(heads: Heads) -> str | None:
     """Raises as `Heads` and `target`."""
     asked = (
         ("attn_decode", heads.decode(1, 1, 1)),
-        ("attn_prefill", heads.prefill(1, 1, 1)),
+        ("attn_prefill", heads.prefill(1, 1, 1, heads.sees_images)),
         ("kv_write", heads.write()),
     )
     return next(filter(None, (find_kernel(name).why_unsupported(p, target()) for name, p in asked)), None)
@@ -139,7 +139,20 @@ def _kinds(vllm_config: VllmConfig) -> Iterator[Heads]:
     ):
         if kind in c.layer_types:
             mine = c.num_attention_heads // ranks, max(1, kv_heads // ranks)
-            yield Heads(*mine, dim, window, DTYPE_NAME.get(dtype, str(dtype)), has_cap)
+            yield Heads(*mine, dim, window, DTYPE_NAME.get(dtype, str(dtype)), has_cap,
+                        _sees_images(vllm_config, window))  # fmt: skip
+
+
+def _sees_images(vllm_config: VllmConfig, window: int) -> bool:
+    """Whether tokens of an image see each other in a layer.
+
+    Where a model's configuration says "vision", as Gemma-4's does, they do so in layers with a window alone: vLLM hides
+    images from the others (Gemma4ForConditionalGeneration._clear_mm_prefix_for_full_attn_layers).
+    """
+    model = vllm_config.model_config
+    if not model.is_mm_prefix_lm:
+        return False
+    return window > 0 or getattr(model.hf_text_config, "use_bidirectional_attention", None) != "vision"
 
 
 class Backend(AttentionBackend):
@@ -182,7 +195,7 @@ class Backend(AttentionBackend):
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """New tokens in images are served by vLLM's Triton kernel on the same pages."""
+        """New tokens in images see behind themselves (image_ends.py)."""
         return True
 
     @classmethod
@@ -212,7 +225,8 @@ class Backend(AttentionBackend):
 class Part:
     """Sequences of a batch that one launch serves: its tokens first to end - 1. max_kv_len: a bucket of their lengths.
 
-    q_len: new tokens of each, for attn_decode; 0 where cu_seqlens_q [B + 1] says it, for attn_prefill.
+    q_len: new tokens of each, for attn_decode; 0 where cu_seqlens_q [B + 1] says it, for attn_prefill. ends
+    [end - first] int32: the last key that each token sees in layers that see images; None for its own.
     """
 
     first: int
@@ -223,18 +237,15 @@ class Part:
     q_len: int = 0
     cu_seqlens_q: Tensor | None = None
     max_seqlen_q: int = 0
+    ends: Tensor | None = None
 
 
 @dataclass
 class Metadata(AttentionMetadata):
-    """parts: of the batch, decodes first. mm_prefix_range, mm_prefix_range_tensor: images of the prefills, by the
-    sequence's place among them; vLLM's model clears both for layers that do not look at them.
-    """
+    """parts: of the batch, decodes first."""
 
     num_actual_tokens: int
     parts: tuple[Part, ...]
-    mm_prefix_range: dict[int, list[tuple[int, int]]] | None = None
-    mm_prefix_range_tensor: Tensor | None = None
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
@@ -273,16 +284,17 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             raise NotImplementedError("kerngen: the backend CUSTOM is causal; --attention-backend TRITON_ATTN is not")
         rows, starts = common.num_reqs, common.query_start_loc_cpu.tolist()
         lens = [end - start for start, end in pairwise(starts)][:rows]
-        limits = common.seq_lens_cpu_upper_bound
+        ranges = common.mm_req_doc_ranges or {}
+        limits = common.seq_lens_cpu_upper_bound  # exact for a sequence with new tokens of its prompt
+        if limits is None and any(ranges.values()):
+            limits = common.seq_lens.cpu()
         upper = [common.max_seq_len] * rows if limits is None else limits[:rows].tolist()
-        images = self._images(
-            common, [0] * rows if limits is None else [u - n for u, n in zip(upper, lens, strict=True)]
-        )
+        images = _images(ranges, upper, lens)
         decodes, q_len = self._decodes(lens, common.num_actual_tokens)
         decodes = min(decodes, *images) if images else decodes
         tokens = common.num_actual_tokens if decodes == rows else starts[decodes]
         is_captured = is_captured or (decodes == rows and self._is_graph(tokens))
-        parts = []
+        parts: list[Part] = []
 
         def part(first_row: int, last: int, first: int, end: int, **queries: Any) -> None:
             longest = self.max_kv_len if is_captured else bucket_of(max(upper[first_row:last]), self.max_kv_len)
@@ -291,19 +303,15 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
         if decodes:
             part(0, decodes, 0, tokens, q_len=q_len)
-        found = Metadata(common.num_actual_tokens, ())
         if any(lens[decodes:]):
             cu_seqlens = common.query_start_loc[decodes : rows + 1]
-            part(decodes, rows, tokens, common.num_actual_tokens, max_seqlen_q=max(lens[decodes:]),
-                 cu_seqlens_q=cu_seqlens - starts[decodes] if decodes else cu_seqlens)  # fmt: skip
+            ends = None
             if images:
-                found.mm_prefix_range = {row - decodes: list(images[row]) for row in images}
-                device = common.seq_lens.device
-                found.mm_prefix_range_tensor = compute_mm_prefix_range_tensor(
-                    found.mm_prefix_range, rows - decodes, device
-                )
-        found.parts = tuple(parts)
-        return found
+                prefills = ((upper[r] - lens[r], lens[r], images.get(r, ())) for r in range(decodes, rows))
+                ends = async_tensor_h2d(ends_of(prefills, common.num_actual_tokens - tokens), common.seq_lens.device)
+            part(decodes, rows, tokens, common.num_actual_tokens, max_seqlen_q=max(lens[decodes:]), ends=ends,
+                 cu_seqlens_q=cu_seqlens - starts[decodes] if decodes else cu_seqlens)  # fmt: skip
+        return Metadata(common.num_actual_tokens, tuple(parts))
 
     def _decodes(self, lens: list[int], num_tokens: int) -> tuple[int, int]:
         """(leading sequences that are decodes, new tokens of each). Those that pad a graph's batch have no tokens of
@@ -326,17 +334,15 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             num_tokens <= (compilation.max_cudagraph_capture_size or 0)
         )  # fmt: skip
 
-    def _images(self, common: CommonAttentionMetadata, known: list[int]) -> Ranges:
-        """Of each sequence with a new token in or before an image that is part of it, its images, first and last token.
 
-        known: tokens of each sequence before the new ones. Those behind an image see it as any other token.
-        """
-        ranges = common.mm_req_doc_ranges or {}
-        return {
-            row: ranges[row]
-            for row in sorted(ranges)
-            if row < len(known) and any(last >= known[row] for _, last in ranges[row])
-        }
+def _images(ranges: Mapping[int, Images], kv_lens: list[int], lens: list[int]) -> dict[int, Images]:
+    """Of each sequence in which a new token sees behind itself, by its row: its images among the new tokens."""
+    among = {
+        row: images_among(images, kv_lens[row] - lens[row], kv_lens[row] - 1)
+        for row, images in ranges.items()
+        if row < len(lens)
+    }
+    return {row: images for row, images in among.items() if images}
 
 
 def _max_kv_len(vllm_config: VllmConfig) -> int:
@@ -401,7 +407,7 @@ class Impl(AttentionImpl[Metadata]):
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
         self.window, self.logit_cap = sliding_window or 0, float(logits_soft_cap or 0.0)
         heads = Heads(num_heads, self.num_kv_heads, head_size, self.window, DTYPE_NAME[config.model_config.dtype],
-                      self.logit_cap > 0)  # fmt: skip
+                      self.logit_cap > 0, _sees_images(config, self.window))  # fmt: skip
         self.heads = heads
         heads.decode(1, 1, 1), heads.prefill(1, 1, 1)  # refused here, not as the first forward asks
         scheduler = config.scheduler_config
@@ -471,12 +477,10 @@ class Impl(AttentionImpl[Metadata]):
                     out, q, k, v, part.block_table, part.kv_lens, part.q_len, self.window, part.max_kv_len, self.scale,
                     self.logit_cap,
                 )  # fmt: skip
-            elif attn_metadata.mm_prefix_range_tensor is not None:
-                self._with_images(layer, part, attn_metadata.mm_prefix_range_tensor, q, k, v, out)
             else:
                 torch.ops.kerngen.attn_prefill_into(
                     out, q, k, v, part.block_table, part.kv_lens, part.cu_seqlens_q, part.max_seqlen_q, self.window,
-                    part.max_kv_len, self.scale, self.logit_cap,
+                    part.max_kv_len, self.scale, self.logit_cap, part.ends if self.heads.sees_images else None,
                 )  # fmt: skip
         return output
 
@@ -491,17 +495,3 @@ class Impl(AttentionImpl[Metadata]):
             self.num_heads, new.num_rotated_pairs, new.q_norm.variance_epsilon,
         )  # fmt: skip
         return q
-
-    def _with_images(
-        self, layer: AttentionLayer, part: Part, ranges: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
-    ) -> None:
-        """Tokens of an image see all of it: by vLLM's kernel, whose caches are [blocks, 64, num_kv_heads, head_dim]."""
-        scales = part.kv_lens.shape[0], self.num_kv_heads
-        unified_attention(
-            q=q, k=k.transpose(1, 2), v=v.transpose(1, 2), out=out, cu_seqlens_q=part.cu_seqlens_q,
-            max_seqlen_q=part.max_seqlen_q, seqused_k=part.kv_lens, max_seqlen_k=part.max_kv_len,
-            softmax_scale=self.scale, causal=True, window_size=(self.window - 1, 0) if self.window else (-1, -1),
-            block_table=part.block_table, softcap=self.logit_cap, q_descale=None,
-            k_descale=layer._k_scale.expand(scales), v_descale=layer._v_scale.expand(scales), mm_prefix_range=ranges,
-            mm_prefix_clamp_sliding_window=getattr(layer, "mm_prefix_clamp_sliding_window", False),
-        )  # fmt: skip

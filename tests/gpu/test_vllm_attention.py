@@ -23,7 +23,12 @@ def _settings(drafts: int, dtype: torch.dtype) -> Any:
     from vllm.config import CUDAGraphMode
 
     return SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=MAX_LEN, dtype=dtype),
+        model_config=SimpleNamespace(
+            max_model_len=MAX_LEN,
+            dtype=dtype,
+            is_mm_prefix_lm=True,
+            hf_text_config=SimpleNamespace(use_bidirectional_attention="vision"),
+        ),
         speculative_config=SimpleNamespace(num_speculative_tokens=drafts, target_model_config=None) if drafts else None,
         compilation_config=SimpleNamespace(
             cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE, max_cudagraph_capture_size=64
@@ -33,7 +38,7 @@ def _settings(drafts: int, dtype: torch.dtype) -> Any:
     )
 
 
-def _batch(q_lens: list[int], kv_lens: list[int], tables: Tensor, tokens: int) -> Any:
+def _batch(q_lens: list[int], kv_lens: list[int], tables: Tensor, tokens: int, images: Any = None) -> Any:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     starts = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32)
@@ -42,7 +47,7 @@ def _batch(q_lens: list[int], kv_lens: list[int], tables: Tensor, tokens: int) -
         seq_lens=torch.tensor(kv_lens, dtype=torch.int32, device="cuda"), num_reqs=len(q_lens),
         num_actual_tokens=tokens, max_query_len=max(q_lens), max_seq_len=max(kv_lens), block_table_tensor=tables,
         slot_mapping=torch.empty(0, dtype=torch.int64, device="cuda"),
-        seq_lens_cpu_upper_bound=torch.tensor(kv_lens, dtype=torch.int32),
+        seq_lens_cpu_upper_bound=torch.tensor(kv_lens, dtype=torch.int32), mm_req_doc_ranges=images,
     )  # fmt: skip
 
 
@@ -207,5 +212,63 @@ def test_a_captured_layer_makes_its_heads_as_the_references_do(
             torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=2**-6, atol=2**-6)
             assert torch.equal(layer.kv_cache[0].cpu(), cache[0]), "page 0 is vLLM's null block"
         assert {f for _, _, f in devices.executor(device).launcher.functions} == loaded
+    finally:
+        use_stores(None)
+
+
+WITH_IMAGES: dict[str, tuple[list[int], list[int], dict[int, list[tuple[int, int]]]]] = {
+    # new tokens, lengths, images: beside a decode and text, chunks that begin and end in images
+    "chunks": (
+        [1, 30, 90, 70], [900, 1500, 1290, 400], {0: [(2, 290)], 2: [(1100, 1240)], 3: [(331, 380), (390, 600)]},
+    ),
+    "a prompt": ([1, 255], [60, 255], {1: [(5, 70), (72, 140), (141, 250)]}),
+    "longer than the window": ([250], [1700], {0: [(300, 1650)]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [1024, 16])
+@pytest.mark.parametrize("batch", WITH_IMAGES)
+def test_images_are_seen_as_by_vllms_kernel(batch: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the same pages, by kernels that were loaded before the first image."""
+    from vllm.v1.attention.backends.utils import compute_mm_prefix_range_tensor
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
+    from kerngen.ops import devices, use_stores
+    from kerngen.vllm import attention_v0_26 as ours
+
+    dim, heads, (q_lens, kv_lens, images) = 256, 8, WITH_IMAGES[batch]
+    settings, dtype, device = _configured(0, monkeypatch)
+    use_stores([])  # nothing of it was loaded before
+    try:
+        made = ours.Impl(Q_HEADS, dim, dim**-0.5, heads, None, window)
+        builder = ours.Builder(SimpleNamespace(block_size=SIZE), ["layer"], settings, device)  # type: ignore[arg-type]
+        made.process_weights_after_loading(dtype)
+        loaded = {f for _, _, f in devices.executor(device).launcher.functions}
+        draw = torch.Generator("cuda").manual_seed(7)
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=draw, device=device).to(dtype)
+
+        cache = drawn(*ours.Backend.get_kv_cache_shape(1 + SEQUENCES * PAGES, SIZE, heads, dim))
+        order = 1 + torch.randperm(SEQUENCES * PAGES, generator=draw, device=device)
+        tables = order.to(torch.int32).reshape(SEQUENCES, PAGES)[: len(q_lens)]
+        q = drawn(sum(q_lens), Q_HEADS, dim)
+        found, expected, causal = (torch.zeros_like(q) for _ in range(3))
+        layer: Any = SimpleNamespace()
+        for its, out in ((images, found), (None, causal)):
+            given = _batch(q_lens, kv_lens, tables, len(q), its)
+            made.forward(layer, q, q, q, cache, builder.build(0, given), out)
+        assert {f for _, _, f in devices.executor(device).launcher.functions} == loaded
+        k, v = (part.transpose(1, 2) for part in cache.split(heads, dim=1))  # [blocks, 64, heads, dim], as vLLM's reads
+        one = torch.ones(len(q_lens), heads, device=device)
+        unified_attention(
+            q=q, k=k, v=v, out=expected, cu_seqlens_q=given.query_start_loc, max_seqlen_q=max(q_lens),
+            seqused_k=given.seq_lens, max_seqlen_k=max(kv_lens), softmax_scale=made.scale, causal=True,
+            window_size=(window - 1, 0), block_table=tables, softcap=0, q_descale=None, k_descale=one, v_descale=one,
+            mm_prefix_range=compute_mm_prefix_range_tensor(images, len(q_lens), device),
+            mm_prefix_clamp_sliding_window=True,
+        )  # fmt: skip
+        torch.testing.assert_close(found.float(), expected.float(), rtol=2**-6, atol=2**-7)
+        assert (expected - causal).abs().amax() > 0.05, "an image changes what its tokens see"
     finally:
         use_stores(None)

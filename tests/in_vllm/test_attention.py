@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import capability, serves
+from conftest import capability, recorded, serves
 from torch import Tensor
 
 if not serves("attention"):
@@ -58,16 +58,19 @@ def text_config(**changes: Any) -> Any:
     fields = {
         "layer_types": ["sliding_attention", "full_attention"], "head_dim": 256, "global_head_dim": 512,
         "num_attention_heads": 32, "num_key_value_heads": 16, "num_global_key_value_heads": 4, "attention_k_eq_v": True,
-        "sliding_window": 1024,
+        "sliding_window": 1024, "use_bidirectional_attention": "vision",
     }  # fmt: skip
     return SimpleNamespace(**(fields | changes))
 
 
-def impl(kind: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+def impl(
+    kind: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.bfloat16, changes: Any = None, **options: Any
+) -> Any:
     from kerngen.vllm import attention_v0_26 as ours
 
     dim, kv_heads, window = KINDS[kind]
-    monkeypatch.setattr(ours, "get_current_vllm_config", lambda: settings(drafts=3, dtype=dtype))
+    config = settings(drafts=3, dtype=dtype, **(changes or {}))
+    monkeypatch.setattr(ours, "get_current_vllm_config", lambda: config)
     monkeypatch.setattr(ours, "AHEAD", ours.AHEAD.__class__())
     return ours.Impl(Q_HEADS, dim, dim**-0.5, kv_heads, None, window or None, "auto", **options)
 
@@ -118,12 +121,18 @@ class Sequences:
             self.k.append(k)
             self.v.append(v)
 
-    def attend(self, q: Tensor, q_lens: list[int], window: int, scale: float) -> Tensor:
-        """fp32, one query at a time."""
+    def attend(self, q: Tensor, q_lens: list[int], window: int, scale: float, images: Any = None) -> Tensor:
+        """fp32, one query at a time. images: vLLM's ranges of each sequence, by its row."""
         out, rows = [], iter(q.float())
-        for k, v, n in zip(self.k, self.v, q_lens, strict=True):
+        for sequence, (k, v, n) in enumerate(zip(self.k, self.v, q_lens, strict=True)):
+            at = torch.arange(len(k))
             for position in range(len(k) - n, len(k)):
-                seen = slice(max(0, position + 1 - window) if window else 0, position + 1)
+                seen = at <= position
+                for first, last in (images or {}).get(sequence, ()):
+                    if first <= position <= last:
+                        seen |= (at >= first) & (at <= last)
+                if window:
+                    seen &= position - at < window
                 row = next(rows)
                 keys, values = (t[seen].float().repeat_interleave(len(row) // t.shape[1], 1) for t in (k, v))
                 weights = (torch.einsum("hd,khd->hk", row, keys) * scale).softmax(-1)
@@ -190,42 +199,92 @@ def test_a_captured_batch_is_for_the_longest_sequences() -> None:
     assert many.max_kv_len == 1024, "no graph is as large"
 
 
-def test_images_go_to_vllms_kernel_on_the_same_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of prefills that still have tokens in an image or before it; decodes and later text do not."""
-    from kerngen.vllm import attention_v0_26 as ours
+WITH_IMAGES: dict[str, tuple[list[int], list[int], dict[int, list[tuple[int, int]]], list[int]]] = {
+    # new tokens, lengths, images; parts, as of BATCHES
+    "one": ([30], [30], {0: [(4, 12)]}, [0]),
+    "several beside text and decodes": (
+        [1, 1, 70, 20, 33], [60, 9, 70, 40, 50], {0: [(2, 9)], 1: [], 2: [(4, 12), (13, 44)], 3: [(3, 19), (25, 33)]},
+        [1, 0],
+    ),
+    "a chunk that ends in an image": ([20], [30], {0: [(25, 60)]}, [0]),
+    "a cached prefix that ends in an image": ([40], [100], {0: [(20, 80)]}, [0]),
+    "longer than the window": ([150], [150], {0: [(10, 120)]}, [0]),
+    "as many new tokens as of a verification": ([4, 4], [9, 200], {0: [(2, 30)], 1: []}, [0]),
+}  # fmt: skip
 
-    made, called = impl("sliding", monkeypatch), []
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch", WITH_IMAGES)
+def test_an_image_sees_all_of_itself_in_a_window(kind: str, batch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And in layers without one no token sees behind itself."""
     monkeypatch.setattr("vllm.utils.torch_utils.PIN_MEMORY", False)
-    monkeypatch.setattr(ours, "unified_attention", lambda **arguments: called.append(arguments))
-    q_lens, kv_lens = [1, 30, 20], [60, 30, 40]
+    made, (q_lens, kv_lens, images, parts) = impl(kind, monkeypatch), WITH_IMAGES[batch]
     there = Sequences(made, kv_lens, torch.bfloat16)
-    images = {0: [(2, 9)], 1: [(4, 12)], 2: [(3, 19)]}
-    metadata = builder().build(0, common(q_lens, kv_lens, there.tables, ranges=images))
-    assert [part.q_len for part in metadata.parts] == [1, 0]
-    assert metadata.mm_prefix_range == {0: [(4, 12)]}
-    assert metadata.mm_prefix_range_tensor.tolist() == [[[4, 12]], [[0, 0]]]
-    scale = torch.ones(())
-    layer: Any = SimpleNamespace(_k_scale=scale, _v_scale=scale, mm_prefix_clamp_sliding_window=True)
-    q = torch.randn(51, Q_HEADS, made.head_size).bfloat16()
-    made.forward(layer, q, None, None, there.cache, metadata, torch.zeros_like(q))
-    (asked,) = called
-    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+    given = common(q_lens, kv_lens, there.tables, ranges=images, tokens=sum(q_lens) + 2)  # 2 pad the batch
+    metadata = builder(drafts=3).build(0, given)
+    assert [part.q_len for part in metadata.parts] == parts
+    assert [part.ends is not None for part in metadata.parts] == [not q_len for q_len in parts]
+    q = torch.randn(sum(q_lens) + 3, Q_HEADS, made.head_size, generator=torch.Generator().manual_seed(9)).bfloat16()
+    found = torch.zeros_like(q)
+    made.forward(None, q, None, None, there.cache, metadata, found)
+    expected, causal = (
+        there.attend(q, q_lens, made.window, made.scale, its) for its in (images if made.window else None, None)
+    )
+    torch.testing.assert_close(found[: sum(q_lens)].float(), expected, rtol=2**-7, atol=2**-7)
+    assert ((expected - causal).abs().amax() > 0.1) == (made.window > 0)
 
-    inspect.signature(unified_attention).bind(**asked)
-    assert asked["window_size"] == (47, 0)
-    assert asked["mm_prefix_clamp_sliding_window"] is True
-    assert (len(asked["q"]), asked["cu_seqlens_q"].tolist()) == (50, [0, 30, 50])
-    page, row = divmod(29, SIZE)
-    for name, known in (("k", there.k), ("v", there.v)):  # [blocks, 64, heads, dim], as vLLM's kernel reads
-        assert torch.equal(asked[name][asked["block_table"][0, page], row], known[1][29])
-    metadata.mm_prefix_range = metadata.mm_prefix_range_tensor = None  # as vLLM's model does for full layers
-    out = torch.zeros_like(q)
-    made.forward(layer, q, None, None, there.cache, metadata, out)
-    torch.testing.assert_close(out.float(), there.attend(q, q_lens, made.window, made.scale), rtol=2**-7, atol=2**-7)
-    a_chunk_in_an_image = builder().build(0, common([1], [8], there.tables[:1], ranges={0: [(2, 9)]}))
-    assert [part.q_len for part in a_chunk_in_an_image.parts] == [0]
-    text = builder().build(0, common([30, 30], [30, 30], there.tables[:2], ranges={0: [], 1: []}))
-    assert text.mm_prefix_range_tensor is None
+
+def test_a_batch_whose_new_tokens_see_nothing_behind_themselves_is_one_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.utils.torch_utils.PIN_MEMORY", False)
+    tables = torch.zeros(2, 64, dtype=torch.int32)
+    for q_lens, kv_lens, images, parts in (
+        ([1, 1], [60, 60], {0: [(2, 9)], 1: [(50, 59)]}, [1]),  # the last token of an image is its own
+        ([1], [8], {0: [(2, 9)]}, [1]),  # a chunk of one: what it could see is no key yet
+        ([30, 20], [60, 20], {0: [(2, 30)], 1: [(40, 60)]}, [0]),
+        ([30, 30], [30, 30], {0: [], 1: []}, [0]),
+        ([30, 30], [30, 30], {}, [0]),
+        ([30, 30], [30, 30], None, [0]),
+    ):
+        metadata = builder().build(0, common(q_lens, kv_lens, tables[: len(q_lens)], ranges=images))
+        assert [(part.q_len, part.ends) for part in metadata.parts] == [(q_len, None) for q_len in parts]
+
+
+def test_where_images_stand_is_told_without_lengths_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.utils.torch_utils.PIN_MEMORY", False)
+    given = common([1, 4, 3], [60, 8, 3], torch.zeros(3, 64, dtype=torch.int32), ranges={0: [(2, 9)], 1: [(5, 6)]})
+    given.seq_lens_cpu_upper_bound = None
+    _, prefill = builder().build(0, given).parts
+    assert prefill.ends.tolist() == [4, 6, 6, 7, 0, 1, 2]
+
+
+@pytest.mark.parametrize(("kind", "changes", "sees"), [
+    ("sliding", {}, True), ("full", {}, False),
+    ("sliding", {"model_config__is_mm_prefix_lm": False}, False),  # E2B, E4B, drafters
+    ("full", {"hf": text_config(use_bidirectional_attention=None)}, True),  # another model, for which CUSTOM is named
+])  # fmt: skip
+def test_which_layers_see_images(kind: str, changes: Any, sees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.utils.torch_utils.PIN_MEMORY", False)
+    made = impl(kind, monkeypatch, changes=changes)
+    there = Sequences(made, [30], torch.bfloat16)
+    metadata = builder().build(0, common([30], [30], there.tables, ranges={0: [(4, 12)]}))
+    q = torch.randn(30, Q_HEADS, made.head_size).bfloat16()
+    (call,) = recorded(lambda: made.forward(None, q, None, None, there.cache, metadata, torch.empty_like(q)))
+    assert (call.kernel, call.problem.ends) == ("attn_prefill", sees)
+
+
+def test_vllms_model_hides_images_from_layers_without_a_window() -> None:
+    """What `_sees_images` goes by, since the metadata has nothing that vLLM would clear."""
+    from vllm.model_executor.models import gemma4, gemma4_mm
+
+    from kerngen.vllm.attention_v0_26 import Metadata
+
+    source = inspect.getsource(gemma4_mm.Gemma4ForConditionalGeneration)
+    assert 'getattr(text_config, "use_bidirectional_attention", None) == "vision"' in source
+    assert 'i for i, lt in enumerate(layer_types) if lt != "sliding_attention"' in source
+    for cleared in ("mm_prefix_range", "mm_prefix_range_tensor"):
+        assert f"metadata.{cleared} = None" in source
+        assert not hasattr(Metadata(0, ()), cleared)
+    assert "mm_prefix_clamp_sliding_window=self.is_sliding" in inspect.getsource(gemma4.Gemma4Attention)
 
 
 def validated(backend: Any, **changes: Any) -> list[str]:
@@ -383,6 +442,7 @@ def test_every_problem_of_a_forward_is_asked_for_ahead(kind: str, monkeypatch: p
         have.setdefault(key(kernel, problem), []).append(problem)
     met: list[Any] = []
     monkeypatch.setattr(Reference, "run", lambda self, call, where: met.append((call.kernel, call.problem)))
+    monkeypatch.setattr("vllm.utils.torch_utils.PIN_MEMORY", False)
     batches: list[tuple[list[int], list[int]]] = [
         *(([1] * n, [3000] * n) for n in range(1, 9)), *(([4] * n, [40] * n) for n in range(1, 9)),
         ([1, 500], [4096, 4000]), ([4, 4, 40, 400], [2049, 9, 40, 900]), ([512], [512]), ([2] * 8, [70] * 8),
@@ -391,10 +451,13 @@ def test_every_problem_of_a_forward_is_asked_for_ahead(kind: str, monkeypatch: p
         for graphs in (True, False):
             cache = torch.zeros(2, 2 * made.num_kv_heads, SIZE, made.head_size, dtype=torch.bfloat16)
             tables = torch.zeros(len(q_lens), 64, dtype=torch.int32)
-            metadata = builder(drafts=3, graphs=graphs).build(0, common(q_lens, kv_lens, tables))
-            q = torch.zeros(sum(q_lens), Q_HEADS, made.head_size, dtype=torch.bfloat16)
-            made.forward(None, q, None, None, cache, metadata, torch.zeros_like(q))
+            for images in (None, {len(q_lens) - 1: [(0, MAX_LEN - 1)]}):
+                given = common(q_lens, kv_lens, tables, ranges=images)
+                metadata = builder(drafts=3, graphs=graphs).build(0, given)
+                q = torch.zeros(sum(q_lens), Q_HEADS, made.head_size, dtype=torch.bfloat16)
+                made.forward(None, q, None, None, cache, metadata, torch.zeros_like(q))
     assert {kernel for kernel, _ in met} == {"attn_decode", "attn_prefill"}
+    assert any(p.ends for kernel, p in met if kernel == "attn_prefill") == (made.window > 0)
     for kernel, problem in met:
         there = have.get(key(kernel, problem), [])
         assert there, problem

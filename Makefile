@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 MODEL  := examples/tiny/gemma-4-tiny-w4a16
 BUDGET ?= 6m
 
-.PHONY: demo test test-clients test-vllm test-gpu golden lint docs clean
+.PHONY: demo test test-slow test-clients test-vllm test-gpu golden lint docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/kerngen doctor
@@ -18,9 +18,14 @@ demo: $(VENV)/.installed
 # One thread a worker: torch's threads of two workers would wait for each other on two cores. Hundreds of tests start a
 # process: none of them compiles kerngen's modules again, also where the environment asks Python to keep no bytecode.
 # Three workers for two cores: some tests wait. Files begin in the order of tests/host/conftest.py, the longest first.
-test: $(VENV)/.installed-dev lint
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest tests/host -n 3 --dist loadfile \
+TESTS = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest tests/host -n 3 --dist loadfile \
 	  --no-loadscope-reorder --durations=20 --durations-min=5
+test: $(VENV)/.installed-dev lint
+	$(TESTS) -m "not slow"
+
+# What takes long and what few changes break (SLOW in tests/host/conftest.py): before a release, and after a change there.
+test-slow: $(VENV)/.installed-dev
+	$(TESTS) -m slow
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

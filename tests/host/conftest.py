@@ -129,6 +129,37 @@ FIRST = (
 )
 
 
+# What takes long and what few changes break, in `make test-slow` alone. Seconds are of a worker of three on two cores.
+SLOW = (
+    "test_centroid_head.py::test_sums_of_the_cases_are_exact_in_any_order",  # 13 s
+    "test_media_end_to_end.py::test_an_image_that_a_model_cannot_embed_ends_no_server[divided]",  # 14 s
+    "test_merge.py::test_any_order_any_number_of_times",  # 13 s
+    "test_replay.py::test_on_an_h200_what_is_learned_finds_the_best",  # 15 s
+    "test_report_browser.py::test_it_can_be_read[phone",  # 5 s
+    "test_report_browser.py::test_it_can_be_read[desk-dark]",  # 3 s
+    "test_results_file.py::test_what_is_written_is_read_back",  # 9 s
+    "test_rough_ends.py::test_a_hundred_slow_readers_and_an_end_on_sigterm",  # 15 s
+    "test_sealed.py::test_every_flipped_byte_is_found_and_no_other_row_is_served",  # 13 s
+    "test_serve_guided.py::test_a_grammar_that_takes_too_much_memory_is_refused",  # 13 s
+    "test_serve_hostile.py::test_answers_that_nobody_reads_have_an_end_together",  # 30 s
+    *(
+        f"test_serve_memory.py::test_what_is_asked_takes_no_more_memory_than_is_stated[{kind}]"  # 80 s
+        for kind in ("bodies", "choices", "grammars", "lists", "templates", "values")
+    ),
+    "test_serve_output.py::test_tools_that_grow_without_bound_are_refused",  # 12 s
+    "test_serve_output.py::test_what_the_template_writes_is_read_back",  # 10 s
+    "test_shipped.py::test_64_processes_at_once_make_it_once",  # 11 s
+    "test_space.py::test_the_largest_space_is_known_whole",  # 18 s
+    "test_step_plan.py::test_another_process_makes_the_same_tokens_of_the_plans",  # 18 s
+    "test_torture.py::test_64_writers_lose_nothing",  # 19 s
+    "test_tuning_db_damage.py::test_flipped_bits_never_raise_past_lookup",  # 9 s
+    "test_warpgroup_bodies.py",  # 24 s: NVRTC, 12 large ones
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: turn for turn, name in enumerate(FIRST)}
     items.sort(key=lambda item: order.get(item.path.name, len(FIRST)))
+    for item in items:
+        if f"{item.path.name}::{item.nodeid.partition('::')[2]}".startswith(SLOW):
+            item.add_marker(pytest.mark.slow)

@@ -173,7 +173,8 @@ def test_bombs_are_refused_and_take_little(decoders: Decoders) -> None:
         assert decoders.decode_all([Source("image", zeros)])
     full = png(7000, 7000, 8, 6, (b"\0" + bytes(4 * 7000)) * 7000)  # 196 MB as RGBA, in 200 kB
     assert len(full) < 250_000
-    with pytest.raises(UsageError, match="more than 512 MB to decode"):
+    # As long as a busy machine takes: what it ends by is memory.
+    with within(decoders, decode_s=60), pytest.raises(UsageError, match="more than 512 MB to decode"):
         decoders.decode_all([Source("image", full)])
     assert decoders.decode_all([GOOD])
 

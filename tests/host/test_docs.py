@@ -180,7 +180,8 @@ def test_the_guide_is_what_kernel_new_makes(tmp_path: Path) -> None:
     assert "2 of 5 configurations can run" in shown
     assert "threads=32 hold 336 registers" in shown
     suite = str(Path(__file__).with_name("test_kernel_folders.py"))
-    tested = run("pytest", "-q", "-p", "no:cacheprovider", suite, "-k", GUIDE_KERNEL)
+    some = f"{GUIDE_KERNEL} and not (sm75 or sm80 or sm86 or sm89 or sm100)"  # its source differs by none of these
+    tested = run("pytest", "-q", "-p", "no:cacheprovider", suite, "-k", some)
     assert re.search(r"\d\d passed", tested), tested
     shutil.rmtree(root / GUIDE_KERNEL)
     assert GUIDE_KERNEL not in run("kerngen", "kernel", "ls", "--json")

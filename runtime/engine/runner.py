@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, product
-from typing import Any
 
 import numpy as np
 import torch
@@ -251,12 +250,11 @@ class Runner:
             self._embeddings.clear()
         for digest in update.forget:
             self._embeddings.pop(digest, None)
-        alike: dict[tuple[Any, ...], list[Media]] = {}  # a tower takes items of one shape at once
-        for item in update.embed:
-            alone = item.digest if self.reproducible else b""
-            alike.setdefault((item.kind == "audio", item.data.shape, item.grid, alone), []).append(item)
-        for items in alike.values():
-            self._embed(items)
+        if self.reproducible:  # beside others an item is computed in other shapes
+            for item in update.embed:
+                self._embed([item])
+        elif update.embed:
+            self._embed(update.embed)
 
     def _embed(self, items: Sequence[Media]) -> None:
         if (media := self.model.media) is None:

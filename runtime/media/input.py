@@ -38,11 +38,12 @@ class Block(NamedTuple):
 class MediaInput:
     """What a model has beside its text part.
 
-    embed: of items whose data has one shape, their embeddings [num_tokens, hidden] each, in the order of the items, in
-    the model's dtype on its device. They take the place of rows of the embedding table, and are not scaled as those
-    are. Waits for nothing on the host. placeholders: the token that stands where an item of a kind is; a kind that the
-    model does not take has none. bidirectional: tokens of an image, or of several that follow each other without a
-    token between them, see each other both ways in sliding layers (use_bidirectional_attention: "vision").
+    embed: of items of any kind and shape, their embeddings [num_tokens, hidden] each, in the order of the items, in the
+    model's dtype on its device; which of them are computed together is its own affair. They take the place of rows of
+    the embedding table, and are not scaled as those are. Waits for nothing on the host.
+    placeholders: the token that stands where an item of a kind is; a kind that the model does not take has none.
+    bidirectional: tokens of an image, or of several that follow each other without a token between them, see each other
+    both ways in sliding layers (use_bidirectional_attention: "vision").
     require_fits: raises UsageError for an item that `embed` would refuse, before a request with it begins: what `embed`
     raises costs others their steps.
     """

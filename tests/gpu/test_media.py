@@ -27,8 +27,9 @@ def _rows(media: Media, hidden: int) -> Tensor:
 
 def _taking_images(model: Any) -> Any:
     def embed(items: Sequence[Media]) -> list[Tensor]:
-        rows = torch.stack([_rows(item, model.config.hidden_size) for item in items])
-        return list(rows.to(model.ops.dtype).pin_memory().to(model.ops.device, non_blocking=True))
+        rows = torch.cat([_rows(item, model.config.hidden_size) for item in items])
+        there = rows.to(model.ops.dtype).pin_memory().to(model.ops.device, non_blocking=True)
+        return list(there.split([item.num_tokens for item in items]))
 
     from kerngen.runtime.model import Gemma4
 

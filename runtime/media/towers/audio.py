@@ -199,7 +199,7 @@ class AudioTower:
     def embed(self, items: Sequence[Media]) -> list[Tensor]:
         """[num_tokens, H] of each sound, in the activations' dtype. Raises UsageError for one that does not fit.
 
-        Sounds of like length go through together, padded, which changes no result.
+        Sounds go through together, the longest first, padded, which changes no result.
         """
         for item in items:
             require_sound(item, self.config.num_features, -(-len(item.data) // 4))

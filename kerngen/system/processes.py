@@ -22,10 +22,12 @@ from multiprocessing.util import Finalize
 from types import ModuleType
 from typing import Any, TypeVar
 
+from kerngen.system.cancellation import Cancellation
 from kerngen.system.logs import settle_logging
 
 _T = TypeVar("_T")
 _READY = "ready"
+_CANCELLED = "cancelled"  # of the call at hand; one that has ended meanwhile leaves it to be passed over
 _REAP_S = 5.0  # within which what was killed is gone
 _starting = threading.Lock()
 _LEFT_TO_THE_PARENT = (signal.SIGINT, signal.SIGTERM)  # a group gets them together, and it is the parent that stops
@@ -61,22 +63,27 @@ class Processes:
         # Should nobody close it: before multiprocessing waits for its processes at exit; never in a fork of this one.
         self._kill = Finalize(self, _kill, (self._started,), exitpriority=0)
 
-    def submit(self, function: Callable[..., _T], *arguments: Any) -> Future[_T]:
+    def submit(
+        self, function: Callable[..., _T], *arguments: Any, cancellation: Cancellation | None = None
+    ) -> Future[_T]:
         """A future of what `function` returns or raises. Both ways plain pickles go.
 
-        Its exception is ProcessDied where the process died meanwhile, or processes end as they start; CancelledError
-        where `close` came first.
+        cancellation: a call that has not begun does not begin then; one that has is told (`cancelled`), and ends as
+        soon as `function` heeds it. Its exception is ProcessDied where the process died meanwhile, or processes end as
+        they start; CancelledError where `close` came first, or what `cancellation` is of was cancelled.
         Raises RuntimeError once closed.
         """
         if self._closed:
             raise RuntimeError("these Processes are closed")
-        return self._threads.submit(self._call, function, arguments)
+        return self._threads.submit(self._call, function, arguments, cancellation or Cancellation())
 
-    def _call(self, function: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
+    def _call(self, function: Callable[..., _T], arguments: tuple[Any, ...], cancellation: Cancellation) -> _T:
         for number in range(self._tries):
+            if cancellation.is_cancelled:
+                raise CancelledError
             try:
                 with self._again if number else nullcontext():
-                    return self._process().call(function, arguments)
+                    return self._process().call(function, arguments, cancellation)
             except ProcessDied as e:
                 if self._closed:
                     raise CancelledError from None
@@ -171,13 +178,14 @@ class _Process:
     def is_alive(self) -> bool:
         return not wait([self._process.sentinel], 0)  # whoever else waited for the process
 
-    def call(self, function: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
+    def call(self, function: Callable[..., _T], arguments: tuple[Any, ...], cancellation: Cancellation) -> _T:
         try:
             if not self._ready:
                 self._ready = self._pipe.recv() == _READY
             with suppress(BrokenPipeError):  # gone: so is its answer
                 self._pipe.send((function, arguments))
-            returned, value = self._pipe.recv()
+            with cancellation.interrupting(self._cancel):  # behind the question, which another thread's would break
+                returned, value = self._pipe.recv()
         except (EOFError, OSError) as e:
             self._pipe.close()
             self._process.kill()
@@ -187,6 +195,10 @@ class _Process:
             answer: _T = value
             return answer
         raise value
+
+    def _cancel(self) -> None:
+        with suppress(OSError):  # gone
+            self._pipe.send(_CANCELLED)
 
     def kill(self) -> None:
         if self.is_alive():
@@ -199,18 +211,35 @@ class _Process:
 # -- in the process
 
 
+_of_this_process: Connection | None = None  # where calls come from
+
+
+def cancelled() -> Connection:
+    """For a function that such a process was told to call: there is something to read once the call is cancelled, or
+    who asked is gone. It is left unread. Raises RuntimeError elsewhere.
+    """
+    if _of_this_process is None:
+        raise RuntimeError("this process is none of Processes")
+    return _of_this_process
+
+
 def _serve(pipe: Connection) -> None:
+    global _of_this_process
+    _of_this_process = pipe
     _end_with_parent()
     settle_logging()
     pipe.send(_READY)
     while True:
         try:
-            function, arguments = pipe.recv()
+            told = pipe.recv()
         except EOFError:
             return
         except Exception as e:  # what was pickled there is unknown here
             _answer(pipe, False, e)
             continue
+        if told == _CANCELLED:
+            continue
+        function, arguments = told
         try:
             value = function(*arguments)
         except Exception as e:

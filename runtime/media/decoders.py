@@ -15,12 +15,13 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from math import prod
+from multiprocessing.connection import wait
 from typing import NoReturn
 
 import numpy as np
@@ -31,8 +32,9 @@ from kerngen.runtime.media.fetch import read_url
 from kerngen.runtime.media.images import ImageRule, check_budget, image_media
 from kerngen.runtime.media.limits import MediaLimits
 from kerngen.runtime.media.values import FileKind, Media, Source
+from kerngen.system.cancellation import Cancellation
 from kerngen.system.cores import usable_cores
-from kerngen.system.processes import ProcessDied, Processes
+from kerngen.system.processes import ProcessDied, Processes, cancelled
 
 # What a model is given of a file's bytes. A function of a module, or a partial of one: a process is told its name.
 Decode = Callable[[Source, MediaLimits], Media]
@@ -63,12 +65,13 @@ class Decoders:
         for _ in range(most):  # which takes its seconds while a model is loaded
             self._processes.submit(_prepare)
 
-    def decode_all(self, sources: Sequence[Source]) -> list[Media]:
-        """What the model is given of each item of a request, in order; items are fetched and decoded side by side.
+    def decode_all(self, sources: Sequence[Source], cancellation: Cancellation | None = None) -> list[Media]:
+        """What the model is given of each item of a request, in order; items are fetched and decoded side by side, and
+        no longer once one has failed. cancellation: of the request, whose decoders are killed then.
 
-        Raises UsageError for the first item that cannot be fetched or decoded, that is more than `limits` allow, or
-        of a kind that the model does not take; ToolchainError where its decoder is not installed; KerngenError where
-        no process can be started.
+        Raises CancelledError then; UsageError for the first item that cannot be fetched or decoded, that is more than
+        `limits` allow, or of a kind that the model does not take; ToolchainError where its decoder is not installed;
+        KerngenError where no process can be started.
         """
         limits = self.limits
         if len(sources) > limits.items:
@@ -78,22 +81,28 @@ class Decoders:
                 raise UsageError(f"this model takes no {_NOUNS[source.kind]}")
             if source.num_tokens is not None:
                 check_budget(source.num_tokens)
-        with ThreadPoolExecutor(_MAX_AT_ONCE, thread_name_prefix="kerngen-media") as threads:
+        work = Cancellation()
+        asked = nullcontext() if cancellation is None else cancellation.interrupting(work.cancel)
+        with ThreadPoolExecutor(_MAX_AT_ONCE, thread_name_prefix="kerngen-media") as threads, asked:
             named = zip(_names(sources), sources, strict=True)
-            waiting = [threads.submit(self._one, name, source, limits) for name, source in named]
+            waiting = [threads.submit(self._one, name, source, limits, work) for name, source in named]
             try:
                 media = [future.result() for future in waiting]
             finally:
+                work.cancel()
                 for future in waiting:
                     future.cancel()
         if (total := sum(item.num_tokens for item in media)) > limits.soft_tokens:
             raise UsageError(f"the request's images and sounds take {total:,} tokens: more than {limits.soft_tokens:,}")
         return media
 
-    def _one(self, name: str, source: Source, limits: MediaLimits) -> Media:
+    def _one(self, name: str, source: Source, limits: MediaLimits, work: Cancellation) -> Media:
         try:
-            source = read_source(source, limits)
-            media = self._processes.submit(_decoded, self._decode[source.kind], source, limits).result()
+            source = read_source(source, limits, work)
+            decode = self._decode[source.kind]
+            decoding = self._processes.submit(_decoded, decode, source, limits, cancellation=work)
+            with work.interrupting(decoding.cancel):  # where it waits for a process
+                media = decoding.result()
         except UsageError as e:
             raise UsageError(f"{name}: {e.message}", hint=e.hint) from e
         except (ProcessDied, OSError) as e:
@@ -112,14 +121,14 @@ class Decoders:
         self.close()
 
 
-def read_source(source: Source, limits: MediaLimits) -> Source:
-    """The same with its file's bytes, fetched if need be. Raises UsageError as read_url, and for too many bytes."""
+def read_source(source: Source, limits: MediaLimits, work: Cancellation) -> Source:
+    """The same with its file's bytes, fetched if need be. Raises as read_url, and UsageError for too many bytes."""
     most = limits.file_bytes(source.kind)
     data = source.data
     if data is None:
         if source.url is None:
             raise UsageError(f"the {_NOUNS[source.kind]} has neither data nor a URL")
-        data = read_url(source.url, most, limits)
+        data = read_url(source.url, most, limits, work)
     if len(data) > most:
         raise UsageError(f"the file has {len(data):,} bytes: more than {most:,}")
     return replace(source, data=data, url=None)
@@ -166,11 +175,15 @@ def _decoded(decode: Decode, source: Source, limits: MediaLimits) -> Media:
         _decode_and_exit(decode, source, limits, theirs)
     os.close(theirs)
     with os.fdopen(ours, "rb") as pipe:
+        if is_dropped := cancelled() in wait([ours, cancelled()]):  # before it says anything, which takes no time then
+            os.kill(child, signal.SIGKILL)
         line = pipe.readline(_MAX_HEAD_BYTES)
         told = json.loads(line) if line.endswith(b"\n") else {}
         kind, dtype, shape, grid, num_tokens, digest, times = told.get("media", ("", "u1", (0,), (0, 0), 0, "", ()))
         data = pipe.read(prod(shape) * np.dtype(dtype).itemsize)
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if is_dropped:
+        raise CancelledError
     if ended == -signal.SIGALRM:
         raise UsageError(f"the file takes more than {limits.seconds(source.kind):g} s to decode")
     if ended != 0:

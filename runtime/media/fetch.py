@@ -14,15 +14,17 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from http.client import HTTPConnection, HTTPException
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import Any
 
 from kerngen.errors import UsageError
 from kerngen.runtime.media.limits import MAX_URL_CHARS, MediaLimits
+from kerngen.system.cancellation import Cancellation
 
 # All of an http or https URL that is accepted: what is checked is what is asked, since nothing else reads it. A host's
 # name or address, port 80 or 443, and a path of printable ASCII without \ ; a fragment stays here.
@@ -60,18 +62,18 @@ class _Place:
         return self.host if self.port == (443 if self.scheme == "https" else 80) else f"{self.host}:{self.port}"
 
 
-def read_url(url: str, max_bytes: int, limits: MediaLimits) -> bytes:
+def read_url(url: str, max_bytes: int, limits: MediaLimits, work: Cancellation | None = None) -> bytes:
     """The bytes that `url` names, at most `max_bytes`: http or https, of one of `limits.hosts`.
 
     Raises UsageError for another URL, for more bytes, and for what is not there within `limits.fetch_s`. It does not
-    say what a host answered; its cause does.
+    say what a host answered; its cause does. Raises CancelledError where `work` is cancelled meanwhile.
     """
     place = _place_of(url)
     if place.host not in limits.hosts:
         raise UsageError(
             f"files of {place.host} are not fetched", hint="send the file itself, as a data: URL with base64"
         )
-    return _fetch(place, max_bytes, limits.fetch_s)
+    return _fetch(place, max_bytes, limits.fetch_s, work)
 
 
 def _place_of(url: str) -> _Place:
@@ -112,13 +114,14 @@ def _fetch(
     place: _Place,
     max_bytes: int,
     within_s: float,
+    work: Cancellation | None = None,
     *,
     refusal: Callable[[str], str | None] = why_refused,
     resolve: Resolve = _resolved,
     tls: ssl.SSLContext | None = None,
 ) -> bytes:
     """As read_url, of a host that may be asked. refusal, resolve, tls: for tests, whose server is on this machine."""
-    deadline = time.monotonic() + within_s
+    deadline, work = time.monotonic() + within_s, work or Cancellation()
     failed = f"a file of {place.scheme}://{place.host} cannot be fetched"
     try:
         addresses = _before(deadline, resolve, place.host, place.port)
@@ -127,14 +130,24 @@ def _fetch(
         for address in addresses:  # all of them: a name with a public and a private one is somebody's trick
             if (why := refusal(address)) is not None:
                 raise _Failed(f"{place.host}: {why}")
-        with _connected(place, addresses, deadline, tls) as connection:
+        if work.is_cancelled:
+            raise CancelledError
+        with _connected(place, addresses, deadline, tls) as connection, work.interrupting(partial(_end, connection)):
             return _body(place, _Wire(connection, deadline), max_bytes)
     except TimeoutError as e:
         raise UsageError(f"{failed} within {within_s:g} s") from e
     except _TooLong as e:
         raise UsageError(f"the file has more than {max_bytes:,} bytes") from e
     except (_Failed, HTTPException, OSError, ValueError) as e:  # ValueError: a length that is no number
+        if work.is_cancelled:
+            raise CancelledError from e
         raise UsageError(failed) from e
+
+
+def _end(connection: socket.socket) -> None:
+    """Whoever reads from it, in another thread, has come to its end."""
+    with suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)  # not TLS's own, which would wait for an answer
 
 
 class _TooLong(Exception):

@@ -18,6 +18,7 @@ from kerngen.runtime.media.limits import MediaLimits
 from kerngen.runtime.media.options import MEDIA_FLAG, WORDS, MediaOptions, MediaSupport, part_of
 from kerngen.runtime.media.towers.dispatch import Towers, require_fits
 from kerngen.runtime.media.values import FileKind, Media, Source
+from kerngen.system.cancellation import Cancellation
 
 if TYPE_CHECKING:
     from kerngen.runtime.media.decoders import Decode, Decoders
@@ -82,12 +83,12 @@ class _Prepare:
         self._decoders: Decoders | None = None
         self._starting = threading.Lock()
 
-    def __call__(self, sources: Sequence[Source]) -> list[Media]:
+    def __call__(self, sources: Sequence[Source], cancellation: Cancellation) -> list[Media]:
         """As `Decoders.decode_all`."""
         with self._starting:
             if self._decoders is None:
                 self._decoders = _decoders(self._config, self._limits)
-        return self._decoders.decode_all(sources)
+        return self._decoders.decode_all(sources, cancellation)
 
 
 def _decoders(config: MediaConfig, limits: MediaLimits) -> Decoders:

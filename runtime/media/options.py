@@ -9,6 +9,7 @@ from kerngen.errors import UsageError
 from kerngen.runtime.media.config import BOTH, MediaConfig, Part
 from kerngen.runtime.media.limits import MediaLimits
 from kerngen.runtime.media.values import FileKind, Media, Source
+from kerngen.system.cancellation import Cancellation
 
 MEDIA_FLAG, HOST_FLAG = "--media", "--allow-media-host"
 _PARTS: dict[str, Part] = {"images": "vision", "audio": "audio"}  # as people call them
@@ -18,8 +19,8 @@ WORDS: dict[Part, str] = {"vision": "images", "audio": "sound"}
 LOCAL = MediaLimits(image_bytes=1 << 30, audio_bytes=1 << 30, video_bytes=1 << 30, pixels=170_000_000, decode_s=60.0,
                     video_s=300.0, items=256, soft_tokens=1 << 20)  # fmt: skip
 # What a model is given of each source, in order, as Decoders.decode_all: fetched, decoded and cut to its tokens; of a
-# video file all frames are one item.
-Prepare = Callable[[Sequence[Source]], list[Media]]
+# video file all frames are one item. Until who asked cancels it.
+Prepare = Callable[[Sequence[Source], Cancellation], list[Media]]
 
 
 def part_of(kind: FileKind) -> Part:

@@ -17,6 +17,7 @@ from kerngen.runtime.media.images import time_text
 from kerngen.runtime.media.options import MediaSupport
 from kerngen.runtime.media.parts import Item, Message, items_of, text_in
 from kerngen.runtime.media.values import Kind, Media, Placed
+from kerngen.system.cancellation import Cancellation
 
 if TYPE_CHECKING:
     from kerngen.runtime.text import TextCodec
@@ -160,17 +161,17 @@ def place(ids: Sequence[int], media: Sequence[Media], config: MediaConfig) -> En
 
 
 def prepared(
-    messages: Sequence[Message], num_tokens: int | None, media: MediaSupport
+    messages: Sequence[Message], num_tokens: int | None, media: MediaSupport, cancellation: Cancellation | None = None
 ) -> tuple[list[Message], list[Media]]:
     """What a model is given of the items of `messages`, and of each frame of their videos, in order; and `messages`,
     in which video files have the times of their frames. num_tokens: of each image at most, None for its own.
 
-    Raises UsageError.
+    Raises UsageError; CancelledError where it is cancelled.
     """
     if media.prepare is None:
         raise UsageError("no images and sounds are read here")
     sources = [source for item in items_of(messages) for source in item.within(num_tokens).sources]
-    made = media.prepare(sources)
+    made = media.prepare(sources, cancellation or Cancellation())
     if [m.kind for m in made] != ["video" if s.kind == "video_file" else s.kind for s in sources]:
         raise TypeError(f"{len(made)} media were prepared of {len(sources)} sources, or of other kinds")
     each = iter(made)

@@ -37,6 +37,7 @@ from kerngen.runtime.serve.service import Limits, Service
 from kerngen.runtime.serve.tracing import open_tracing
 from kerngen.runtime.session import Session, stop_ids_of
 from kerngen.runtime.text import TextCodec
+from kerngen.system.cancellation import Cancellation
 
 WATCH_S = 0.5  # how often it is seen that the engine has died
 TOLD_S = 2.0  # in which those are told whose answers have not ended when the server must
@@ -179,7 +180,7 @@ def _require_pillow(options: MediaOptions) -> None:
 def _begin_decoding(media: MediaSupport) -> None:
     """Its processes take their seconds beside the weights."""
     if media.prepare is not None and not media.options.at_first_use:
-        media.prepare(())
+        media.prepare((), Cancellation())
 
 
 def _name(model: str) -> str:

@@ -26,6 +26,7 @@ from kerngen.runtime.serve.errors import ApiError, shortened
 from kerngen.runtime.serve.metrics import Metrics
 from kerngen.runtime.serve.tracing import Trace, Tracing
 from kerngen.runtime.text import TextCodec
+from kerngen.system.cancellation import Cancellation
 
 RETRY_AFTER_S = 1
 # What is long, or takes a template long, waits for its like alone: beside it the others find a thread that is quick.
@@ -182,13 +183,16 @@ class Service:
         ids = await self._chat_ids(messages, variables)
         if self.media.config is None or not items_of(messages):
             return EncodedPrompt(ids)
-        read = partial(prepared, messages, max_soft_tokens, self.media)
+        unwanted = Cancellation()
+        read = partial(prepared, messages, max_soft_tokens, self.media, unwanted)
         try:
             told, made = await asyncio.get_running_loop().run_in_executor(self._media, read)
         except (UsageError, ToolchainError) as e:  # clients see no hints
             raise UsageError(e.message if e.hint is None else f"{e.message}; {e.hint}") from e
         except KerngenError as e:  # no process could decode it, which is no fault of the request
             raise ApiError(503, e.message, code="unavailable", headers={"Retry-After": str(RETRY_AFTER_S)}) from e
+        finally:
+            unwanted.cancel()  # who has left, or has the result
         if told != messages:  # the times of a video file's frames are text of the prompt
             ids = await self._chat_ids(told, variables)
         return await self.off_loop(place, ids, made, self.media.config)

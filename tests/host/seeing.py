@@ -22,6 +22,7 @@ from kerngen.runtime.media.values import Media, Placed, Source
 from kerngen.runtime.serve.app import make_app
 from kerngen.runtime.serve.service import Service
 from kerngen.runtime.text import TextCodec
+from kerngen.system.cancellation import Cancellation
 
 NAMES = ("<|image>", "<|image|>", "<image|>", "<|audio>", "<|audio|>", "<audio|>", "<|video|>")
 MAX_LEN = 1024
@@ -107,7 +108,7 @@ class FakePrepare:
     asked: list[list[Source]] = field(default_factory=list)
     fails: Exception | None = None
 
-    def __call__(self, sources: Sequence[Source]) -> list[Media]:
+    def __call__(self, sources: Sequence[Source], cancellation: Cancellation) -> list[Media]:
         self.asked.append(list(sources))
         if self.fails is not None:
             raise self.fails

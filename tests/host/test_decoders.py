@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from kerngen.runtime.media.decoding import decode_image, file_pixels
 from kerngen.runtime.media.images import ImageRule, image_media
 from kerngen.runtime.media.limits import MediaLimits
 from kerngen.runtime.media.values import Media, Source
+from kerngen.system.cancellation import Cancellation
 
 LIMITS = MediaLimits(decode_s=5.0, decode_bytes=1 << 29)
 PICTURE = encoded(image(), "PNG")
@@ -109,6 +111,44 @@ def test_what_one_file_does_is_its_own_affair(
 
 def _workers() -> list[int]:
     return sorted(p.pid for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline()))
+
+
+def _forks() -> list[int]:
+    return [child.pid for pid in _workers() for child in psutil.Process(pid).children()]
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 5
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_what_nobody_wants_any_more_is_killed_or_does_not_begin(decoders: Decoders) -> None:
+    """Of four requests for two processes. The forks go at once, and the processes stay for whoever is next."""
+    before, endless = _workers(), Source("audio", b"forever")
+    asked = [Cancellation() for _ in range(4)]
+    with within(decoders, decode_s=60.0), ThreadPoolExecutor(4) as threads:
+        dropped = [threads.submit(decoders.decode_all, [GOOD, endless], each) for each in asked]
+        _until(lambda: len(_forks()) == 2)
+        began = time.monotonic()
+        for each in reversed(asked):  # those that wait first
+            each.cancel()
+        for answer in dropped:
+            with pytest.raises(CancelledError):
+                answer.result(5)
+        assert time.monotonic() - began < 1.0
+        assert not _forks()
+        assert decoders.decode_all([GOOD])
+        with pytest.raises(CancelledError):
+            decoders.decode_all([GOOD], asked[0])
+    assert _workers() == before
+
+
+def test_what_is_beside_a_bad_file_is_killed_too(decoders: Decoders) -> None:
+    with within(decoders, decode_s=60.0), pytest.raises(UsageError, match=r"^image: .*damaged"):
+        decoders.decode_all([Source("image", PICTURE[:100]), Source("audio", b"forever")])
+    assert not _forks()
 
 
 def test_a_process_that_dies_is_started_again(decoders: Decoders) -> None:

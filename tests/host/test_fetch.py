@@ -8,6 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from kerngen.errors import UsageError
 from kerngen.runtime.media.fetch import _fetch, _Place, _place_of, _resolved, read_url, why_refused
 from kerngen.runtime.media.limits import MediaLimits
+from kerngen.system.cancellation import Cancellation
 
 HOSTS = MediaLimits(hosts=("files.test", "127.0.0.1", "[::1]", "localhost"), fetch_s=5.0)
 HOST = "files.test"
@@ -247,6 +249,20 @@ def test_a_slow_drip_ends_at_the_deadline(answer: Answer) -> None:
         with pytest.raises(UsageError, match=r"cannot be fetched within 0.5 s"):
             fetched(server, within_s=0.5)
         assert time.monotonic() - began < 1.5
+
+
+def test_a_file_that_nobody_wants_any_more_is_not_waited_for() -> None:
+    work = Cancellation()
+    with Server(says(ok(b"", length=1000), every_s=5)) as server, ThreadPoolExecutor(1) as threads:
+        fetching = threads.submit(fetched, server, work=work)
+        while not server.asked:
+            time.sleep(0.001)
+        work.cancel()
+        with pytest.raises(CancelledError):
+            fetching.result(1)
+        with pytest.raises(CancelledError):
+            fetched(server, work=work)
+    assert len(server.asked) == 1
 
 
 def test_a_slow_resolver_ends_at_the_deadline() -> None:

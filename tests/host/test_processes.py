@@ -22,7 +22,8 @@ import psutil
 import pytest
 
 from kerngen.errors import KerngenError
-from kerngen.system.processes import ProcessDied, Processes
+from kerngen.system.cancellation import Cancellation
+from kerngen.system.processes import ProcessDied, Processes, cancelled
 
 # -- what is called
 
@@ -50,6 +51,11 @@ def _die_half_way_through_the_answer() -> None:
 
 def _raise() -> None:
     raise KerngenError("no", hint="try again")
+
+
+def _until_cancelled(marker: str) -> bool:
+    Path(marker).touch()
+    return cancelled().poll(20)
 
 
 # -- tests
@@ -111,6 +117,29 @@ def test_a_large_question_to_a_process_that_dies_of_the_one_before() -> None:
         died, answer = processes.submit(_die, 0.2), processes.submit(len, b"x" * 10_000_000)
         assert isinstance(died.exception(30), ProcessDied)
         assert answer.result(30) == 10_000_000
+
+
+def test_a_call_that_nobody_wants_is_told_so_or_does_not_begin(tmp_path: Path) -> None:
+    begun, work = tmp_path / "begun", [Cancellation(), Cancellation()]
+    with Processes(1) as processes:
+        heeds = processes.submit(_until_cancelled, str(begun), cancellation=work[0])
+        waits = processes.submit(os.getpid, cancellation=work[1])
+        after = processes.submit(_until_cancelled, str(begun), cancellation=(last := Cancellation()))
+        while not begun.exists():
+            time.sleep(0.001)
+        begun.unlink()
+        for each in reversed(work):
+            each.cancel()
+        assert heeds.result(5)
+        with pytest.raises(CancelledError):
+            waits.result(5)
+        while not begun.exists():
+            time.sleep(0.001)
+        assert not after.done(), "what was cancelled before is no affair of its"
+        last.cancel()
+        assert after.result(5)
+    with pytest.raises(RuntimeError, match="none of Processes"):
+        cancelled()
 
 
 def test_a_second_try(tmp_path: Path) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+import threading
+from collections.abc import Sequence
+from concurrent.futures import CancelledError
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +21,10 @@ from kerngen.runtime.media.limits import MediaLimits
 from kerngen.runtime.media.options import MediaOptions
 from kerngen.runtime.media.parts import KINDS, Item
 from kerngen.runtime.media.prompt import TOLD, behind_tools, place
-from kerngen.runtime.media.values import Source
+from kerngen.runtime.media.values import Media, Source
+from kerngen.runtime.serve.app import make_app
 from kerngen.runtime.serve.service import Limits
+from kerngen.system.cancellation import Cancellation
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 A, B, C = (base64.b64encode(bytes([n] * 3)).decode() for n in (1, 2, 3))
@@ -520,6 +527,36 @@ def test_what_is_no_fault_of_the_request_is_no_400() -> None:
         assert refused(seen, user(sound())) == "MP3 needs soundfile; or send WAV"
 
 
+def test_who_leaves_has_nothing_decoded() -> None:
+    begun, dropped, sent = threading.Event(), threading.Event(), list[Any]()
+
+    def endless(sources: Sequence[Source], cancellation: Cancellation) -> list[Media]:
+        begun.set()
+        with cancellation.interrupting(dropped.set):
+            assert dropped.wait(10)
+        raise CancelledError
+
+    body = json.dumps({"messages": [user(image())]}).encode()
+    came = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Any:
+        if not came:
+            await asyncio.to_thread(begun.wait)
+            return {"type": "http.disconnect"}
+        return came.pop()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "raw_path": CHAT.encode(), "query_string": b"",
+             "headers": [], "http_version": "1.1", "scheme": "http", "root_path": ""}  # fmt: skip
+    with seeing() as seen:
+        seen.service.media = replace(seen.service.media, prepare=endless)
+        asyncio.run(make_app(seen.service)(scope, receive, send))
+        assert dropped.is_set()
+        assert (sent[0]["status"], seen.engine.asked) == (499, [])
+
+
 def test_an_image_takes_its_room_in_the_context() -> None:
     with seeing() as seen:
         parts = [image(detail="high")] * 31
@@ -554,7 +591,7 @@ def test_options_by_name() -> None:
 
 def test_placing_refuses_what_does_not_fit() -> None:
     with seeing() as seen:
-        media = seen.prepare([Source("image", b"x"), Source("audio", b"y")])
+        media = seen.prepare([Source("image", b"x"), Source("audio", b"y")], Cancellation())
         config = seen.config
         with pytest.raises(UsageError, match="more places"):
             place([config.image_id, config.image_id], media, config)

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from kerngen.errors import KerngenError, ToolchainError, UsageError
+from kerngen.runtime.media.decoded import Decoded, key_of
 from kerngen.runtime.media.fetch import read_url
 from kerngen.runtime.media.images import ImageRule, check_budget, image_media
 from kerngen.runtime.media.limits import MediaLimits
@@ -60,6 +61,7 @@ class Decoders:
         """num_processes: that decode at once; None for one a core, and MAX_PROCESSES at most."""
         self.limits = limits or MediaLimits()
         self._decode = dict(decode)
+        self._decoded = Decoded(self.limits.kept_bytes)
         most = num_processes or min(MAX_PROCESSES, usable_cores())
         self._processes = Processes(most, gives_up=False)
         for _ in range(most):  # which takes its seconds while a model is loaded
@@ -67,7 +69,8 @@ class Decoders:
 
     def decode_all(self, sources: Sequence[Source], cancellation: Cancellation | None = None) -> list[Media]:
         """What the model is given of each item of a request, in order; items are fetched and decoded side by side, and
-        no longer once one has failed. cancellation: of the request, whose decoders are killed then.
+        no longer once one has failed. What the same bytes were decoded to is kept (`limits.kept_bytes`).
+        cancellation: of the request, whose decoders are killed then.
 
         Raises CancelledError then; UsageError for the first item that cannot be fetched or decoded, that is more than
         `limits` allow, or of a kind that the model does not take; ToolchainError where its decoder is not installed;
@@ -99,6 +102,8 @@ class Decoders:
     def _one(self, name: str, source: Source, limits: MediaLimits, work: Cancellation) -> Media:
         try:
             source = read_source(source, limits, work)
+            if (known := self._decoded.get(key := key_of(source, limits))) is not None:
+                return known
             decode = self._decode[source.kind]
             decoding = self._processes.submit(_decoded, decode, source, limits, cancellation=work)
             with work.interrupting(decoding.cancel):  # where it waits for a process
@@ -108,6 +113,7 @@ class Decoders:
         except (ProcessDied, OSError) as e:
             raise KerngenError(f"{name}: no process can decode it now: {e}", hint="ask again") from e
         media.data.flags.writeable = False  # which does not travel between processes
+        self._decoded.put(key, media)
         return media
 
     def close(self) -> None:

@@ -27,11 +27,12 @@ class MediaLimits:
     fetch_s: float = 10.0  # from the name's resolution to the last byte
     items: int = 32  # of a request
     soft_tokens: int = 16_384  # of all items of a request
+    kept_bytes: int = 1 << 28  # of what files were decoded to, which is kept for the next turn of a chat; 0: none is
     hosts: tuple[str, ...] = ()  # whose http and https URLs may be fetched
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if name != "hosts" and not getattr(self, name) > 0:
+            if name not in ("hosts", "kept_bytes") and not getattr(self, name) > 0:
                 raise UsageError(f"MediaLimits.{name} is {getattr(self, name)}, which leaves nothing")
         for host in self.hosts:
             if not _HOST.fullmatch(host):

@@ -10,6 +10,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import psutil
@@ -25,7 +26,7 @@ from kerngen.runtime.media.limits import MediaLimits
 from kerngen.runtime.media.values import Media, Source
 from kerngen.system.cancellation import Cancellation
 
-LIMITS = MediaLimits(decode_s=5.0, decode_bytes=1 << 29)
+LIMITS = MediaLimits(decode_s=5.0, decode_bytes=1 << 29, kept_bytes=0)
 PICTURE = encoded(image(), "PNG")
 GOOD = Source("image", PICTURE)
 DECODE = {"image": partial(decode_image, ImageRule()), "video": partial(decode_image, ImageRule())}
@@ -184,6 +185,35 @@ def test_a_request_has_limits(decoders: Decoders) -> None:
         decoders.decode_all([replace(GOOD, num_tokens=100)])
     with pytest.raises(UsageError, match="neither data nor a URL"):
         decoders.decode_all([Source("image")])
+
+
+def test_what_was_decoded_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its bytes and what is asked of them; what was used longest ago goes first, and errors are not kept."""
+    small, other = replace(GOOD, num_tokens=70), Source("image", encoded(image("RGBA"), "PNG"), num_tokens=70)
+    bad, pixels = Source("image", PICTURE[:100]), file_pixels(PICTURE)
+    room = sum(image_media(pixels, ImageRule(), tokens).data.nbytes for tokens in (None, 70))
+    with Decoders(DECODE, replace(LIMITS, kept_bytes=room), num_processes=1) as decoders:
+        asked, submit = list[Source](), decoders._processes.submit
+
+        def noted(function: Any, *arguments: Any, **how: Any) -> Any:
+            asked.append(arguments[1])
+            return submit(function, *arguments, **how)
+
+        monkeypatch.setattr(decoders._processes, "submit", noted)
+        first = decoders.decode_all([GOOD, small])
+        again = decoders.decode_all([small, replace(GOOD, data=bytes(bytearray(PICTURE))), small])
+        assert sorted(map(str, asked)) == sorted(map(str, [GOOD, small]))
+        assert [m.digest for m in again] == [first[n].digest for n in (1, 0, 1)]
+        decoders.decode_all([small])
+        assert decoders.decode_all([replace(small, kind="video")])[0].kind == "video", "another kind, and GOOD goes"
+        decoders.decode_all([small])
+        for _ in range(2):
+            with pytest.raises(UsageError, match="damaged"):
+                decoders.decode_all([bad])
+        decoders.decode_all([other])
+        decoders.decode_all([GOOD])
+        assert asked[2:] == [replace(small, kind="video"), bad, bad, other, GOOD]
+        assert decoders._decoded.num_bytes <= room
 
 
 def test_a_kind_that_the_model_does_not_take_is_refused() -> None:

@@ -36,7 +36,7 @@ SHORT = video(5)
 @pytest.fixture(scope="module")
 def decoders() -> Iterator[Decoders]:
     decode = {"video_file": partial(decode_video, RULE), "image": partial(decode_image, RULE)}
-    with Decoders(decode, MediaLimits(decode_bytes=1 << 29), num_processes=1) as found:
+    with Decoders(decode, MediaLimits(decode_bytes=1 << 29, kept_bytes=0), num_processes=1) as found:
         yield found
 
 

@@ -28,6 +28,7 @@ from kerngen.runtime.config import (
 from kerngen.runtime.config_fields import MAX_JSON_BYTES, read_file, require_folder
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import MEDIA_CACHE_BYTES, CacheShape, Engine, Request, TokenMask, require_draft_tokens
+from kerngen.runtime.footprint import tower_bytes
 from kerngen.runtime.hub import HubName, find_cached, find_checkpoint, hub_name
 from kerngen.runtime.media.given import require_list, said_with, with_items
 from kerngen.runtime.media.opening import open_input, open_support
@@ -285,9 +286,13 @@ class Session:
 
     @property
     def cache_budget(self) -> int:
-        """Bytes that are free on the GPU for a cache of K and V, beside the embeddings of media."""
-        free = int(CACHE_SHARE * torch.cuda.mem_get_info(self.ops.device)[0])
-        return free if self.model.media is None else max(free - self.media_cache_bytes, 0)
+        """Bytes that are free on the GPU for a cache of K and V, beside the embeddings of media, and what makes them
+        where that is loaded later.
+        """
+        free, media = torch.cuda.mem_get_info(self.ops.device)[0], self.model.media
+        if media is None:
+            return int(CACHE_SHARE * free)
+        return max(int(CACHE_SHARE * (free - media.unloaded_bytes())) - self.media_cache_bytes, 0)
 
     def reserve(self, length: int, batch: int = 1) -> Engine:
         """The engine at hand if it runs `batch` sequences of `length` tokens, or max_len fixes it, else one that does.
@@ -539,7 +544,8 @@ def open_checkpoint(
 
         require_served(folder, config, ops, draft, drafter_config)
     weights = load_model(folder, config, ops, advance=advance, keep_repacked=keep_repacked)
-    seen = open_input(support, lambda asked: load_towers(folder, asked, ops, advance=advance))
+    seen = open_input(support, lambda asked: load_towers(folder, asked, ops, advance=advance),
+                      partial(tower_bytes, dtype=ops.dtype))  # fmt: skip
     # Of media that are not loaded, too: nothing would stand behind them in the next turn.
     never = (*read_suppressed_ids(folder), *(() if seen is None else config.placeholder_ids))
     model = Gemma4(config, weights, ops, suppressed_ids=never, media=seen)

@@ -23,6 +23,7 @@ from kerngen.errors import UsageError
 from kerngen.runtime.backend import explaining_memory, open_backend
 from kerngen.runtime.engine import require_draft_tokens
 from kerngen.runtime.executors.collectives import Collectives
+from kerngen.runtime.footprint import tower_bytes
 from kerngen.runtime.media.opening import open_input, open_support
 from kerngen.runtime.media.options import MediaOptions
 from kerngen.runtime.session import Session, open_divided, stop_ids_of
@@ -154,7 +155,8 @@ def _generated_part(
     codec, support = TextCodec(place, found.target.bos_id), open_support(place, media)
     with explaining_memory(ops.device):
         # Tied to a random embedding, a head would say the same token for ever.
-        seen = open_input(support, lambda asked: synthetic_towers(asked, ops, seed + 3))
+        seen = open_input(support, lambda asked: synthetic_towers(asked, ops, seed + 3),
+                          partial(tower_bytes, dtype=ops.dtype))  # fmt: skip
         model, drafter = generated_model(name, found.target, drafter_config, ops, seed, own_head=True, media=seen)
     return Session(
         folder=place,

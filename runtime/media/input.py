@@ -46,12 +46,14 @@ class MediaInput:
     both ways in sliding layers (use_bidirectional_attention: "vision").
     require_fits: raises UsageError for an item that `embed` would refuse, before a request with it begins: what `embed`
     raises costs others their steps.
+    unloaded_bytes: of device memory that `embed` takes for weights when it is first called, 0 once it has them.
     """
 
     embed: Callable[[Sequence[Media]], list[Tensor]]
     placeholders: Mapping[Kind, int]
     bidirectional: bool = False
     require_fits: Callable[[Media], None] = lambda _: None
+    unloaded_bytes: Callable[[], int] = lambda: 0
 
     @property
     def longest_block(self) -> int:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from kerngen.errors import CheckpointError, UsageError
+from kerngen.errors import CheckpointError, DeviceError, UsageError
 from kerngen.runtime.config_fields import read_json
 from kerngen.runtime.media.config import BOTH, MediaConfig, read_media_config
 from kerngen.runtime.media.input import MediaInput
 from kerngen.runtime.media.limits import MediaLimits
-from kerngen.runtime.media.options import MEDIA_FLAG, WORDS, MediaOptions, MediaSupport, part_of
+from kerngen.runtime.media.options import MEDIA_FLAG, WORDS, MediaOptions, MediaSupport, flag_for, part_of
 from kerngen.runtime.media.towers.dispatch import Towers, require_fits
 from kerngen.runtime.media.values import FileKind, Media, Source
 from kerngen.system.cancellation import Cancellation
@@ -50,29 +51,48 @@ def open_support(folder: Path, options: MediaOptions) -> MediaSupport:
     return MediaSupport(config, options, _Prepare(asked, options.limits))
 
 
-def open_input(support: MediaSupport, load: Callable[[MediaConfig], Towers]) -> MediaInput | None:
+def open_input(
+    support: MediaSupport, load: Callable[[MediaConfig], Towers], size: Callable[[MediaConfig], int]
+) -> MediaInput | None:
     """What a model has beside its text part, None where nothing is asked for. load: gives the towers of the parts of a
-    config; it is called here, or at_first_use with the first item that is embedded.
+    config; it is called here, or at_first_use with the first item that is embedded. size: bytes that these take.
     """
     config = None if support.config is None else support.config.only(support.options.parts)
     if config is None:
         return None
     placeholders = {kind: token for kind, token in config.placeholders.items() if part_of(kind) in config.parts}
-    embed = _AtFirstUse(partial(load, config)) if support.options.at_first_use else load(config).embed
-    return MediaInput(embed, placeholders, config.images_see_themselves, partial(require_fits, config))
+    towers = _LoadedOnce(config, load, size)
+    if not support.options.at_first_use:
+        towers.load()
+    return MediaInput(towers.embed, placeholders, config.images_see_themselves, partial(require_fits, config),
+                      towers.unloaded_bytes)  # fmt: skip
 
 
-class _AtFirstUse:
-    """Embeds with towers that the first call loads."""
+class _LoadedOnce:
+    """Towers that are loaded now, or by the first items that they embed."""
 
-    def __init__(self, load: Callable[[], Towers]) -> None:
-        self._load = load
+    def __init__(
+        self, config: MediaConfig, load: Callable[[MediaConfig], Towers], size: Callable[[MediaConfig], int]
+    ) -> None:
+        self._config, self._load, self._size = config, load, cache(size)
         self._towers: Towers | None = None
 
-    def __call__(self, items: Sequence[Media]) -> list[Tensor]:
+    def load(self) -> Towers:
         if self._towers is None:
-            self._towers = self._load()
-        return self._towers.embed(items)
+            self._towers = self._load(self._config)
+        return self._towers
+
+    def embed(self, items: Sequence[Media]) -> list[Tensor]:
+        try:
+            towers = self.load()
+        except torch.OutOfMemoryError as e:
+            raise DeviceError(f"the device has no memory left for the {self.unloaded_bytes() / 1e6:,.0f} MB of what "
+                              f"embeds {' and '.join(WORDS[part] for part in self._config.parts)}",
+                              hint=f"{flag_for(self._config.parts)} loads it at the start") from e  # fmt: skip
+        return towers.embed(items)
+
+    def unloaded_bytes(self) -> int:
+        return 0 if self._towers is not None else self._size(self._config)
 
 
 class _Prepare:

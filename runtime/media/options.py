@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from kerngen.errors import UsageError
@@ -21,6 +21,11 @@ LOCAL = MediaLimits(image_bytes=1 << 30, audio_bytes=1 << 30, video_bytes=1 << 3
 # What a model is given of each source, in order, as Decoders.decode_all: fetched, decoded and cut to its tokens; of a
 # video file all frames are one item. Until who asked cancels it.
 Prepare = Callable[[Sequence[Source], Cancellation], list[Media]]
+
+
+def flag_for(parts: Collection[Part]) -> str:
+    """What asks for `parts`: "--media images,audio"."""
+    return f"{MEDIA_FLAG} {','.join(name for name, part in _PARTS.items() if part in parts)}"
 
 
 def part_of(kind: FileKind) -> Part:
@@ -75,8 +80,7 @@ class MediaSupport:
             reads = f"text and {WORDS[has[0]]}" if has else "text alone"
             return f"this model reads {reads}, no {WORDS[part]}: leave it out"
         if part not in self.options.parts or self.prepare is None:
-            flag = next(name for name, named in _PARTS.items() if named == part)
-            return f"{WORDS[part]}: not loaded here; start it with {MEDIA_FLAG} {flag} (or {MEDIA_FLAG} auto)"
+            return f"{WORDS[part]}: not loaded here; start it with {flag_for([part])} (or {MEDIA_FLAG} auto)"
         return ""
 
     def reads(self, kind: FileKind) -> bool:

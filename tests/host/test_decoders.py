@@ -153,6 +153,7 @@ def test_what_is_beside_a_bad_file_is_killed_too(decoders: Decoders) -> None:
 
 
 def test_a_process_that_dies_is_started_again(decoders: Decoders) -> None:
+    _until(lambda: len(_workers()) == 2)
     before = _workers()
     with pytest.raises(KerngenError, match="sound: no process can decode it now") as found:
         decoders.decode_all([Source("audio", b"worker")])

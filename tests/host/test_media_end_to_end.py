@@ -7,8 +7,9 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,11 +24,15 @@ from transformers import Gemma4VisionConfig as HfVisionConfig
 from videos import video
 
 import kerngen
-from kerngen.errors import UsageError
+from kerngen.errors import DeviceError, UsageError
 from kerngen.runtime.chat import render_chat
 from kerngen.runtime.conversation import Conversation
+from kerngen.runtime.footprint import _bytes
+from kerngen.runtime.media.config import MediaConfig
+from kerngen.runtime.media.opening import open_input
 from kerngen.runtime.media.options import LOCAL, MediaOptions
 from kerngen.runtime.media.prompt import EncodedPrompt
+from kerngen.runtime.media.towers.dispatch import Towers
 from kerngen.runtime.session import Completion, Session
 from kerngen.runtime.text import MEDIA_TOKENS
 from kerngen.workload.generated_session import TEMPLATE as GENERATED_TEMPLATE
@@ -151,9 +156,30 @@ def test_text_is_what_it_is_without_towers(folder: Path, session: Session) -> No
 
 
 def test_what_is_needed_first_is_loaded_then(folder: Path, session: Session) -> None:
+    """And has its room until then: what is told is what the tensors take once they are there."""
     later = kerngen.load(folder, draft=False, device="cpu", dtype="fp32")
-    wanted = session.generate("abc", images=[png(1)], max_soft_tokens=70, max_new_tokens=4).tokens
-    assert later.generate("abc", images=[png(1)], max_soft_tokens=70, max_new_tokens=4).tokens == wanted
+    media, loaded = later.model.media, session.model.media
+    assert media is not None
+    assert loaded is not None
+    expected = session.generate("abc", images=[png(1)], max_soft_tokens=70, max_new_tokens=4).tokens
+    wanted = media.unloaded_bytes()
+    assert loaded.unloaded_bytes() == 0
+    assert later.generate("abc", images=[png(1)], max_soft_tokens=70, max_new_tokens=4).tokens == expected
+    assert media.unloaded_bytes() == 0
+    towers = cast(Any, media.embed).__self__.load()
+    assert 1.0 <= wanted / _bytes(towers.weights) < 1.05, "bounds that are infinite are not kept"
+
+
+def test_no_memory_for_what_is_needed_later_is_told_with_the_way_on(session: Session) -> None:
+    def full(config: MediaConfig) -> Towers:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    support = replace(session.media, options=MediaOptions.parse("auto"))
+    media = open_input(support, full, lambda config: 90_000_000)
+    assert media is not None
+    with pytest.raises(DeviceError, match=r"no memory left for the 90 MB of what embeds images and sound") as told:
+        media.embed([])
+    assert told.value.hint == "--media images,audio loads it at the start"
 
 
 def test_a_server_reads_them_in_processes_of_its_own(folder: Path, session: Session) -> None:

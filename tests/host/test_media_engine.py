@@ -708,6 +708,9 @@ def test_memory_is_left_for_embeddings_and_the_largest_image(
     assert session.cache_budget == int(CACHE_SHARE * 10**9) - 3 * 10**8
     assert session.cache_shape.longest_block == 1120
     assert session.reserve(40)._media._capacity == 3 * 10**8
+    assert session.model.media is not None
+    session.model.media = replace(session.model.media, unloaded_bytes=lambda: 2 * 10**8)  # --media auto
+    assert session.cache_budget == int(CACHE_SHARE * (10**9 - 2 * 10**8)) - 3 * 10**8
     session.model.media = None
     assert session.cache_budget == int(CACHE_SHARE * 10**9)
 

@@ -262,7 +262,7 @@ class Engine:
         yet, those of its decode alone: the next call waits for the others, and starts nothing. A request that ends in
         an error has its event too: see `Handle.error`. What interrupts a step (Ctrl-C, a callback that raises) costs no
         token: all begin again with the tokens that they have. So they do where an image or a sound cannot be embedded,
-        whose requests alone end in that error; ranks have not all begun the same then, and it is raised.
+        by any rank, whose requests alone end in that error.
         """
         try:
             return self._step()
@@ -270,7 +270,7 @@ class Engine:
             self._pending.clear()
             self.scheduler.restart()
             self._media.restart()
-            if not isinstance(e, EmbeddingFailed) or self._ranks is not None:
+            if not isinstance(e, EmbeddingFailed):
                 raise
             return self._ended_by(e)
 
@@ -612,7 +612,7 @@ class Engine:
     def _ended_by(self, failed: EmbeddingFailed) -> list[Event]:
         """After a restart: of all requests with what could not be embedded."""
         if not isinstance(failed.__cause__, KerngenError):
-            log.error("an item of a prompt cannot be embedded", exc_info=failed.__cause__)
+            log.error("an item of a prompt cannot be embedded: %s", failed.message, exc_info=failed.__cause__)
         events = []
         for handle in list(self.scheduler.waiting):
             if any(placed.media.digest == failed.digest for placed in handle.request.media):

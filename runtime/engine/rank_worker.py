@@ -12,6 +12,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +24,7 @@ import kerngen
 from kerngen.errors import KerngenError, UsageError, printable
 from kerngen.runtime.engine.core import Engine
 from kerngen.runtime.engine.ranks import ALIVE_S, FOLDER, Alive, Hello, Last, board_of, connect, local_device, meet
+from kerngen.runtime.engine.runner import EmbeddingFailed
 from kerngen.runtime.executors.collectives import Distributed
 from kerngen.runtime.world import World
 from kerngen.system.logs import settle_logging
@@ -124,7 +126,16 @@ class Follower:
     @torch.inference_mode()
     def _run(self, plan: Any) -> None:
         self._plans += 1
-        self._made.runner.run(plan)
+        with suppress(EmbeddingFailed):  # on all ranks, and another plan comes
+            self._made.runner.run(plan, self._agree)
+
+    def _agree(self, failed: EmbeddingFailed | None) -> EmbeddingFailed | None:
+        try:
+            self._control.send(failed)
+            _, first = self._control.recv()
+        except (EOFError, OSError):  # rank 0 is gone
+            self.leave(1)
+        return first
 
     @property
     def _made(self) -> Engine:

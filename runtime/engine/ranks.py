@@ -36,6 +36,7 @@ import torch.distributed as dist
 import kerngen
 from kerngen.errors import KerngenError, RankFailed, UsageError
 from kerngen.runtime.engine.plan import StepPlan
+from kerngen.runtime.engine.runner import EmbeddingFailed
 from kerngen.runtime.executors.collectives import MOST_GATHERED, Distributed
 from kerngen.runtime.world import World
 from kerngen.system.cores import usable_cores
@@ -328,13 +329,25 @@ class Ranks:
         self._is_ready = True
 
     def run(self, runner: Runner, plan: StepPlan) -> StepOutput:
-        """`runner.run(plan)`, on all ranks. What raises in there ends the group: ranks that have not all begun the same
-        collectives cannot go on.
+        """`runner.run(plan)`, on all ranks. What raises in there ends the group, as ranks that have not all begun the
+        same collectives cannot go on: but EmbeddingFailed, with which no rank has begun any.
         """
         with self._breaking():
             self._send("plan", plan)
             self.plans += 1
-            return runner.run(plan)
+            try:
+                return runner.run(plan, self._agree)
+            except EmbeddingFailed as e:
+                failed = e
+        raise failed
+
+    def _agree(self, failed: EmbeddingFailed | None) -> EmbeddingFailed | None:
+        """The first rank's failure to embed, which all are told; None where none has failed."""
+        with self.collecting():
+            each = [failed, *[other.control.recv() for other in self._ranks]]
+        first = next((found for found in each if found is not None), None)
+        self._send("embedded", first)
+        return first
 
     @contextmanager
     def _all(self, what: str, *values: Any) -> Iterator[dict[int, Any]]:

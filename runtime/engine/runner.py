@@ -93,23 +93,34 @@ _Moment = float | torch.cuda.Event  # on the host's clock, or on the device's
 
 
 class EmbeddingFailed(KerngenError):
-    """A forward has not begun, since `item` cannot be embedded. reason: what its requests are told; it has no
-    traceback, which would keep the tower's tensors.
+    """A forward has not begun, since an item cannot be embedded, on this rank or another. digest: the item's.
+    is_misuse: it does not fit the model.
     """
 
-    def __init__(self, item: Media, error: Exception) -> None:
+    digest = b""
+    is_misuse = False
+
+    @staticmethod
+    def of(item: Media, error: Exception) -> EmbeddingFailed:
         kind = item.kind
-        if isinstance(error, UsageError):
-            self.reason: KerngenError = UsageError(error.message, hint=error.hint)
-        elif isinstance(error, KerngenError):
-            self.reason = KerngenError(error.message, hint=error.hint)
+        if isinstance(error, KerngenError):
+            failed = EmbeddingFailed(error.message, hint=error.hint)
         elif isinstance(error, torch.OutOfMemoryError):
-            self.reason = KerngenError(f"the device has no memory left to embed {kind} input of this size",
-                                       hint="send a smaller one, or leave more memory beside the cache")  # fmt: skip
+            failed = EmbeddingFailed(f"the device has no memory left to embed {kind} input of this size",
+                                     hint="send a smaller one, or leave more memory beside the cache")  # fmt: skip
         else:
-            self.reason = KerngenError(f"{kind} input cannot be embedded: {type(error).__name__}: {error}")
-        super().__init__(self.reason.message, hint=self.reason.hint)
-        self.digest = item.digest
+            failed = EmbeddingFailed(f"{kind} input cannot be embedded: {type(error).__name__}: {error}")
+        failed.digest, failed.is_misuse = item.digest, isinstance(error, UsageError)
+        return failed
+
+    @property
+    def reason(self) -> KerngenError:
+        """What its requests are told. It has no traceback, which would keep the tower's tensors."""
+        return (UsageError if self.is_misuse else KerngenError)(self.message, hint=self.hint)
+
+
+# What could not be embedded here, or None, to what could not be on all ranks together.
+Agree = Callable[[EmbeddingFailed | None], EmbeddingFailed | None]
 
 
 class Runner:
@@ -198,10 +209,20 @@ class Runner:
         """Whether sequences may decode in the forward that prefills others."""
         return self.model.supports_mixed and not (self.reproducible or self._ingests)
 
-    def run(self, plan: StepPlan) -> StepOutput:
-        """Hand in what `plan` says, and wait for none of it but the log-probabilities of prompts."""
+    def run(self, plan: StepPlan, agree: Agree = lambda failed: failed) -> StepOutput:
+        """Hand in what `plan` says, and wait for none of it but the log-probabilities of prompts.
+
+        agree: tells the other ranks what came of embedding, where the plan has any, and says what came of it on all.
+        Raises that EmbeddingFailed, before anything else that ranks do together.
+        """
         self.update(plan.update)
-        self._update_media(plan.media)
+        failed: EmbeddingFailed | None = None
+        try:
+            self._update_media(plan.media)
+        except EmbeddingFailed as e:
+            failed = e
+        if plan.media.embed and (failed := agree(failed)) is not None:
+            raise failed
         if plan.decode is None:
             return self._prefill(plan) if plan.chunks else StepOutput()
         if plan.chunks:
@@ -268,7 +289,7 @@ class Runner:
                                      f"{(item.num_tokens, hidden)}")  # fmt: skip
         except Exception as e:
             if len(items) == 1:
-                raise EmbeddingFailed(items[0], e) from e
+                raise EmbeddingFailed.of(items[0], e) from e
             made = []
         if not made:  # outside of the handler, which holds what the tower computed
             for item in items:  # to find the one that fails, or as one by one they take less memory

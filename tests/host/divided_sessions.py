@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.executors.collectives import Collectives
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.media.input import MediaInput
+from kerngen.runtime.media.values import Media
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import Ops
 from kerngen.runtime.ops.eager import TorchOps
@@ -66,12 +67,27 @@ def opens_and_fails(*how: Any) -> Session:
     return opens(*how)
 
 
+def too_large(rank: int) -> Media:
+    from tiny_media import item
+
+    return item(13, 100 + rank)
+
+
 def opens_with_media(target: Path, collectives: Collectives | None, device: str | None, advance: Any) -> Session:
-    """As `opens`; it takes images and sounds, whose embeddings every rank makes."""
+    """As `opens`; it takes images and sounds, whose embeddings every rank makes. For `too_large` of a rank it has no
+    memory there.
+    """
     from tiny_media import PLACEHOLDERS, Towers
 
     session = opens(target, None, "torch", collectives, device, advance)
-    media = MediaInput(Towers().embed, PLACEHOLDERS, bidirectional=True)
+    never, embed = too_large(session.ops.collectives.world.rank).digest, Towers().embed
+
+    def embed_or_fail(items: Sequence[Media]) -> list[Tensor]:
+        if any(item.digest == never for item in items):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return embed(items)
+
+    media = MediaInput(embed_or_fail, PLACEHOLDERS, bidirectional=True)
     model = session.model
     session.model = Gemma4(model.config, model.weights, model.ops, media=media)
     return session

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from command import ROOT
 from divided_models import ODD, make_pair
-from divided_sessions import opens, opens_with_media
+from divided_sessions import opens, opens_with_media, too_large
 from test_step_plan import EveryThird
 from tiny_gemma import prompt
 from tiny_media import VISION, interleaved, item, make_model
 
-from kerngen.runtime.engine import Engine, Request
+from kerngen.errors import KerngenError
+from kerngen.runtime.engine import Engine, Handle, Request
 from kerngen.runtime.engine.ranks import Ranks
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.session import Session
@@ -150,3 +151,23 @@ def test_every_rank_embeds_what_it_needs(ranks: Ranks, tmp_path: Path) -> None:
     divided = engine_of(session, prefill_chunk=20, media_cache_bytes=30 * 32 * 4, **CROWDED)
     assert [g.tokens for g in divided.generate_many(asked)] == expected
     assert len(divided.runner._embeddings) == 1, "what has no room is forgotten"
+    if ranks.world.size == 2:
+        assert_what_one_rank_cannot_embed_ends_alone(divided, asked[2:], expected[2:])
+        ranks.require_alive()
+
+
+def assert_what_one_rank_cannot_embed_ends_alone(
+    engine: Engine, others: Sequence[Request], expected: Sequence[Sequence[int]]
+) -> None:
+    """Whichever rank that is."""
+    handles, wrong = [engine.submit(others[0])], list[Handle]()
+    for rank in (1, 0):
+        engine.step()
+        ids, media = interleaved(3, too_large(rank), 2)
+        wrong.append(engine.submit(Request(ids, 6, media=media)))
+    handles += [engine.submit(request) for request in others[1:]]
+    while engine.has_work:
+        engine.step()
+    assert [handle.tokens for handle in handles] == expected
+    said = "no memory left to embed image input"
+    assert [(type(h.error), said in str(h.error), h.tokens) for h in wrong] == [(KerngenError, True, [])] * 2

@@ -102,8 +102,6 @@ class ModelConfig:
     bos_id: int
     eos_ids: tuple[int, ...]
     quant: QuantConfig | None
-    # What images, videos and sounds would take the place of: of the whole model, not of its text part.
-    placeholder_ids: tuple[int, ...] = field(default=(), compare=False)
     share: Share | None = None
 
     def divided(self, world: World) -> ModelConfig:
@@ -324,7 +322,6 @@ def _text_config(text: Fields, top: Fields, *, is_drafter: bool) -> ModelConfig:
         bos_id=text.integer("bos_token_id", default=2, low=0),
         eos_ids=_id_list(text, "eos_token_id"),
         quant=read_quant_config(top),
-        placeholder_ids=tuple(i for kind in ("image", "video", "audio") for i in _id_list(top, f"{kind}_token_id")),
     )
 
 

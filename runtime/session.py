@@ -169,7 +169,7 @@ class Session:
 
     def _text_only(self, ids: list[int]) -> list[int]:
         """`ids`, if none of them stands for an image or the like. Raises UsageError."""
-        if found := next((i for i in ids if i in self.config.placeholder_ids), None):
+        if found := next((i for i in ids if i in self.media.placeholders.values()), None):
             token = self.codec.token(found)
             raise UsageError(
                 f"the prompt holds a placeholder for an image, a video or a sound ({token!r}, token {found}), "
@@ -547,7 +547,7 @@ def open_checkpoint(
     seen = open_input(support, lambda asked: load_towers(folder, asked, ops, advance=advance),
                       partial(tower_bytes, dtype=ops.dtype))  # fmt: skip
     # Of media that are not loaded, too: nothing would stand behind them in the next turn.
-    never = (*read_suppressed_ids(folder), *(() if seen is None else config.placeholder_ids))
+    never = (*read_suppressed_ids(folder), *(() if seen is None else support.placeholders.values()))
     model = Gemma4(config, weights, ops, suppressed_ids=never, media=seen)
     drafter = None
     if draft and drafter_config:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 DEFAULT_TOKENS = 280  # of an image, where config.json has no budget of its own
 Part = Literal["vision", "audio"]  # of a model, beside its text part
 BOTH: tuple[Part, ...] = ("vision", "audio")
+DEFAULT_PLACEHOLDERS: dict[Kind, int] = {"image": 258_880, "video": 258_884, "audio": 258_881}  # transformers'
 NUM_MELS = 128  # of a conformer's input; transformers has the number in its feature extractor
 
 
@@ -131,6 +132,20 @@ class MediaConfig:
         return replace(self, vision=vision, audio=audio) if vision or audio else None
 
 
+def read_placeholders(config_json: dict[str, Any], where: str = "config.json") -> dict[Kind, int]:
+    """The token that stands where an item of a kind is, of a model of text alone too where its config.json has one.
+
+    Raises CheckpointError.
+    """
+    top = Fields(config_json, where)
+    takes_media = any(top.values.get(name) is not None for name in ("vision_config", "audio_config"))
+    return {
+        kind: top.integer(f"{kind}_token_id", default=default if takes_media else None, low=0)
+        for kind, default in DEFAULT_PLACEHOLDERS.items()
+        if takes_media or top.values.get(f"{kind}_token_id") is not None
+    }
+
+
 def read_media_config(config_json: dict[str, Any], where: str = "config.json") -> MediaConfig | None:
     """What the content of a config.json says, None of a model of text alone. where: the file's name, for complaints.
 
@@ -147,14 +162,15 @@ def read_media_config(config_json: dict[str, Any], where: str = "config.json") -
     both_ways = text.values.get("use_bidirectional_attention", "vision" if unified else None)
     if both_ways not in (None, "vision"):
         raise text.error(f"use_bidirectional_attention is {both_ways!r}; known: null, 'vision'")
+    placeholders = read_placeholders(config_json, where)
     return MediaConfig(
         vision=None if vision is None else _vision(vision, unified=unified),
         audio=None if audio is None else _audio(audio, unified=unified),
         hidden_size=text.integer("hidden_size"),
         bidirectional=both_ways == "vision",
-        image_id=top.integer("image_token_id", default=258_880, low=0),
-        audio_id=top.integer("audio_token_id", default=258_881, low=0),
-        video_id=top.integer("video_token_id", default=258_884, low=0),
+        image_id=placeholders["image"],
+        audio_id=placeholders["audio"],
+        video_id=placeholders["video"],
         begin_image=top.integer("boi_token_id", default=255_999, low=0),
         end_image=top.integer("eoi_token_id", default=258_882, low=0),
         begin_audio=top.integer("boa_token_id", default=256_000, low=0),

@@ -77,8 +77,6 @@ class Decoders:
         KerngenError where no process can be started.
         """
         limits = self.limits
-        if len(sources) > limits.items:
-            raise UsageError(f"the request has {len(sources)} images, videos and sounds: more than {limits.items}")
         for source in sources:
             if source.kind not in self._decode:
                 raise UsageError(f"this model takes no {_NOUNS[source.kind]}")

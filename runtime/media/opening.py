@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kerngen.errors import CheckpointError, DeviceError, UsageError
 from kerngen.runtime.config_fields import read_json
-from kerngen.runtime.media.config import BOTH, MediaConfig, read_media_config
+from kerngen.runtime.media.config import BOTH, MediaConfig, read_media_config, read_placeholders
 from kerngen.runtime.media.input import MediaInput
 from kerngen.runtime.media.limits import MediaLimits
 from kerngen.runtime.media.options import MEDIA_FLAG, WORDS, MediaOptions, MediaSupport, flag_for, part_of
@@ -34,12 +34,14 @@ def open_support(folder: Path, options: MediaOptions) -> MediaSupport:
     """
     path = folder / "config.json"
     is_needed = bool(options.parts) and not options.at_first_use
+    found = read_json(path)
+    placeholders = read_placeholders(found, str(path))
     try:
-        config = read_media_config(read_json(path), str(path))
+        config = read_media_config(found, str(path))
     except CheckpointError as e:
         if is_needed:
             raise
-        return MediaSupport(None, options, fault=e.message)
+        return MediaSupport(None, options, fault=e.message, placeholders=placeholders)
     has = () if config is None else config.parts
     lacking = [part for part in BOTH if part in options.parts and part not in has]
     if lacking and is_needed:
@@ -47,8 +49,8 @@ def open_support(folder: Path, options: MediaOptions) -> MediaSupport:
                          hint=f"leave out what asks for it: {MEDIA_FLAG}, or --image and --audio of kerngen run; "
                               f"{MEDIA_FLAG} auto takes what there is")  # fmt: skip
     if config is None or (asked := config.only(options.parts)) is None:
-        return MediaSupport(config, options)
-    return MediaSupport(config, options, _Prepare(asked, options.limits))
+        return MediaSupport(config, options, placeholders=placeholders)
+    return MediaSupport(config, options, _Prepare(asked, options.limits), placeholders=placeholders)
 
 
 def open_input(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kerngen.errors import UsageError
 from kerngen.runtime.media.config import BOTH, MediaConfig, Part
 from kerngen.runtime.media.limits import MediaLimits
-from kerngen.runtime.media.values import FileKind, Media, Source
+from kerngen.runtime.media.values import FileKind, Kind, Media, Source
 from kerngen.system.cancellation import Cancellation
 
 MEDIA_FLAG, HOST_FLAG = "--media", "--allow-media-host"
@@ -62,13 +62,15 @@ class MediaOptions:
 @dataclass(frozen=True, slots=True)
 class MediaSupport:
     """What of media goes into prompts. config: what the checkpoint says, None where it reads text alone. prepare: None
-    where no part is asked for. fault: why config.json cannot be read for it.
+    where no part is asked for. fault: why config.json cannot be read for it. placeholders: tokens that stand for items
+    of a kind, which come with media alone, whether they are read here or not.
     """
 
     config: MediaConfig | None = None
     options: MediaOptions = field(default_factory=MediaOptions)
     prepare: Prepare | None = None
     fault: str = ""
+    placeholders: Mapping[Kind, int] = field(default_factory=dict)
 
     def lacks(self, kind: FileKind) -> str:
         """Why `kind` is not read, with what to do; "" where it is."""

@@ -216,7 +216,8 @@ class Service:
         """
         if bad := [i for i in prompt if not 0 <= i < self.config.vocab_size]:
             raise ApiError(400, f"token {bad[0]} is outside the vocabulary of {self.config.vocab_size}", param=param)
-        standing = [i for i in prompt if i in self.config.placeholder_ids]
+        placeholders = set(self.media.placeholders.values())
+        standing = [i for i in prompt if i in placeholders]
         if len(standing) != sum(placed.media.num_tokens for placed in media):
             raise ApiError(400, f"token {standing[0]} stands for an image or a sound, which come in the messages of a "
                                 "chat: leave it out", param=param)  # fmt: skip

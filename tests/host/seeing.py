@@ -171,11 +171,11 @@ def seeing(
     config, prepare = media_config(codec, **sections), FakePrepare()
     service, engine = played_service(script)
     service.codec = codec
-    service.config = replace(service.config, vocab_size=2048,
-                             placeholder_ids=(config.image_id, config.audio_id, config.video_id))  # fmt: skip
+    service.config = replace(service.config, vocab_size=2048)
     service.ready = replace(service.ready, max_len=MAX_LEN)
     chosen = MediaOptions.parse(options, limits)
-    service.media = MediaSupport(config, chosen, prepare if chosen.parts else None)
+    service.media = MediaSupport(config, chosen, prepare if chosen.parts else None,
+                                 placeholders=config.placeholders)  # fmt: skip
     with TestClient(make_app(service), raise_server_exceptions=False) as client:
         yield Seeing(client, service, engine, prepare, config)
 

@@ -220,7 +220,7 @@ def test_a_server_reads_them_in_processes_of_its_own(folder: Path, session: Sess
 
 def test_what_stands_for_media_is_never_said(folder: Path, session: Session) -> None:
     sees = kerngen.load(folder, draft=False, device="cpu", dtype="fp32", media="images")
-    assert session.model.suppressed_ids == sees.model.suppressed_ids >= set(session.config.placeholder_ids)
+    assert session.model.suppressed_ids == sees.model.suppressed_ids >= set(session.media.placeholders.values())
     alone = kerngen.load(folder, draft=False, device="cpu", dtype="fp32", media="none")
     assert not alone.model.suppressed_ids
 

@@ -41,8 +41,9 @@ def session(loaded: Session) -> Session:
     codec = seeing_codec("newer")
     config = media_config(codec)
     loaded.codec, loaded.control_tokens = codec, False
-    loaded.config = replace(loaded.config, vocab_size=2048, placeholder_ids=(config.image_id, config.audio_id))
-    loaded.media = MediaSupport(config, MediaOptions.parse("images,audio", LOCAL), FakePrepare())
+    loaded.config = replace(loaded.config, vocab_size=2048)
+    loaded.media = MediaSupport(config, MediaOptions.parse("images,audio", LOCAL), FakePrepare(),
+                                placeholders=config.placeholders)  # fmt: skip
     return loaded
 
 

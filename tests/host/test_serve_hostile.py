@@ -73,8 +73,7 @@ def test_control_tokens_are_text_wherever_they_are_typed(
 
 
 def test_tokens_that_stand_for_images_are_refused(client: TestClient, played: tuple[Service, PlayedEngine]) -> None:
-    config = played[0].config
-    object.__setattr__(config, "placeholder_ids", (7,))
+    played[0].media = dataclasses.replace(played[0].media, placeholders={"image": 7})
     answer = client.post(TEXT, json={"prompt": [2, 7]})
     assert (answer.status_code, "token 7 stands for an image" in answer.text) == (400, True)
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from kerngen.errors import CheckpointError
-from kerngen.runtime.media.config import MediaConfig, read_media_config
+from kerngen.runtime.media.config import MediaConfig, read_media_config, read_placeholders
 from kerngen.workload.workload import MODELS, RELEASED
 
 
@@ -73,6 +73,18 @@ def test_a_model_of_text_alone_has_none() -> None:
     assert read_media_config({"model_type": "gemma4_text", "hidden_size": 64}) is None
     empty = {"model_type": "gemma4", "text_config": {}, "vision_config": None, "audio_config": None}
     assert read_media_config(empty) is None
+
+
+@pytest.mark.parametrize(("config", "ids"), [
+    ({}, {}),
+    ({"image_token_id": 7, "audio_token_id": None}, {"image": 7}),
+    ({"vision_config": {}}, {"image": 258_880, "video": 258_884, "audio": 258_881}),
+    ({"audio_config": {}, "audio_token_id": 0}, {"image": 258_880, "video": 258_884, "audio": 0}),
+])  # fmt: skip
+def test_placeholders_are_known_to_who_reads_no_media_too(config: dict[str, Any], ids: dict[str, int]) -> None:
+    assert read_placeholders({"model_type": "gemma4", "text_config": {"hidden_size": 64}, **config}) == ids
+    found = read_media_config({"model_type": "gemma4", "text_config": {"hidden_size": 64}, **config})
+    assert found is None or found.placeholders == ids
 
 
 VISION: list[tuple[dict[str, Any], str]] = [

@@ -110,6 +110,17 @@ def test_detail_is_a_number_of_soft_tokens(part: dict[str, Any], more: dict[str,
         assert [p.media.num_tokens for p in seen.placed] == [(tokens or 280) // 35]
 
 
+def test_a_name_that_clients_give_an_image_is_none_of_its_content() -> None:
+    """vLLM takes a part's uuid for its digest: one client then sees what another has named so."""
+    with seeing() as seen:
+        named = [{**image(data), "uuid": "a"} for data in (A, B, A)]
+        digests = []
+        for part in named:
+            chat(seen, user(part))
+            digests.append(seen.placed[0].media.digest)
+        assert digests[0] == digests[2] != digests[1]
+
+
 def test_a_budget_of_the_request_is_none_of_sounds_and_videos() -> None:
     with seeing() as seen:
         video = {"type": "video", "frames": [PNG + A]}
@@ -385,6 +396,7 @@ def refused(seen: Seeing, *messages: dict[str, Any], path: str = CHAT, **more: A
     ({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, "files of the server are not"),
     ({"type": "image_url", "image_url": {}}, "has no url"),
     ({"type": "image_url"}, "has no url"),
+    ({"type": "image_url", "image_url": None, "uuid": "a"}, "has no url"),  # vLLM looks it up among all clients' images
     ({"type": "input_image", "file_id": "file-1"}, "files that were uploaded before are not kept here"),
     (image(detail="ultra"), "detail 'ultra' is none of low, auto, high"),
     (image(detail=3), "detail 3 is none of low, auto, high"),

@@ -13,6 +13,7 @@ from kerngen.runtime.config import DrafterConfig, ModelConfig
 from kerngen.runtime.engine.media_cache import MEDIA_CACHE_BYTES
 from kerngen.runtime.engine.sizing import CacheShape
 from kerngen.runtime.executors.record import Record
+from kerngen.runtime.executors.shapes import ShapesAlone
 from kerngen.runtime.media.config import MediaConfig
 from kerngen.runtime.media.input import MOST_IMAGE_TOKENS
 from kerngen.runtime.ops.kernels import KernelOps, has_room, screen_of
@@ -73,7 +74,7 @@ def footprint(
 def tower_bytes(media: MediaConfig, dtype: torch.dtype) -> int:
     """Bytes of what embeds images and sound, with weights in `dtype`."""
     ops = KernelOps(Record(lambda *_: None, lambda _: None), dtype)
-    with torch.inference_mode():
+    with torch.inference_mode(), ShapesAlone():
         return _bytes(synthetic_towers(media, ops).weights)
 
 

@@ -57,6 +57,13 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0, **how: Any) -> _Form:
     return shape, first.dtype
 
 
+def _stack(tensors: Sequence[Tensor], dim: int = 0, **how: Any) -> _Form:
+    first = tensors[0]
+    if how or dim or not all(x.is_meta and (x.shape, x.dtype) == (first.shape, first.dtype) for x in tensors):
+        return None
+    return (len(tensors), *first.shape), first.dtype
+
+
 def _gathered(x: Tensor, index: Any) -> _Form:
     """By tensors of numbers, after dimensions that are taken whole."""
     parts = index if isinstance(index, tuple) else (index,)
@@ -76,5 +83,6 @@ _FORMS: dict[Any, Callable[..., _Form]] = {
     torch.empty_like: _like,
     torch.arange: _arange,
     torch.cat: _cat,
+    torch.stack: _stack,
     Tensor.__getitem__: _gathered,
 }

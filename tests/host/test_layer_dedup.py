@@ -110,6 +110,7 @@ def _meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     lambda: torch.arange(0, 12, 5, device="meta"), lambda: torch.cat((_meta(3, 4), _meta(3, 5)), dim=-1),
     lambda: torch.cat((_meta(3, 4), _meta(3, 4, dtype=torch.int32))), lambda: _meta(6, 8)[_meta(2)],
     lambda: _meta(2, 6, 8)[:, _meta(5), _meta(5)], lambda: _meta(6, 8)[_meta(6, dtype=torch.int64), 1:3],
+    lambda: torch.stack([_meta(3, 4)] * 2), lambda: torch.stack([_meta(3, 4)] * 2, dim=1),
     lambda: _meta(6, 8)[1:, 2], lambda: _meta(6, dtype=torch.float32) - 1.5,
 ])  # fmt: skip
 def test_shapes_are_those_that_torch_gives(make: Callable[[], torch.Tensor]) -> None:

@@ -111,9 +111,16 @@ def table(rows: list[Row]) -> str:
 @click.option("--samples", type=click.IntRange(1), default=20, show_default=True)
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default=None, help="Default: the device's own.")
 @click.option("--device", default=None, help="For example cpu, cuda:1. Default: a GPU where there is one.")
+@click.option(
+    "--backend",
+    type=click.Choice(["auto", "cuda", "torch"]),
+    default="auto",
+    show_default=True,
+    help="What norms and gates are computed by: cuda, our kernels; auto for these on a GPU.",
+)
 @click.option("--json", "as_json", is_flag=True)
 def main(models: tuple[str, ...], tokens: str, batch: str, samples: int, dtype: str | None, device: str | None,
-         as_json: bool) -> None:  # fmt: skip
+         backend: str, as_json: bool) -> None:  # fmt: skip
     """Time what embeds images of MODELS: released models, or folders with a config.json."""
     budgets, batches = ([int(n) for n in option.split(",")] for option in (tokens, batch))
     rows = []
@@ -122,7 +129,7 @@ def main(models: tuple[str, ...], tokens: str, batch: str, samples: int, dtype: 
         config = found.only(["vision"]) if found else None
         if config is None:
             raise UsageError(f"{model} takes no images")
-        ops = open_backend("torch", device=device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype=dtype)
+        ops = open_backend(backend, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype=dtype)
         tower = synthetic_towers(config, ops).vision
         if not isinstance(tower, VisionTower | PatchEmbedder):
             raise TypeError(f"{type(tower)} has another input")

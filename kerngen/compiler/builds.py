@@ -73,6 +73,8 @@ def choices(load: Workload, selector: Selector, unsupported: Counter[str]) -> It
             yield asked, selector.choice(kernel, asked)
         if problem.DYNAMIC:
             lines.setdefault(_line(kernel, problem), {})[getattr(problem, problem.DYNAMIC)] = problem
+    for name, problem in load.of_towers:
+        yield problem, selector.choice(find_kernel(name), problem)
     for (name, *_), points in lines.items():
         kernel, (first, *_) = find_kernel(name), points.values()
         for length in selector.tuned_lengths(kernel, first):

@@ -90,6 +90,7 @@ class Workload:
 
     missing: what the model computes that no kernel of ours serves, by its name in `runtime.fallbacks.FALLBACKS`.
     steps: what was recorded. images_see_themselves: whether the tokens of an image see each other in sliding layers.
+    of_towers: (kernel, problem) of what embeds images, which are built, and not tuned with the model.
     """
 
     model: str
@@ -98,6 +99,7 @@ class Workload:
     missing: tuple[str, ...] = ()
     steps: tuple[Step, ...] = ()
     images_see_themselves: bool = False
+    of_towers: tuple[tuple[str, Any], ...] = ()
     _lines: dict[tuple[Any, ...], list[Item]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def only(self, kernels: Iterable[str]) -> Workload:
@@ -105,7 +107,8 @@ class Workload:
         wanted = list(kernels)
         have = sorted({i.kernel for i in self.items})
         require_among(wanted, have, self.model, "needs", f" on {self.arch}")
-        return replace(self, items=tuple(i for i in self.items if i.kernel in wanted))
+        return replace(self, items=tuple(i for i in self.items if i.kernel in wanted),
+                       of_towers=tuple(asked for asked in self.of_towers if asked[0] in wanted))  # fmt: skip
 
     def with_images(self, problem: Any) -> Iterator[Any]:
         """`problem`, and what a prompt with images asks in its place, if that is another. What is tuned serves both."""
@@ -265,8 +268,11 @@ def workload(model: Model, arch: Arch) -> Workload:
     """Every problem that `model` needs on `arch`, in its dtype (fp16 on sm70 and sm75, else bf16), each once."""
     if model.engine == "vllm":
         return _inside_vllm(model, arch)
+    from kerngen.workload.towers import tower_problems  # which needs torch
+
     recorded = _recorded(recorder(model.target, model.drafter, arch))
-    return Workload(model.name, arch.name, *recorded, images_see_themselves=model.images_see_themselves)
+    return Workload(model.name, arch.name, *recorded, images_see_themselves=model.images_see_themselves,
+                    of_towers=() if model.media is None else tower_problems(model.media, arch))  # fmt: skip
 
 
 def _inside_vllm(model: Model, arch: Arch) -> Workload:

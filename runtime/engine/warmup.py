@@ -48,6 +48,8 @@ def warm_up(runner: Runner, draft_lengths: Sequence[int], longest_chunk: int) ->
         runner.forward(forward, cache, "last")
         if sees_images:  # a kernel of its own in sliding layers
             runner.forward(replace(forward, ends=forward.positions.to(torch.int32)), cache, "last")
+    if runner.model.media is not None:
+        runner.model.media.warm_up()
     for batch in runner.batches:
         for num_drafts in draft_lengths:
             is_usual = num_drafts in (0, FIRST_LENGTH) or len(draft_lengths) <= 2

@@ -46,6 +46,7 @@ class MediaInput:
     both ways in sliding layers (use_bidirectional_attention: "vision").
     require_fits: raises UsageError for an item that `embed` would refuse, before a request with it begins: what `embed`
     raises costs others their steps.
+    warm_up: asks for the kernels that `embed` needs, where it is loaded; nothing is computed.
     unloaded_bytes: of device memory that `embed` takes for weights when it is first called, 0 once it has them.
     """
 
@@ -54,6 +55,7 @@ class MediaInput:
     bidirectional: bool = False
     require_fits: Callable[[Media], None] = lambda _: None
     unloaded_bytes: Callable[[], int] = lambda: 0
+    warm_up: Callable[[], None] = lambda: None
 
     @property
     def longest_block(self) -> int:

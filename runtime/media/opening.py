@@ -67,7 +67,7 @@ def open_input(
     if not support.options.at_first_use:
         towers.load()
     return MediaInput(towers.embed, placeholders, config.images_see_themselves, partial(require_fits, config),
-                      towers.unloaded_bytes)  # fmt: skip
+                      towers.unloaded_bytes, towers.warm_up)  # fmt: skip
 
 
 class _LoadedOnce:
@@ -92,6 +92,10 @@ class _LoadedOnce:
                               f"embeds {' and '.join(WORDS[part] for part in self._config.parts)}",
                               hint=f"{flag_for(self._config.parts)} loads it at the start") from e  # fmt: skip
         return towers.embed(items)
+
+    def warm_up(self) -> None:
+        if self._towers is not None:
+            self._towers.warm_up()
 
     def unloaded_bytes(self) -> int:
         return 0 if self._towers is not None else self._size(self._config)

@@ -155,4 +155,4 @@ def synthetic_drafter(config: DrafterConfig, ops: Ops, seed: int = 0) -> Drafter
 
 def synthetic_towers(config: MediaConfig, ops: Ops, seed: int = 0) -> Towers:
     """What embeds images and sound, with random weights of `config`'s shapes."""
-    return build_towers(SyntheticTensors(ops, seed), config)
+    return build_towers(SyntheticTensors(ops, seed), config, ops)

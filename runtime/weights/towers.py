@@ -15,14 +15,17 @@ import torch
 from torch import Tensor
 
 from kerngen.errors import CheckpointError
-from kerngen.runtime.media.config import BOTH, MediaConfig, Part
+from kerngen.runtime.media.config import BOTH, MediaConfig, Part, VisionConfig
 from kerngen.runtime.media.towers.dispatch import Tower, Towers
 from kerngen.runtime.media.towers.linear import TowerSource
+from kerngen.runtime.media.towers.rows import KernelRows, Rows, TorchRows
 from kerngen.runtime.media.towers.vision import vision_tower
 from kerngen.runtime.ops import Ops
+from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.weights.quantized import FLOATS
 from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.weights.tensors import Advance, TensorSource
+from kerngen.templates.common.rows.spec import VEC
 
 PREFIXES = ("model.", "")
 # What would change the result, were it read: more layers than config.json has, bounds, a standard.
@@ -42,25 +45,35 @@ def load_towers(
         return Towers()
     source = TowerTensors(Checkpoint(folder), asked, ops, advance)
     with torch.inference_mode():
-        build_towers(source, asked)
+        build_towers(source, asked, ops)
         source.check_left()
         source.begin()
-        towers = build_towers(source, asked)
+        towers = build_towers(source, asked, ops)
     source.finish()
     return towers
 
 
-def build_towers(source: TowerSource, config: MediaConfig) -> Towers:
-    """Everything that the parts of `config` need, asked of `source` tensor by tensor."""
+def build_towers(source: TowerSource, config: MediaConfig, ops: Ops) -> Towers:
+    """Everything that the parts of `config` need, asked of `source` tensor by tensor. ops: of the model."""
     vision: Tower | None = None
     audio: Tower | None = None
     if config.vision is not None:
-        vision = vision_tower(source, config.vision, config.hidden_size)
+        vision = vision_tower(source, config.vision, config.hidden_size, rows_of(config.vision, ops))
     if config.audio is not None:
         from kerngen.runtime.media.towers.audio import audio_tower  # which few models need
 
         audio = audio_tower(source, config.audio, config.hidden_size)
     return Towers(vision, audio)
+
+
+def rows_of(config: VisionConfig, ops: Ops) -> Rows:
+    """What computes the norms and gates of a vision transformer: kernels where `ops` asks them and they take its sizes,
+    else torch.
+    """
+    widths = () if config.encoder is None else (config.hidden_size, config.encoder.intermediate_size)
+    if isinstance(ops, KernelOps) and all(width % VEC == 0 for width in widths):
+        return KernelRows(ops.run)
+    return TorchRows()
 
 
 class TowerTensors(TensorSource):

@@ -10,12 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from kerngen.runtime.backend import open_backend
 from kerngen.runtime.media.config import VisionConfig, read_media_config
 from kerngen.runtime.media.towers import graphs
+from kerngen.runtime.media.towers.rows import KernelRows
 from kerngen.runtime.media.towers.vision import PatchEmbedder, VisionTower
 from kerngen.runtime.media.values import Media
+from kerngen.runtime.ops import Ops
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.weights.synthetic import synthetic_towers
+from kerngen.runtime.weights.towers import rows_of
+from kerngen.templates.common.rows.torch_rows import DTYPE_NAME
 from kerngen.workload.workload import MODELS, find_media
 
 CUDA = torch.device("cuda")
@@ -35,15 +40,19 @@ def tower_of(device: torch.device, dtype: torch.dtype, **variant: Any) -> Vision
     return made
 
 
-def moved(value: Any, device: torch.device) -> Any:
+def moved(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """The same weights there."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        return value.to(device, dtype)
     if isinstance(value, tuple):
-        return tuple(moved(part, device) for part in value)
+        return tuple(moved(part, device, dtype) for part in value)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: moved(getattr(value, f.name), device) for f in fields(value)})
+        return replace(value, **{f.name: moved(getattr(value, f.name), device, dtype) for f in fields(value)})
     return value
+
+
+def kernels(dtype: torch.dtype) -> Ops:
+    return open_backend("cuda", device="cuda", dtype=DTYPE_NAME[dtype])
 
 
 def image(config: VisionConfig, rows: int, columns: int, seed: int) -> Media:
@@ -79,6 +88,28 @@ def test_replays_are_what_the_launches_one_by_one_give(variant: dict[str, Any], 
         assert torch.equal(made, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("variant", VARIANTS, ids=["standardize", "clips"])
+def test_our_kernels_are_no_further_from_fp32_than_torch(variant: dict[str, Any], dtype: torch.dtype) -> None:
+    """Norms and gates of the same weights, launched and in graphs."""
+    theirs = tower_of(CUDA, dtype, **variant)
+    rows = rows_of(theirs.config, kernels(dtype))
+    assert isinstance(rows, KernelRows)
+    ours = VisionTower(theirs.config, theirs.weights, rows)
+    exact = VisionTower(theirs.config, moved(theirs.weights, CUDA, torch.float32))
+    for seed, grid in enumerate([(3, 3), (12, 9), (30, 36), (12, 9)]):
+        item = image(theirs.config, *grid, seed)
+        wanted = exact.embed([item], graphs=False)[0]
+        off, their_off = (
+            float((tower.embed([item], graphs=False)[0].float() - wanted).norm() / wanted.norm())
+            for tower in (ours, theirs)
+        )
+        assert off <= 1.3 * their_off, f"{grid}: kernels {off:.4g}, torch {their_off:.4g} from fp32"
+        alone = ours.embed([item], graphs=False)[0]
+        for _ in range(3):
+            assert torch.equal(ours.embed([item])[0], alone)
+
+
 def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
     tower = tower_of(CUDA, torch.bfloat16)
@@ -92,12 +123,14 @@ def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_released_shapes_embed_an_image_of_each_budget(name: str) -> None:
+    """By our kernels, where they serve an encoder."""
     found = find_media(name)
     config = found.only(["vision"]) if found else None
     assert config is not None
     dtype = torch.bfloat16 if torch.cuda.get_device_capability()[0] >= 8 else torch.float16
-    tower = synthetic_towers(config, TorchOps(CUDA, dtype)).vision
+    tower = synthetic_towers(config, kernels(dtype)).vision
     assert isinstance(tower, VisionTower | PatchEmbedder)
+    assert isinstance(tower, PatchEmbedder) or isinstance(tower.rows, KernelRows)
     side = tower.config.pooling
     for rows, columns in ((8, 8), (14, 20), (33, 33)):
         item = image(tower.config, rows * side, columns * side, rows)

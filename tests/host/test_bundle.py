@@ -88,8 +88,9 @@ def test_a_host_with_a_bundle_alone_runs_every_problem_of_the_workload(
         image = choice.cubin or cache.get_or_compile(choice.text, target.arch)
         assert image.arch == target.arch.name
         assert (choice.config, choice.provenance) == (before[problem].config, before[problem].provenance)
-        provenances[choice.provenance] += 1
-    assert set(provenances) == ({"predicted", "default"} if tuned else {"measured"})
+        provenances[choice.provenance] += (choice.kernel.name, problem) not in load.of_towers
+    assert set(+provenances) == ({"predicted", "default"} if tuned else {"measured"})
+    assert bool(load.of_towers) is (tuned is None), "images are no reason to compile either"
     assert [p.name for p in kerngen.folder.iterdir() if p.is_file()] == ["bundle.kgdb"], "reading leaves nothing"
     assert (kerngen.folder / "bundle.kgdb").stat().st_mode & 0o777 == 0o444
 
@@ -286,17 +287,18 @@ def test_two_databases_with_a_winner_for_one_point_make_a_bundle_that_is_complet
     """The user's prediction and the shipped measurement have one id; what was measured is chosen, and kept."""
     assert kerngen("tune", "--arch", "sm90", "--device", "H200", *SMALL, "--trials", "1")[0] == 0
     out = kerngen.ok("compile", "--device", "H200", *SMALL, "-o", "bundle.kgdb", "--json")
-    assert {s for b in json.loads(out)["builds"] for s in b["chosen_by"]} == {"prebuilt H200: exact device (measured)"}
+    chosen = {s for b in json.loads(out)["builds"] for s in b["chosen_by"]}
+    assert chosen == {"prebuilt H200: exact device (measured)", "default configuration"}, "the latter for images"
     _alone(kerngen, monkeypatch)
     bundle, target = Bundle.open("bundle.kgdb"), Target.of(find_device("H200"))
     load = workload(find_model("gemma-4-31b"), target.arch).only(["gelu_gate", "rmsnorm"])
-    for _, choice in _chosen(load, bundle.sources(), target):
+    for _, choice in _chosen(replace(load, of_towers=()), bundle.sources(), target):
         assert choice.provenance == "measured"
         assert choice.cubin is not None
 
 
 @pytest.mark.parametrize(("where", "targets", "chosen"), [
-    (("--device", "H200"), [["sm90", "H200"]], {"exact device (measured)"}),
+    (("--device", "H200"), [["sm90", "H200"]], {"exact device (measured)", "default configuration"}),  # of images
     (("--arch", "sm90", "--device", "H100"), [["sm90", "H100"]], {"default configuration"}),
     (("--arch", "sm80,sm90", "--device", "h200"), [["sm90", "H200"], ["sm80", "A100"]],
      {"exact device (measured)", "default configuration"}),

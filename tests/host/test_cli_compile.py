@@ -79,7 +79,7 @@ def test_no_compile_names_what_is_missing_and_the_way_on(monkeypatch: pytest.Mon
     error = _fails(*args)
     assert isinstance(error, TuningMiss)
     assert error.message.startswith(
-        "3 of 5 builds for sm70 are in no database that was asked, and not in the compile cache"
+        "4 of 6 builds for sm70 are in no database that was asked, and not in the compile cache"
     )
     assert "rmsnorm(hidden=5376, dtype=fp16" in error.message
     assert "embed" not in error.message

@@ -6,9 +6,10 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -27,20 +28,26 @@ from tiny_towers import (
 )
 from torch import Tensor
 
+from kerngen.arch import find_arch
 from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime.executors.record import Record
+from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.footprint import _tensors
 from kerngen.runtime.media.config import read_media_config
 from kerngen.runtime.media.towers import graphs, vision
 from kerngen.runtime.media.towers.linear import ClippedLinear
+from kerngen.runtime.media.towers.rows import READY_ROWS, TorchRows
 from kerngen.runtime.media.values import Media
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.weights.synthetic import synthetic_towers
-from kerngen.runtime.weights.towers import load_towers
+from kerngen.runtime.weights.towers import load_towers, rows_of
+from kerngen.templates.call import Call
+from kerngen.workload.towers import tower_problems
 from kerngen.workload.workload import MODELS, RELEASED, find_media
 from tools.bench_towers import main, tflop
 
+R = TypeVar("R")
 STANDARD = {"standardize": True}
 CLIPPED = {"use_clipped_linears": True}
 # wide, square, tall, twice the same grid, and a frame of a video
@@ -52,6 +59,29 @@ LAYER = "model.vision_tower.encoder.layers"
 def test_a_tower_is_as_in_transformers(tmp_path: Path, variant: dict[str, Any]) -> None:
     theirs = hf_embeddings(make_towers(tmp_path, **variant), IMAGES)
     assert largest_error(towers(tmp_path, "vision").embed(IMAGES), theirs) <= 1e-4
+
+
+@pytest.mark.parametrize("variant", [STANDARD, CLIPPED], ids=["standardize", "clips"])
+def test_our_kernels_norm_and_gate_as_torch_does(tmp_path: Path, variant: dict[str, Any]) -> None:
+    """By their references; and they ask for what is built for the model, and for nothing else."""
+    make_towers(tmp_path, **variant)
+    config = media_config(tmp_path)
+    asked = set[tuple[str, Any]]()
+
+    class Noting(Reference):
+        def run(self, call: Call[R], where: str) -> R:
+            assert call.problem.num_tokens <= READY_ROWS[0]
+            asked.add((call.kernel, replace(call.problem, num_tokens=READY_ROWS[0])))
+            return super().run(call, where)
+
+    ours = load_towers(tmp_path, config, KernelOps(Noting(), torch.float32), which=["vision"])
+    assert largest_error(ours.embed(IMAGES), towers(tmp_path, "vision").embed(IMAGES)) <= 1e-5
+    assert {name for name, _ in asked} == {"rmsnorm", "add_norm", "gelu_gate"}
+    built = {(name, replace(p, dtype="fp32", **({"residual_dtype": "fp32"} if hasattr(p, "residual_dtype") else {})))
+             for name, p in tower_problems(config, find_arch("sm90"))}  # fmt: skip
+    assert asked <= built
+    odd = replace(config.vision, hidden_size=36)
+    assert isinstance(rows_of(odd, KernelOps(Reference(), torch.float32)), TorchRows), "no kernel takes 36"
 
 
 def test_bounds_and_standards_change_what_comes_out(tmp_path: Path) -> None:

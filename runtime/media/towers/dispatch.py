@@ -12,7 +12,7 @@ from kerngen.errors import UsageError
 from kerngen.runtime.media.config import BOTH, MediaConfig
 from kerngen.runtime.media.options import WORDS, part_of
 from kerngen.runtime.media.towers.audio import require_sound
-from kerngen.runtime.media.towers.vision import require_image
+from kerngen.runtime.media.towers.vision import VisionTower, require_image
 from kerngen.runtime.media.values import Media
 
 
@@ -46,6 +46,11 @@ class Towers:
     @property
     def weights(self) -> tuple[Any, ...]:
         return tuple(tower.weights for tower in (self.vision, self.audio) if tower is not None)
+
+    def warm_up(self) -> None:
+        """As VisionTower.warm_up: torch computes what the others do."""
+        if isinstance(self.vision, VisionTower):
+            self.vision.warm_up()
 
     def embed(self, items: Sequence[Media]) -> list[Tensor]:
         """As Tower.embed, of items of any kind in any order. Raises UsageError for a kind that has no tower."""

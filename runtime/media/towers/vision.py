@@ -20,6 +20,7 @@ from kerngen.errors import UsageError
 from kerngen.runtime.media.config import VisionConfig, VisionEncoderConfig
 from kerngen.runtime.media.towers.graphs import ShapeGraphs
 from kerngen.runtime.media.towers.linear import ClippedLinear, TowerSource, clipped_linear
+from kerngen.runtime.media.towers.rows import Rows, TorchRows, ask_all
 from kerngen.runtime.media.values import Media
 
 # Of one forward: as many as the largest image has, so that a batch takes no more memory than that image.
@@ -73,11 +74,13 @@ class PatchWeights:
     projection: Tensor
 
 
-def vision_tower(source: TowerSource, config: VisionConfig, hidden_size: int) -> VisionTower | PatchEmbedder:
-    """What embeds images, with the weights of `source`. hidden_size: the text model's."""
+def vision_tower(
+    source: TowerSource, config: VisionConfig, hidden_size: int, rows: Rows | None = None
+) -> VisionTower | PatchEmbedder:
+    """What embeds images, with the weights of `source`. hidden_size: the text model's. rows: as of VisionTower."""
     if config.encoder is None:
         return PatchEmbedder(config, _patch_weights(source, config, hidden_size))
-    return VisionTower(config, _vision_weights(source, config, config.encoder, hidden_size))
+    return VisionTower(config, _vision_weights(source, config, config.encoder, hidden_size), rows)
 
 
 def _vision_weights(
@@ -140,12 +143,13 @@ def _patch_values(config: VisionConfig) -> int:
 
 
 class VisionTower:
-    """A vision transformer and the projector behind it."""
+    """A vision transformer and the projector behind it. rows: what norms and gates are computed by; None for torch."""
 
-    def __init__(self, config: VisionConfig, weights: VisionWeights) -> None:
+    def __init__(self, config: VisionConfig, weights: VisionWeights, rows: Rows | None = None) -> None:
         if config.encoder is None:
             raise TypeError("the config has no encoder")
         self.config = config
+        self.rows = rows or TorchRows()
         self.weights = weights
         self._encoder = config.encoder
         # p = 2 (x / 255 - 0.5) in fp32, then in the weights' dtype
@@ -171,30 +175,34 @@ class VisionTower:
         shape: (batch, rows, columns). Waits for nothing on the host.
         """
         batch, rows, columns = shape
-        w, dim = self.weights, self._encoder.head_dim
+        w, dim, eps = self.weights, self._encoder.head_dim, self.config.eps
         x = F.linear(self._pixels[patches.int()], w.patches).view(batch, rows * columns, -1)
-        x = x + (w.positions[0, :columns] + w.positions[1, :rows, None]).flatten(0, 1)
+        x = (x + (w.positions[0, :columns] + w.positions[1, :rows, None]).flatten(0, 1)).flatten(0, 1)
         cos, sin = _rotation(rows, columns, dim, self._encoder.rope_theta, x)
-        for layer in w.layers:
-            y = F.rms_norm(x, x.shape[-1:], layer.input_norm, self.config.eps)
+        y = self.rows.norm(x, w.layers[0].input_norm, eps)
+        for layer, following in zip(w.layers, (*w.layers[1:], None), strict=True):
             y = layer.out(self._attention(layer, y, cos, sin))
-            x = x + F.rms_norm(y, y.shape[-1:], layer.post_attention_norm, self.config.eps)
-            y = layer.gate_up(F.rms_norm(x, x.shape[-1:], layer.pre_ffn_norm, self.config.eps))
-            gate, up = y.chunk(2, -1)
-            y = layer.down(F.gelu(gate, approximate="tanh").mul_(up))
-            x = x + F.rms_norm(y, y.shape[-1:], layer.post_ffn_norm, self.config.eps)
+            x, y = self.rows.add_norm(x, y, layer.post_attention_norm, layer.pre_ffn_norm, eps)
+            y = layer.down(self.rows.gelu_gate(layer.gate_up(y)))
+            following_norm = None if following is None else following.input_norm
+            x, y = self.rows.add_norm(x, y, layer.post_ffn_norm, following_norm, eps)
         return self._project(x.view(batch, rows, columns, -1))
 
+    def warm_up(self) -> None:
+        """Ask for the kernels that images of all sizes need. What listens takes it down; nothing is computed."""
+        if not isinstance(self.rows, TorchRows):
+            ask_all(self.rows, self.config.hidden_size, self._encoder.intermediate_size, self.weights.patches.dtype)
+
     def _attention(self, layer: VisionLayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, N, D]; cos, sin [N, 1, 1, d]. Returns [B, N, heads * d]."""
+        """x [B * N, D]; cos, sin [N, 1, 1, d]. Returns [B * N, heads * d]."""
         dim = self._encoder.head_dim
-        qkv = layer.qkv(x).unflatten(-1, (3, -1, dim))  # [B, N, 3, heads, d]
+        qkv = layer.qkv(x).view(-1, len(cos), 3, self._encoder.num_heads, dim)
         normed = F.rms_norm(qkv, (dim,), None, self.config.eps)
         # The norm's weight goes into the rotation: each is then one pass over queries and keys together.
         qk, (norms, of_partners) = normed[:, :, :2], layer.head_norms
         qk = torch.addcmul(qk * (norms * cos), _partner(qk), of_partners * sin)
         q, k, v = (each.transpose(1, 2) for each in (qk[:, :, 0], qk[:, :, 1], normed[:, :, 2]))
-        return F.scaled_dot_product_attention(q, k, v, scale=1.0).transpose(1, 2).flatten(2)
+        return F.scaled_dot_product_attention(q, k, v, scale=1.0).transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _project(self, x: Tensor) -> Tensor:
         """x [B, rows, columns, D], pooled and projected: [B, tokens, H]. In fp32 up to the norm: fp16 is too narrow."""

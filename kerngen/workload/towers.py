@@ -1,0 +1,26 @@
+"""What embeds images asks of the kernels: recorded as a model's steps are (steps.py), on tensors without storage."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from kerngen.arch import Arch
+from kerngen.runtime.executors.record import Record
+from kerngen.runtime.media.config import MediaConfig
+from kerngen.runtime.media.towers.rows import ask_all
+from kerngen.runtime.ops.kernels import KernelOps
+from kerngen.runtime.weights.towers import rows_of
+from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
+
+
+@cache
+def tower_problems(media: MediaConfig, arch: Arch) -> tuple[tuple[str, Any], ...]:
+    """(kernel, problem), each once, at every power of two of patches, in the dtype of `arch`."""
+    if media.vision is None or (encoder := media.vision.encoder) is None:
+        return ()
+    asked: dict[tuple[str, Any], None] = {}
+    dtype = TORCH_DTYPE[arch.dtype]
+    ops = KernelOps(Record(lambda kernel, problem, _: asked.setdefault((kernel, problem)), lambda _: None), dtype)
+    ask_all(rows_of(media.vision, ops), media.vision.hidden_size, encoder.intermediate_size, dtype)
+    return tuple(asked)

@@ -19,6 +19,7 @@ KerngenError                 exit 1
 ├── LaunchError                       a kernel could not be loaded or launched
 ├── CheckpointError                   a model folder is incomplete, torn or lies about its sizes
 ├── NumericsError                     the model computed NaN or infinity where a number was needed
+├── PageError                         a step's page, slot or length is out of bounds ($KERNGEN_CHECK_PAGES)
 ├── RankFailed                        a rank of a divided model has ended, or hangs; says which and why
 └── DeviceError                       no usable GPU, or not the one asked for
 """
@@ -155,6 +156,10 @@ class CheckpointError(KerngenError):
 
 
 class NumericsError(KerngenError):
+    pass
+
+
+class PageError(KerngenError):
     pass
 
 

@@ -52,7 +52,10 @@ class Batch:
     def decode(ids: Tensor, lengths: Tensor, cache: KVCache, max_kv_len: int, ops: Ops) -> Batch:
         """ids [B, q_len] follow `lengths` [B] int64 committed tokens. All values are computed on the device."""
         q_len = ids.shape[1]
-        positions, kv_lens, slots = ops.decode_inputs(lengths, cache.tables, q_len, cache.page_size)
+        if cache.check is None:
+            positions, kv_lens, slots = ops.decode_inputs(lengths, cache.tables, q_len, cache.page_size)
+        else:
+            positions, kv_lens, slots = cache.check.decode_inputs(lengths, cache, q_len, max_kv_len)
         return Batch(ids.flatten(), positions, kv_lens, dict(zip(KINDS, slots, strict=True)), q_len, max_kv_len)
 
     @staticmethod
@@ -74,7 +77,10 @@ class Batch:
         """
         ids, positions, rows = tokens
         ends, kv_lens = lengths.split((len(lengths) // 2 + 1, len(lengths) // 2))
-        slots = cache.slots_of(rows, positions)
+        if cache.check is None:
+            slots = cache.slots_of(rows, positions)
+        else:
+            kv_lens, slots = cache.check.chunk_inputs(rows, positions, kv_lens, ends, cache, max_kv_len)
         return Batch(ids, positions, kv_lens, slots, 0, max_kv_len, ends, max_seqlen)
 
     def attention(self, kind: str, cache: KVCache, mask: Mask) -> AttnBatch:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from kerngen.errors import UsageError
 from kerngen.runtime.config import LayerConfig, ModelConfig
 from kerngen.runtime.ops import Ops
 from kerngen.templates.values import PLAIN, KVFormat, KVView
+
+if TYPE_CHECKING:
+    from kerngen.runtime.engine.page_check import PageCheck
 
 PAGE_SIZE = 64
 KINDS = ("full", "sliding")
@@ -38,8 +42,11 @@ class Group:
 class KVCache:
     """The pools, and tables for `batch` sequences of up to `max_len` tokens, all of whose entries name page 0.
 
-    num_pages: of each kind, page 0 included. tables [2, batch, max_pages] int32, in the order of KINDS.
+    num_pages: of each kind, page 0 included. tables [2, batch, max_pages] int32, in the order of KINDS. check: of the
+    forwards on it, None for none.
     """
+
+    check: PageCheck | None = None
 
     def __init__(
         self,

@@ -171,6 +171,34 @@ class AttnBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class PagesInUse:
+    """What the new tokens of B sequences are about to use of two pools of pages (check_pages/spec.py).
+
+    tables [2, B, max_pages] int32, the block tables of full and sliding layers. kv_lens [B] int64, the new tokens
+    included. cu_seqlens [B + 1] int32: sequence s owns tokens cu_seqlens[s] to cu_seqlens[s + 1]. slots [2, T] int64.
+    """
+
+    tables: Tensor
+    kv_lens: Tensor
+    cu_seqlens: Tensor
+    slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PageLimits:
+    """What PagesInUse keeps to. page_size: tokens. lookback: positions before a sequence's new tokens that sliding
+    layers read, the most. max_kv_len: of any sequence. first_row: what the first sequence counts as.
+    """
+
+    num_full_pages: int
+    num_sliding_pages: int
+    page_size: int
+    lookback: int
+    max_kv_len: int
+    first_row: int
+
+
+@dataclass(frozen=True, slots=True)
 class HeadNorms:
     """How the heads of a layer's projection become q and k: normed, then rotated. V is normed without a weight.
 

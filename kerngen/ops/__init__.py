@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     from kerngen.templates.attn_prefill import op as _attn_prefill
     from kerngen.templates.call import Op
     from kerngen.templates.centroid_head import op as _centroid_head
+    from kerngen.templates.check_pages import op as _check_pages
     from kerngen.templates.decode_advance import op as _decode_advance
     from kerngen.templates.decode_inputs import op as _decode_inputs
     from kerngen.templates.decode_layers import op as _decode_layers
@@ -65,6 +66,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     attn_prefill_into = _flat(_attn_prefill.attn_prefill_into)
     centroid_greedy = _run(_centroid_head.centroid_greedy)
     centroid_logits = _run(_centroid_head.centroid_logits)
+    check_pages = _flat(_check_pages.check_pages)
     decode_advance = _run(_decode_advance.decode_advance)
     decode_inputs = _run(_decode_inputs.decode_inputs)
     decode_layers = _flat(_decode_layers.decode_layers)
@@ -115,6 +117,7 @@ __all__ = [
     "attn_prefill_into",
     "centroid_greedy",
     "centroid_logits",
+    "check_pages",
     "decode_advance",
     "decode_inputs",
     "decode_layers",

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kerngen.errors import KerngenError, NumericsError, UsageError
+from kerngen.errors import KerngenError, NumericsError, PageError, UsageError
 from kerngen.runtime.cache import KINDS, PAGE_SIZE, KVCache
 from kerngen.runtime.drafting import Drafter
+from kerngen.runtime.engine import page_check
 from kerngen.runtime.engine.draft_length import FIRST_LENGTH, Choice, DraftLength
 from kerngen.runtime.engine.mask import allowed_bits
 from kerngen.runtime.engine.media_cache import MEDIA_CACHE_BYTES, MediaCache
@@ -151,6 +152,8 @@ class Engine:
         with nullcontext() if ranks is None else ranks.making_engine(options, drafter is not None):
             self.cache = KVCache(config, ops, num_pages=pages, batch=max_batch, max_len=room, page_size=page_size,
                                  drafter_layers=layers)  # fmt: skip
+            if page_check.is_wanted():
+                self.cache.check = page_check.PageCheck(ops, self.cache, config)
             self.runner = Runner(model, drafter, self.cache, max_batch=max_batch, max_kv_len=room,
                                  reproducible=reproducible,
                                  buckets=(max_batch,) if reproducible else buckets)  # fmt: skip
@@ -270,6 +273,8 @@ class Engine:
             self._pending.clear()
             self.scheduler.restart()
             self._media.restart()
+            if isinstance(e, PageError):
+                self.scheduler.distrust_cache()
             if not isinstance(e, EmbeddingFailed):
                 raise
             return self._ended_by(e)
@@ -496,7 +501,11 @@ class Engine:
             first_mode=sampling_mode([c.handle for c in chunks if c.is_last]) if chunks else PLAIN,
             num_tokens=num_tokens,
             media=self._media_update(chunks),
+            requests=self._numbers(running, chunks),
         )
+
+    def _numbers(self, running: Sequence[Handle], chunks: Sequence[Chunk]) -> tuple[int, ...]:
+        return () if self.cache.check is None else tuple([h.order for h in (*running, *(c.handle for c in chunks))])
 
     def _media_update(self, chunks: Sequence[Chunk]) -> MediaUpdate:
         if self.model.media is None:

@@ -179,7 +179,8 @@ class StepPlan:
     chunks these are become rows num_running and on, in order, and choose their first tokens as first_way says.
     num_tokens: of a forward that is filled up to one that is captured: of both, or of chunks alone (prefill_graphs.py);
     0 otherwise. A runner that has not captured it runs the forward without a graph. media: of the embeddings that
-    chunks read.
+    chunks read. requests: what errors of a page check call the sequences of the rows, then of the chunks; none without
+    such checks.
     """
 
     num_running: int
@@ -189,6 +190,7 @@ class StepPlan:
     first_mode: SamplingMode = PLAIN
     num_tokens: int = 0
     media: MediaUpdate = SAME_MEDIA
+    requests: tuple[int, ...] = ()
 
     def to_json(self) -> str:
         """On one line. Fields that have their default are left out."""
@@ -258,6 +260,7 @@ class Limits:
             self._check_chunk(chunk, most)
         for item in plan.media.embed:
             self._check_item(item)
+        _within("the number of requests", (len(plan.requests),), plan.num_running + len(plan.chunks) + 1)
 
     def _check_item(self, item: Media) -> None:
         if item.kind not in self.media:

@@ -210,11 +210,20 @@ class Runner:
         return self.model.supports_mixed and not (self.reproducible or self._ingests)
 
     def run(self, plan: StepPlan, agree: Agree = lambda failed: failed) -> StepOutput:
-        """Hand in what `plan` says, and wait for none of it but the log-probabilities of prompts.
+        """Hand in what `plan` says, and wait for none of it but the log-probabilities of prompts. Where pages are
+        checked the step is waited for, and one that is out of bounds raises PageError.
 
         agree: tells the other ranks what came of embedding, where the plan has any, and says what came of it on all.
         Raises that EmbeddingFailed, before anything else that ranks do together.
         """
+        if (check := self.cache.check) is None:
+            return self._run(plan, agree)
+        check.begin()
+        output = self._run(plan, agree)
+        check.raise_if_found(plan)
+        return output
+
+    def _run(self, plan: StepPlan, agree: Agree) -> StepOutput:
         self.update(plan.update)
         failed: EmbeddingFailed | None = None
         try:
@@ -564,11 +573,17 @@ class Runner:
         self.model.ops.row_invariant = self.reproducible
         cache, rows = self.cache.rows(batch), slice(0, batch)
         token, lengths = self.ints[TOKEN, rows], self.ints[LENGTH, rows]
-        ids, drafts = token[:, None], None
+        ids, drafts, fed = token[:, None], None, None
+        if num_drafts and cache.check is not None:  # before a drafter reads what the tables and lengths name
+            fed = Batch.decode(ids.expand(-1, num_drafts + 1), lengths, cache, max_kv_len, self.model.ops)
+            lengths = fed.kv_lens.long() - (num_drafts + 1)
         if num_drafts and self.drafter is not None:
             drafts = self.drafter.propose(token, self.hidden[rows], lengths, cache, num_drafts, max_kv_len)
             ids = torch.cat((ids, drafts), dim=1)
-        fed = Batch.decode(ids, lengths, cache, max_kv_len, self.model.ops)
+        if fed is None:
+            fed = Batch.decode(ids, lengths, cache, max_kv_len, self.model.ops)
+        else:
+            fed = replace(fed, ids=ids.flatten())
         states = self.forward(fed, cache)  # [batch * q_len, H]
         return self._emit(states, fed.positions, drafts, rows, mode)
 

@@ -33,7 +33,7 @@ from kerngen.runtime.ops.values import (
     dense_weights,
     int4_weights,
 )
-from kerngen.templates.values import AttnBatch, HeadNorms, KVView
+from kerngen.templates.values import AttnBatch, HeadNorms, KVView, PageLimits, PagesInUse
 
 if TYPE_CHECKING:
     from kerngen.runtime.executors import Say
@@ -161,6 +161,11 @@ class Ops(Protocol):
 
         lengths [B] int64; tables [2, B, max_pages] int32, the block tables of both kinds, whose rows may lie apart.
         Returns positions [B * q_len] int64, kv_lens [B] int32 and slot_mapping [2, B * q_len] int64, of both kinds.
+        """
+
+    def check_pages(self, pages: PagesInUse, limits: PageLimits, writers: Tensor, record: Tensor) -> None:
+        """Writes the first violation of `limits` by `pages` to record [6] int64, if it holds none, and adds to writers
+        [2, P] int32 who writes each page (check_pages/spec.py). With $KERNGEN_CHECK_PAGES alone.
         """
 
     def decode_advance(

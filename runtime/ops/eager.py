@@ -34,12 +34,13 @@ from kerngen.runtime.ops.divided import best_token, whole_logits
 from kerngen.runtime.sampling import accepted, likeliest
 from kerngen.runtime.weights.layout import MoeWeights, PleLayerWeights
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
+from kerngen.templates.check_pages.reference import checked_pages
 from kerngen.templates.common.attention.attention_torch import attend, first_key, gather_pages
 from kerngen.templates.common.attention.heads_torch import slots_of as rows_of
 from kerngen.templates.common.rows.spec import require
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, gelu_gated, rms_norm, rope
 from kerngen.templates.common.w4.pack import dequantize
-from kerngen.templates.values import AttnBatch, HeadNorms, KVView, Mask
+from kerngen.templates.values import AttnBatch, HeadNorms, KVView, Mask, PageLimits, PagesInUse
 
 
 class TorchOps:
@@ -84,6 +85,10 @@ class TorchOps:
         positions = lengths[:, None] + torch.arange(q_len, device=lengths.device)  # [B, q_len]
         slots = rows_of(positions, tables, page_size)  # [2, B, q_len]
         return positions.flatten(), (lengths + q_len).to(torch.int32), slots.flatten(1)
+
+    def check_pages(self, pages: PagesInUse, limits: PageLimits, writers: Tensor, record: Tensor) -> None:
+        for to, made in zip((record, writers), checked_pages(pages, limits, writers, record), strict=True):
+            to.copy_(made)
 
     def decode_advance(
         self,

@@ -38,6 +38,7 @@ from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.attn_prefill.op import attn_prefill
 from kerngen.templates.call import Call
 from kerngen.templates.centroid_head.op import centroid_greedy, centroid_logits
+from kerngen.templates.check_pages.op import check_pages
 from kerngen.templates.common.rows.spec import VEC
 from kerngen.templates.common.screen.screen import head_screen
 from kerngen.templates.common.screen.screen_spec import screen_bytes
@@ -67,7 +68,7 @@ from kerngen.templates.ple_inputs.op import ple_inputs
 from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qkv_norm_rope
 from kerngen.templates.rmsnorm.op import rmsnorm
 from kerngen.templates.softcap_argmax.op import argmax, softcap
-from kerngen.templates.values import PLAIN, AttnBatch, HeadNorms, KVView, Peers, Routed
+from kerngen.templates.values import PLAIN, AttnBatch, HeadNorms, KVView, PageLimits, PagesInUse, Peers, Routed
 
 R = TypeVar("R")
 
@@ -159,6 +160,9 @@ class KernelOps:
         self, lengths: Tensor, tables: Tensor, q_len: int, page_size: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         return self.executor.run(decode_inputs(lengths, tables, q_len, page_size), "positions and slots")
+
+    def check_pages(self, pages: PagesInUse, limits: PageLimits, writers: Tensor, record: Tensor) -> None:
+        self.executor.run(check_pages(pages, limits, writers, record), "page check")
 
     def decode_advance(
         self,

@@ -121,6 +121,7 @@ PROBLEMS = {
     ),
     "moe_route": (tuple(f"num_tokens={m}" for m in (1, 512)), ("H200",)),  # no step here asks for these two
     "softcap_argmax": (tuple(f"num_tokens={m}" for m in (1, 32)), ("H200",)),
+    "check_pages": (("batch=1",), ("H200",)),
     "exchange_best": (("num_tokens=1", "ranks=4,width=2816,num_tokens=64", "width=131072,source=logits"), ("H200",)),
     "exchange_norm": (
         ("ranks=2,num_tokens=1", "ranks=4,num_tokens=64", "ranks=8,num_tokens=1",

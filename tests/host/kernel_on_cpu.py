@@ -1,8 +1,8 @@
 """A kernel's rendered text as a C++ library: each CUDA thread is a thread of the host, and PTX is what it means there.
 
 For kernels whose blocks or ranks wait for each other: what they do to memory, step by step and in any order, is seen
-without a GPU. It knows the instructions of exchange_norm, exchange_best, w4a16_norm's norm and kv_write, in bf16 and
-fp32. It says nothing of times, nor of what a GPU's weaker memory order allows.
+without a GPU. It knows the instructions of exchange_norm, exchange_best, w4a16_norm's norm, kv_write and
+check_pages, in bf16 and fp32. It says nothing of times, nor of what a GPU's weaker memory order allows.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -62,6 +63,16 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 inline float __uint_as_float(unsigned u) { return __builtin_bit_cast(float, u); }
 inline unsigned __float_as_uint(float f) { return __builtin_bit_cast(unsigned, f); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+template <typename T> T atomicMin(T* p, T x) {
+    T old = __atomic_load_n(p, __ATOMIC_RELAXED);
+    while (x < old && !__atomic_compare_exchange_n(p, &old, x, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    return old;
+}
+template <typename T> T atomicMax(T* p, T x) {
+    T old = __atomic_load_n(p, __ATOMIC_RELAXED);
+    while (x > old && !__atomic_compare_exchange_n(p, &old, x, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    return old;
+}
 inline unsigned __cvta_generic_to_shared(const void*) { return 0; }
 struct Warp { std::barrier<> all{32}; float lane[32]; unsigned word[32]; bool vote[32]; };
 struct Block {
@@ -123,9 +134,20 @@ def _matching(text: str, start: int, pair: str) -> int:
     raise ValueError("a bracket is not closed")
 
 
-def on_cpu(source: str, entry: str, folder: Path) -> ctypes.CDLL:
+def _launching(source: str, entry: str, name: str) -> str:
+    arguments = re.search(rf"\b{entry}\(([^)]*)\)", source)
+    assert arguments, entry
+    names = ", ".join(re.findall(r"(\w+)(?:,|$)", arguments[1]))
+    return (
+        f'extern "C" void {name}(int blocks, int threads, int pause_us, {arguments[1]}) '
+        f"{{ grid_of(blocks, threads, pause_us, [=] {{ {entry}({names}); }}); }}"
+    )
+
+
+def on_cpu(source: str, entry: str, folder: Path, others: Sequence[str] = ()) -> ctypes.CDLL:
     """Compiles `source` with `run(blocks, threads, pause_us, ...)`, which launches `entry` with the arguments behind
-    them and returns when all its threads have ended. pause_us: that each thread waits before it first polls.
+    them and returns when all its threads have ended. pause_us: that each thread waits before it first polls. others:
+    entries that `run_ENTRY` launches.
     """
     for name, body in _BODIES.items():
         if f" {name}(" not in source:
@@ -142,13 +164,7 @@ def on_cpu(source: str, entry: str, folder: Path) -> ctypes.CDLL:
                     r"auto& scratch = *reinterpret_cast<float(*)\1>(block_here->shared.data());", source)  # fmt: skip
     # The host's own headers have these.
     source = re.sub(r"typedef (?:unsigned |signed )?(?:char|short|int|long long) u?int\d+_t;", "", source)
-    arguments = re.search(rf"\b{entry}\(([^)]*)\)", source)
-    assert arguments, entry
-    names = ", ".join(re.findall(r"(\w+)(?:,|$)", arguments[1]))
-    call = (
-        f'extern "C" void run(int blocks, int threads, int pause_us, {arguments[1]}) '
-        f"{{ grid_of(blocks, threads, pause_us, [=] {{ {entry}({names}); }}); }}"
-    )
+    call = "\n".join(_launching(source, name, f"run_{name}" if i else "run") for i, name in enumerate((entry, *others)))
     (folder / "kernel.cpp").write_text(f"{_HOST}\n{source}\n{call}\n")
     assert COMPILER is not None
     command = [

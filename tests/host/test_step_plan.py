@@ -237,6 +237,8 @@ DAMAGES: dict[str, Damage] = {
     "temperature -1": lambda v: v["chunks"][0]["new_row"]["sampling"].update(temperature=-1),
     "temperature nan": lambda v: v["chunks"][0]["new_row"]["sampling"].update(temperature=float("nan")),
     "temperature is 1000": lambda v: v["chunks"][0]["new_row"]["sampling"].update(temperature=10**400),
+    "the number of requests is 4": lambda v: v.update(requests=[7, 8, 9, 10]),
+    "plan.requests is ": lambda v: v.update(requests=[None]),
     "a token is 999": lambda v: v["chunks"][0]["new_row"]["sampling"].update(logit_bias=[[999, 1.0]]),
 }
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from kerngen.errors import UsageError
 from kerngen.runtime.config import LayerConfig, ModelConfig
 from kerngen.runtime.ops import Ops
-from kerngen.templates.values import PLAIN, KVFormat, KVView
+from kerngen.templates.values import KV_FORMATS, KVView
 
 if TYPE_CHECKING:
     from kerngen.runtime.engine.page_check import PageCheck
@@ -58,7 +58,6 @@ class KVCache:
         max_len: int,
         page_size: int = PAGE_SIZE,
         drafter_layers: Sequence[LayerConfig] = (),
-        kv_format: KVFormat = PLAIN,
     ) -> None:
         """drafter_layers: of a drafter, that have pools of their own under the same tables. Raises UsageError."""
         if min(batch, max_len, page_size, *(num_pages[kind] for kind in KINDS)) < 1:
@@ -72,7 +71,8 @@ class KVCache:
                 raise UsageError(f"two layers of a cache have the index {layer.index}")
             if layer.owns_kv:
                 shape = (self.num_pages[layer.kind], layer.num_kv_heads, page_size, layer.head_dim)
-                self._pages[layer.index] = kv_format.allocate(shape, ops.dtype, ops.device)
+                form = KV_FORMATS[config.kv_format_of(layer)]
+                self._pages[layer.index] = form.allocate(shape, ops.dtype, ops.device)
 
     @staticmethod
     def whole(config: ModelConfig, ops: Ops, *, batch: int, max_len: int, page_size: int = PAGE_SIZE) -> KVCache:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 
 from kerngen.errors import CheckpointError, UsageError
@@ -20,12 +20,58 @@ from kerngen.runtime.world import ONE_RANK, Share, Span, World
 TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 DRAFTER_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 DRAFT_WEIGHTS = ("stored", "int4")  # what a drafter's matrices are kept as
+KV_CACHE_DTYPES = ("auto", "int8")  # what keys and values are kept as: "auto" in the activations' dtype
+KV_CACHE_LAYOUTS = ("apart", "shared")  # shared: one pool has V, and of K what is not V, in layers whose K is V
 # What Gemma4TextConfig takes where config.json leaves the field out.
 DEFAULT_GLOBAL_HEAD_DIM = 512
 DEFAULT_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """How what a checkpoint stores, and what is made of it, is kept on the device.
+
+    draft_weights: of DRAFT_WEIGHTS, the drafter's matrices. kv_cache_dtype: of KV_CACHE_DTYPES, keys and values.
+    kv_cache_layout: of KV_CACHE_LAYOUTS. Raises UsageError for another name.
+    """
+
+    draft_weights: str = DRAFT_WEIGHTS[0]
+    kv_cache_dtype: str = KV_CACHE_DTYPES[0]
+    kv_cache_layout: str = KV_CACHE_LAYOUTS[0]
+
+    def __post_init__(self) -> None:
+        if self.draft_weights not in DRAFT_WEIGHTS:
+            raise UsageError(f"draft weights {self.draft_weights!r} are not known",
+                             hint=f"known: {', '.join(DRAFT_WEIGHTS)}")  # fmt: skip
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise UsageError(f"a KV cache of dtype {self.kv_cache_dtype!r} is not known",
+                             hint=f"known: {', '.join(KV_CACHE_DTYPES)}")  # fmt: skip
+        if self.kv_cache_layout not in KV_CACHE_LAYOUTS:
+            raise UsageError(f"a KV cache of layout {self.kv_cache_layout!r} is not known",
+                             hint=f"known: {', '.join(KV_CACHE_LAYOUTS)}")  # fmt: skip
+
+    @property
+    def drafts_as_stored(self) -> bool:
+        return self.draft_weights == DRAFT_WEIGHTS[0]
+
+    @property
+    def kv_format(self) -> str:
+        """The name of the cache's format (templates/values.py, KVFormat)."""
+        return "plain" if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """As the command line says it; what is usual is not said."""
+        each = zip(
+            ("draft-weights", "kv-cache-dtype", "kv-cache-layout"), astuple(self), astuple(AS_STORED), strict=True
+        )
+        return tuple(word for name, value, usual in each if value != usual for word in (f"--{name}", value))
+
+
+AS_STORED = Keeping()
 
 
 def in_int4(draft_weights: str | None) -> str:
@@ -103,6 +149,31 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
     quant: QuantConfig | None
     share: Share | None = None
+    # Of the cache (templates/values.py, KVFormat), and whether layers whose K is V share a pool: no checkpoint says it.
+    kv_format: str = "plain"
+    kv_is_shared: bool = False
+
+    def kv_format_of(self, layer: LayerConfig) -> str:
+        """Of the cache that `layer` owns."""
+        if not (self.kv_is_shared and layer.v_is_k):
+            return self.kv_format
+        return "shared" if self.kv_format == "plain" else f"shared_{self.kv_format}"
+
+    def keeping(self, kept: Keeping) -> ModelConfig:
+        """This model with its cache kept so. Raises UsageError where its heads cannot be."""
+        odd = {layer.head_dim for layer in self.layers if layer.head_dim % 128}
+        if kept.kv_cache_dtype == "int8" and odd:
+            raise UsageError(f"a KV cache of int8 has scales of 64 values, and halves of heads have whole ones; "
+                             f"heads of {min(odd)} do not", hint="leave --kv-cache-dtype out")  # fmt: skip
+        is_shared = kept.kv_cache_layout == "shared"
+        if is_shared and not any(layer.v_is_k for layer in self.layers):
+            raise UsageError("--kv-cache-layout shared is for layers whose K is V, and this model has none",
+                             hint="leave it out")  # fmt: skip
+        turned = {(layer.head_dim, 2 * self.rope[layer.kind].num_rotated) for layer in self.layers if layer.v_is_k}
+        if is_shared and turned != {(512, 128)}:
+            raise UsageError(f"--kv-cache-layout shared is for heads of 512 of which RoPE turns 128 dims, not {turned}",
+                             hint="leave it out")  # fmt: skip
+        return replace(self, kv_format=kept.kv_format, kv_is_shared=is_shared)
 
     def divided(self, world: World) -> ModelConfig:
         """What `world.rank` has of this model. Raises UsageError where it does not divide: see division.py."""
@@ -161,16 +232,12 @@ class DrafterConfig:
         """Of DRAFT_WEIGHTS, what its matrices are kept as."""
         return "stored" if self.text.quant is None else "int4"
 
-    def keeping(self, weights: str) -> DrafterConfig:
-        """This drafter with its matrices kept as one of DRAFT_WEIGHTS. A quantized one is int4 as it is stored.
-
-        Raises UsageError for another name.
-        """
-        if weights not in DRAFT_WEIGHTS:
-            raise UsageError(f"draft weights {weights!r} are not known", hint=f"known: {', '.join(DRAFT_WEIGHTS)}")
-        if weights == "stored" or self.text.quant is not None:
-            return self
-        return replace(self, text=replace(self.text, quant=INT4_ON_LOAD))
+    def keeping(self, kept: Keeping) -> DrafterConfig:
+        """This drafter with its matrices kept so. A quantized one is int4 as it is stored."""
+        text = self.text
+        if not kept.drafts_as_stored and text.quant is None:
+            text = replace(text, quant=INT4_ON_LOAD)
+        return replace(self, text=text)
 
     def divided(self, target: ModelConfig) -> DrafterConfig:
         """What the rank of `target` has of its drafter: see division.py. Raises UsageError."""

@@ -10,6 +10,7 @@ SinglePositionMultiTokenCandidateGenerator in generation/candidate_generator.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -70,6 +71,10 @@ class MtpDrafter:
         self.screen = None if weights.centroids is not None else self.ops.screen(weights.head, likely=True)
         self._windows = {layer.kind: layer.window + 1 if layer.is_sliding else 0 for layer in config.text.layers}
         self._donors = {layer.kind: target.config.donor(layer.kind) for layer in config.text.layers}
+        self.stack.heads = [
+            replace(heads, shared_k_weight=target.weights.layers[self._donors[layer.kind].index].k_norm)
+            for heads, layer in zip(self.stack.heads, config.text.layers, strict=True)
+        ]
 
     def step(
         self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, max_kv_len: int,

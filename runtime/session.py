@@ -18,6 +18,8 @@ from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime.backend import explaining_memory, open_backend
 from kerngen.runtime.completion import Answer, Completion, CompletionStream
 from kerngen.runtime.config import (
+    AS_STORED,
+    Keeping,
     ModelConfig,
     in_int4,
     read_drafter_config,
@@ -361,6 +363,8 @@ def load(
     *,
     draft: str | os.PathLike[str] | bool = True,
     draft_weights: str = "stored",
+    kv_cache_dtype: str = "auto",
+    kv_cache_layout: str = "apart",
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     backend: str = "auto",
@@ -379,7 +383,8 @@ def load(
     folder: or a name on the Hugging Face hub, from where what is needed is downloaded (hub.py). draft: the drafter's
     folder or name; True for the one that belongs to the model, if there is one (`find_drafter`), False for none.
     draft_weights: "int4" makes the drafter's matrices int4 as they are loaded, "stored" leaves them; the output is the
-    same, only how many drafts are accepted may differ.
+    same, only how many drafts are accepted may differ. kv_cache_dtype: of keys and values, "auto" for dtype, or "int8".
+    kv_cache_layout: "shared" for one pool of layers whose K is V.
     device: "cpu", "cuda", "cuda:1"; None for the first GPU, else the CPU. dtype: "fp32", "bf16" or "fp16"; None for
     fp32 on a CPU, bf16 from sm80 on, fp16 before. backend: "cuda" (kerngen's kernels), "torch" (eager, on any machine)
     or "auto". db: tuning database, a path or a URL; None for the usual ones. bundle: a file that `kerngen compile -o`
@@ -397,12 +402,13 @@ def load(
     require_folder(place)
     chosen = MediaOptions.parse(media, LOCAL) if isinstance(media, str) else media
     assistant = _find_assistant(folder, place) if draft is True else find_checkpoint(draft) if draft else None
-    if assistant is None and draft_weights != "stored":
+    kept = Keeping(draft_weights, kv_cache_dtype, kv_cache_layout)
+    if assistant is None and not kept.drafts_as_stored:
         raise UsageError(f"draft weights {draft_weights!r} need a drafter, and {place} has none beside it or is to run "
                          "without", hint="name one: --draft FOLDER, in Python draft=FOLDER")  # fmt: skip
     where = None if device is None else str(device)
     opens = partial(
-        _open_part, place, assistant, draft_weights=draft_weights, num_draft_tokens=num_draft_tokens, backend=backend,
+        _open_part, place, assistant, kept=kept, num_draft_tokens=num_draft_tokens, backend=backend,
         dtype=DTYPE_NAME.get(dtype, str(dtype)) if isinstance(dtype, torch.dtype) else dtype,
         db=None if db is None else os.fspath(db), bundle=None if bundle is None else os.fspath(bundle),
         keep_repacked=keep_repacked, media=chosen, media_cache_bytes=media_cache_bytes,
@@ -458,7 +464,7 @@ def open_divided(
 
 def _open_part(
     place: Path, assistant: Path | None, collectives: Collectives | None, device: str | None,
-    advance: Callable[[int, int], None] | None, *, draft_weights: str, num_draft_tokens: int | None, backend: str,
+    advance: Callable[[int, int], None] | None, *, kept: Keeping, num_draft_tokens: int | None, backend: str,
     dtype: str | None, db: str | None, bundle: str | None, keep_repacked: bool, media: MediaOptions,
     media_cache_bytes: int,
 ) -> Session:  # fmt: skip
@@ -467,7 +473,7 @@ def _open_part(
     if assistant is not None:
         require_draft_tokens(num_draft_tokens, ops)
     with explaining_memory(ops.device):
-        session = open_checkpoint(place, ops, draft=assistant, draft_weights=draft_weights, advance=advance,
+        session = open_checkpoint(place, ops, draft=assistant, kept=kept, advance=advance,
                                   keep_repacked=keep_repacked, media=media)  # fmt: skip
     session.num_draft_tokens, session.media_cache_bytes = num_draft_tokens, media_cache_bytes
     return session
@@ -518,19 +524,19 @@ def open_checkpoint(
     ops: Ops,
     *,
     draft: Path | None = None,
-    draft_weights: str = "stored",
+    kept: Keeping = AS_STORED,
     advance: Callable[[int, int], None] | None = None,
     keep_repacked: bool = False,
     media: MediaOptions | None = None,
 ) -> Session:
-    """Load `folder`, and `draft` if it is given, its matrices kept as `draft_weights`; what the rank has of them where
+    """Load `folder`, and `draft` if it is given, kept as `kept` says; what the rank has of them where
     `ops` are those of one. Configurations and tokenizer are checked before any weights. media: None for text alone.
 
     Raises UsageError or CheckpointError.
     """
     began = time.perf_counter()
-    config = read_model_config(folder)
-    drafter_config = read_drafter_config(draft, config).keeping(draft_weights) if draft else None
+    config = read_model_config(folder).keeping(kept)
+    drafter_config = read_drafter_config(draft, config).keeping(kept) if draft else None
     config = config.divided(ops.collectives.world)
     drafter_config = drafter_config.divided(config) if drafter_config else None
     support = open_support(folder, media or MediaOptions())

@@ -4,7 +4,8 @@ templates/<name>/
   kernel.cu.jinja   the source; renders constants once, at the top; other bodies beside it where hardware differs
   spec.py           Problem, Config, BODIES and the functions of `Spec` (no torch, no CuPy: it loads anywhere)
   op.py             functions from tensors to a `Call`: the only place that knows how tensors become a problem
-  reference.py      expected(problem, inputs), tolerance(problem): the same thing in eager torch, fp32
+  reference.py      expected(problem, inputs), tolerance(problem): the same thing in eager torch, fp32; where outputs
+                    are stored in another form than they are compared in, values(problem, name, tensor)
   cases.py          CASES, inputs(case, device), case_for(problem): the shapes that tests, bench and tuner share; where
                     the op that asks for a case takes more than `Kernel.op_call` knows, op_call(case, inputs)
   bench.py          baselines(case, inputs): what to compare the time with
@@ -526,6 +527,11 @@ class Kernel:
     @property
     def reference(self) -> ModuleType:
         return self._module("reference")
+
+    def values_of(self, problem: Any, name: str, tensor: Any) -> Any:
+        """What an output holds, as it is compared: the tensor, unless `values` of reference.py says otherwise."""
+        own: Callable[[Any, str, Any], Any] | None = getattr(self.reference, "values", None)
+        return tensor if own is None else own(problem, name, tensor)
 
     @property
     def cases(self) -> ModuleType:

@@ -18,26 +18,49 @@ from kerngen.templates.common.rows.spec import keys_that_matter, require
 class KVFormat:
     """How the pools of a cache hold keys and values.
 
-    name: kernels are told by it. dtype: of an element; None for that of the activations. A format that needs more than
-    that (scales beside int8, one pool where V is K) says so in `page_bytes` and `allocate`, and its KVView holds it.
+    name: kernels are told by it. dtype: of a pool's entries; None for that of the activations. group: values of a head
+    that share a scale in fp16; 0 for none. is_shared: one pool has V and the ROTATED dims of K that RoPE turns, of
+    heads whose other dims of K are V's, times a weight that is in q.
+
+    A pool is [num_pages, num_kv_heads, page_size, row_entries]. The memory of a head's page is its parts, one after the
+    other: page_size rows of V, or of K; where it is shared, of the turned dims of K; with scales, those of the first
+    [page_size, head_dim / group] and of the second. So whatever moves, divides or wipes pages takes all along, and rows
+    begin at multiples of 16 bytes.
     """
 
     name: str
     dtype: torch.dtype | None = None
+    group: int = 0
+    is_shared: bool = False
+
+    def row_entries(self, head_dim: int) -> int:
+        """Entries that a head of a token takes, its scales included."""
+        values = head_dim + ROTATED * self.is_shared
+        return values + (2 * values // self.group if self.group else 0)
+
+    def head_dim(self, row_entries: int) -> int:
+        values = row_entries * self.group // (self.group + 2) if self.group else row_entries
+        return values - ROTATED * self.is_shared
 
     def page_bytes(self, num_kv_heads: int, page_size: int, head_dim: int, activations: torch.dtype) -> int:
         """Of one page of one layer, K and V."""
-        return 2 * num_kv_heads * page_size * head_dim * (self.dtype or activations).itemsize
+        entries = num_kv_heads * page_size * self.row_entries(head_dim) * (1 if self.is_shared else 2)
+        return entries * (self.dtype or activations).itemsize
 
     def allocate(self, shape: tuple[int, int, int, int], activations: torch.dtype, device: torch.device) -> KVView:
-        """Pools of zeros. shape: num_pages, num_kv_heads, page_size, head_dim."""
+        """Pools of zeros, which are zeros in every format. shape: num_pages, num_kv_heads, page_size, head_dim."""
         dtype = self.dtype or activations
-        return KVView(
-            torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device), self
-        )
+        pools = [torch.zeros(*shape[:3], self.row_entries(shape[3]), dtype=dtype, device=device)
+                 for _ in range(1 if self.is_shared else 2)]  # fmt: skip
+        return KVView(pools[0], pools[-1], self)
 
 
+ROTATED = 128  # dims of a head of 512 that RoPE turns: the first and the last 64 of each half's
 PLAIN = KVFormat("plain")
+INT8 = KVFormat("int8", torch.int8, 64)
+SHARED = KVFormat("shared", is_shared=True)
+SHARED_INT8 = KVFormat("shared_int8", torch.int8, 64, is_shared=True)
+KV_FORMATS = {form.name: form for form in (PLAIN, INT8, SHARED, SHARED_INT8)}
 
 
 def page_strides(shape: tuple[int, ...], page_heads: int) -> tuple[int, ...]:
@@ -56,7 +79,8 @@ def lies_in_pages(cache: Tensor, page_heads: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class KVView:
-    """The paged cache of one layer: k_cache, v_cache [num_pages, num_kv_heads, page_size, head_dim], in `format`.
+    """The paged cache of one layer: k_cache, v_cache [num_pages, num_kv_heads, page_size, head_dim], in `format`, whose
+    rows have more entries than head_dim where it has scales.
 
     K is stored normed and rotated, V normed. Pages are named by a block table (`AttnBatch`). Each cache is contiguous,
     or has some heads of each page of a larger tensor, as of one [num_pages, 2 * num_kv_heads, page_size, head_dim] both
@@ -77,7 +101,7 @@ class KVView:
 
     @property
     def head_dim(self) -> int:
-        return self.k_cache.shape[3]
+        return self.format.head_dim(self.k_cache.shape[3])
 
     @property
     def page_heads(self) -> int:
@@ -88,6 +112,8 @@ class KVView:
         caches = {"k_cache": self.k_cache, "v_cache": self.v_cache}
         if all(cache.is_contiguous() for cache in caches.values()):
             return 0
+        alone = self.format == PLAIN
+        require(alone, f"a cache in {self.format.name} is contiguous: its pages have no other heads")
         heads, strides = self.num_kv_heads, self.k_cache.stride()
         page_heads = max(strides[0] // (self.page_size * self.head_dim), heads)
         for name, cache in caches.items():
@@ -102,13 +128,19 @@ class KVView:
         return page_heads
 
     def require_plain(self) -> None:
-        """Raises ProblemError for a format that kernels do not read."""
+        """Raises ProblemError for a format that kernels of a single one do not read."""
         if self.format is not PLAIN:
-            require(self.format == PLAIN, f"kernels read {PLAIN.name} caches, not {self.format.name} ones")
+            require(self.format == PLAIN, f"this kernel reads {PLAIN.name} caches, not {self.format.name} ones")
+
+    def require_known(self) -> None:
+        """Raises ProblemError for a format that no kernel reads."""
+        known = KV_FORMATS.get(self.format.name) == self.format
+        require(known, f"kernels read caches in {', '.join(KV_FORMATS)}, not in {self.format.name}")
 
     @property
     def num_bytes(self) -> int:
-        return sum(pool.numel() * pool.element_size() for pool in (self.k_cache, self.v_cache))
+        pools = {pool.data_ptr() if not pool.is_meta else id(pool): pool for pool in (self.k_cache, self.v_cache)}
+        return sum(pool.numel() * pool.element_size() for pool in pools.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +237,7 @@ class HeadNorms:
     q_weight, k_weight [head_dim]; k_weight is None for a layer that owns no K and V. inv_freq [head_dim / 2] fp32:
     pairs (j, j + head_dim / 2) turn by position * inv_freq[j]; the first num_rotated_pairs do, the others pass
     unchanged. num_q_heads: where k, or k and v, follow q in the projection; q alone tells its heads by its columns.
+    shared_k_weight: of a layer that owns no K and V, k_weight of the one whose it reads, where that cache is shared.
     """
 
     q_weight: Tensor
@@ -213,6 +246,20 @@ class HeadNorms:
     eps: float
     k_weight: Tensor | None = None
     num_q_heads: int = 0
+    shared_k_weight: Tensor | None = None
+
+    def folded(self, form: KVFormat) -> Tensor | None:
+        """The weight [head_dim] that q's dims that are not turned take in place of K's: where the cache is shared.
+
+        Raises ProblemError where that is not known.
+        """
+        if not form.is_shared:
+            return None
+        weight = self.k_weight if self.k_weight is not None else self.shared_k_weight
+        require(
+            weight is not None, f"a cache in {form.name} is read with the weight of its keys' norm, which is missing"
+        )
+        return weight
 
     @property
     def head_dim(self) -> int:
@@ -227,7 +274,7 @@ class HeadNorms:
 
         Raises ProblemError where it is neither.
         """
-        num_q_heads, (_, num_kv_heads, _, dim) = self.num_q_heads, kv.k_cache.shape
+        num_q_heads, num_kv_heads, dim = self.num_q_heads, kv.num_kv_heads, kv.head_dim
         k_eq_v = width == (num_q_heads + num_kv_heads) * dim
         heads = f"{num_q_heads} q heads and {num_kv_heads} kv heads of {dim}"
         whole = k_eq_v or width == (num_q_heads + 2 * num_kv_heads) * dim

@@ -29,9 +29,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kerngen.cli.draft_options import draft_weights_option
+from kerngen.cli.keeping_options import keeping_options
 from kerngen.cli.step_options import step_of, step_options
 from kerngen.errors import CompileError, KerngenError, LaunchError
+from kerngen.runtime.config import Keeping
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import describe
 from kerngen.workload.steps import Ratio, Step, sequence
@@ -308,13 +309,13 @@ def table(rows: Sequence[Row]) -> list[str]:
 @click.command()
 @click.argument("name", metavar="MODEL")
 @step_options
-@draft_weights_option
+@keeping_options
 @click.option("--seed", default=0, show_default=True)
-def main(name: str, phase: str, batch: int, context: int, tokens: int | None, draft_weights: str, seed: int) -> None:
+def main(name: str, phase: str, batch: int, context: int, tokens: int | None, kept: Keeping, seed: int) -> None:
     """Show when the blocks of each launch of a step of MODEL begin, wait, go on and end, on this GPU."""
     from kerngen.runtime.backend import use_gpu
 
-    model, step = find_model(name, draft_weights=draft_weights), step_of(phase, batch, context, tokens)
+    model, step = find_model(name, kept=kept), step_of(phase, batch, context, tokens)
     use_gpu(None)
     rows, cost, without = timeline(model, step, seed=seed)
     ms = cost.base_us / 1e3

@@ -6,6 +6,8 @@ import json
 import os
 from pathlib import Path
 
+from kerngen.runtime.config import AS_STORED
+
 ENTRY_POINTS = "[vllm.general_plugins]\nkerngen_generated = peer_weights:register\n"
 
 
@@ -15,7 +17,7 @@ def generated(model: str, folder: Path) -> str:
 
     place = folder / "model"
     place.mkdir()
-    write_checkpoint(model, place, draft=False, draft_weights="stored")
+    write_checkpoint(model, place, draft=False, kept=AS_STORED)
     whole = json.loads((place / "config.json").read_text())
     text = whole["text_config"] | {
         "architectures": ["Gemma4ForCausalLM"],

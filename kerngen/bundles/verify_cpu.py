@@ -17,6 +17,7 @@ from kerngen.compiler.cache import CachedCompiler, CompileCache
 from kerngen.compiler.compile import DEFAULT_OPTIONS, Cubin, nvrtc_version
 from kerngen.compiler.render import source_of
 from kerngen.errors import CompileError, KerngenError
+from kerngen.runtime.config import Keeping
 from kerngen.runtime.selection import Selector
 from kerngen.system.progress import Reporter
 from kerngen.templates import find_kernel, kernel_names
@@ -38,14 +39,14 @@ class _Nothing(CompileCache):
 
 
 def complete(
-    bundle: Bundle, model: str, draft: str | None, draft_weights: str, targets: list[Target], names: list[str]
+    bundle: Bundle, model: str, draft: str | None, kept: Keeping, targets: list[Target], names: list[str]
 ) -> Verdict:
     """Whether every problem of the model's workload is launched with machine code that the bundle holds."""
     faults: list[str] = []
     builds = 0
     kinds: dict[str, int] = {}
     for target in targets:
-        load = workload(find_model(model, draft, draft_weights), target.arch)
+        load = workload(find_model(model, draft, kept), target.arch)
         found = preflight(load.only(names) if names else load, Selector(bundle.sources(), target), _Nothing())
         builds += found.builds
         faults += [f"lacks {b}" for b in found.missing[:_NAMED]]

@@ -30,6 +30,7 @@ COMMANDS = {
     "run": ("kerngen.cli.run", "Generate text with a Gemma-4 checkpoint."),
     "serve": ("kerngen.cli.serve", "Serve a Gemma-4 checkpoint to OpenAI's clients, and a page to chat."),
     "bench": ("kerngen.cli.bench", "Time kernels, or a model's step, against this GPU's measured limits."),
+    "eval": ("kerngen.cli.eval", "Say what an approximation that you may choose costs on a text."),
     "soak": ("kerngen.cli.soak", "Load a model or a server with random requests for minutes, and check answers."),
     "doctor": ("kerngen.cli.doctor", "Say what this machine can compile for, run and measure."),
     "db": ("kerngen.cli.db", "Look into the tuning database."),

@@ -14,12 +14,12 @@ import click
 from kerngen.cli.bench_ab import ab
 from kerngen.cli.bench_page import RunPage, page_options
 from kerngen.cli.bench_serve import serve
-from kerngen.cli.draft_options import draft_weights_option
+from kerngen.cli.keeping_options import keeping_options
 from kerngen.cli.model_options import tensor_parallel_option
 from kerngen.cli.soak import bench_soak
 from kerngen.cli.step_options import step_of, step_options
 from kerngen.cli.tables import Table, fitted, new_console, say
-from kerngen.runtime.config import in_int4
+from kerngen.runtime.config import Keeping, in_int4
 from kerngen.system.cores import usable_cores
 from kerngen.system.urls import without_password
 
@@ -165,7 +165,7 @@ def _limits_line(limit: Ceilings) -> str:
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences that decode together.")
 @click.option("--tokens", default=128, show_default=True, help="Tokens to generate at each context.")
 @click.option("--draft/--no-draft", default=False, help="Draft with the model's assistant, also generated.")
-@draft_weights_option
+@keeping_options
 @click.option("--num-draft-tokens", default=3, show_default=True)
 @click.option("--prefill-chunk", default=8192, show_default=True, help="Prompt tokens a prefill pass.")
 @click.option("--backend", type=click.Choice(["torch", "cuda", "auto"]), default="auto", show_default=True)
@@ -178,7 +178,7 @@ def _limits_line(limit: Ceilings) -> str:
 @page_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def model(
-    name: str, contexts: str, batch: int, tokens: int, draft: bool, draft_weights: str, num_draft_tokens: int,
+    name: str, contexts: str, batch: int, tokens: int, draft: bool, kept: Keeping, num_draft_tokens: int,
     prefill_chunk: int, backend: str, device: str | None, db_url: str | None, bundle: str | None, seed: int,
     tensor_parallel: int, verbose: bool, page: Path | None, against: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
@@ -199,9 +199,9 @@ def model(
         raise UsageError(f"--context {contexts!r} is not a list of numbers", hint="--context 512,8192") from None
     if tokens < 2 or min(lengths) < 1:
         raise UsageError("time at least 2 tokens after a context of at least 1")
-    if draft_weights != "stored" and not draft:
-        raise UsageError(f"--draft-weights {draft_weights} goes with --draft")
-    found = find_model(name, None, draft_weights)
+    if not kept.drafts_as_stored and not draft:
+        raise UsageError(f"--draft-weights {kept.draft_weights} goes with --draft")
+    found = find_model(name, None, kept)
     made = RunPage("model", page, against, {"model": found.name})
     report = time_model(
         found.name, found.target, found.drafter if draft else None, lengths, batch=batch, tokens=tokens,
@@ -252,7 +252,7 @@ def _model_table(rows: list[dict[str, Any]], *, has_drafts: bool) -> Table:
 @bench.command()
 @click.argument("name")
 @click.option("--draft", default=None, help="Folder of the assistant, where NAME is a folder.")
-@draft_weights_option
+@keeping_options
 @click.option("--db", "db_urls", multiple=True, help="Tuning database; several are compared with the first.")
 @click.option("--untuned", is_flag=True, help="Compare all with the default configurations.")
 @click.option("--all-steps", is_flag=True, help="Some 45 steps: 1 to 128 sequences, 2 to 8 tokens, prefills.")
@@ -262,7 +262,7 @@ def _model_table(rows: list[dict[str, Any]], *, has_drafts: bool) -> Table:
 @page_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def step(
-    name: str, draft: str | None, draft_weights: str, db_urls: tuple[str, ...], untuned: bool, all_steps: bool,
+    name: str, draft: str | None, kept: Keeping, db_urls: tuple[str, ...], untuned: bool, all_steps: bool,
     pairs: int, device: str | None, seed: int, page: Path | None, against: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compare tuning databases by what the steps of a model take with their winners, run in turn on generated weights.
@@ -279,7 +279,7 @@ def step(
     from kerngen.workload.steps import ALL_STEPS, STEPS
     from kerngen.workload.workload import find_model
 
-    model = find_model(name, draft, draft_weights)
+    model = find_model(name, draft, kept)
     made = RunPage("step", page, against, {"model": model.name})
     contenders = {without_password(url): sources_for(url) for url in db_urls} or {"yours": sources_for(None)}
     if untuned or len(contenders) == 1:
@@ -312,7 +312,7 @@ def step(
 @bench.command()
 @click.argument("name")
 @click.option("--draft", default=None, help="Folder of the assistant, where NAME is a folder.")
-@draft_weights_option
+@keeping_options
 @step_options
 @click.option("--db", "db_url", default=None, help="Tuning database whose winners to run. Default: the user's.")
 @click.option("--untuned", is_flag=True, help="Run the default configurations.")
@@ -322,7 +322,7 @@ def step(
 @page_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def profile(
-    name: str, draft: str | None, draft_weights: str, phase: str, batch: int, context: int, tokens: int | None,
+    name: str, draft: str | None, kept: Keeping, phase: str, batch: int, context: int, tokens: int | None,
     db_url: str | None, untuned: bool, device: str | None, tensor_parallel: int, seed: int, page: Path | None,
     against: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
@@ -343,7 +343,7 @@ def profile(
     if untuned and db_url:
         raise UsageError("--untuned runs the defaults: no database is asked", hint="leave out --db")
     step = step_of(phase, batch, context, tokens)
-    whole = find_model(name, draft, draft_weights)
+    whole = find_model(name, draft, kept)
     model = whole.ranks(tensor_parallel)[0]
     made = RunPage("profile", page, against, {"model": model.name, "step": asdict(step)})
     if tensor_parallel == 1:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kerngen.cli.draft_options import draft_weights_option
+from kerngen.cli.keeping_options import keeping_options
 from kerngen.cli.step_options import step_of, step_options
 from kerngen.errors import LaunchError, UsageError
+from kerngen.runtime.config import AS_STORED, Keeping
 from kerngen.system.cores import usable_cores
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Where:
 @click.option("--step", "model_name", default=None, metavar="MODEL",
               help="Time in a whole step of this model: its problems, or those of FILE.toml.")  # fmt: skip
 @step_options
-@draft_weights_option
+@keeping_options
 @click.option("--rounds", type=click.IntRange(1), default=2, show_default=True, help="Times through a step's problems.")
 @click.option("--least", type=click.FloatRange(0, 0.5), default=0.001, show_default=True,
               help="Of the step's time, what must be gained for a candidate to stay in it.")  # fmt: skip
@@ -75,7 +76,7 @@ class Where:
 def ab(
     what: tuple[str, ...], wanted: str, problems: tuple[str, ...], configs: tuple[str, ...], body: str, most: int,
     count: int | None, model_name: str | None, phase: str, batch: int, context: int, tokens: int | None,
-    draft_weights: str, rounds: int, least: float, again: int, folder: Path | None, resume: bool,
+    kept: Keeping, rounds: int, least: float, again: int, folder: Path | None, resume: bool,
     minutes: float | None, dry_run: bool, device_name: str | None, timeout_s: float, db_url: str | None,
     jobs: int | None, seed: int, as_json: bool,
 ) -> None:  # fmt: skip
@@ -93,7 +94,7 @@ def ab(
 
     plans = [read_plan(Path(w)) for w in what if w.endswith(".toml")]
     names = [w for w in what if not w.endswith(".toml")]
-    where = _where(plans, model_name, draft_weights, lambda: step_of(phase, batch, context, tokens))
+    where = _where(plans, model_name, kept, lambda: step_of(phase, batch, context, tokens))
     listed = [e for p in plans for e in p.entries]
     if plans and (names or configs or body or problems or wanted):
         raise UsageError(
@@ -137,18 +138,19 @@ def ab(
         run.conclude()
 
 
-def _where(plans: Sequence[Any], model_name: str | None, draft_weights: str, step: Any) -> Where | None:
+def _where(plans: Sequence[Any], model_name: str | None, kept: Keeping, step: Any) -> Where | None:
     from kerngen.workload.workload import find_model
 
     steps = [p.step for p in plans if p.step]
     if model_name is not None:
-        return Where(find_model(model_name, draft_weights=draft_weights), step())
+        return Where(find_model(model_name, kept=kept), step())
     if not steps:
         return None
     if len(steps) < len(plans) or any(s != steps[0] for s in steps):
         raise UsageError("the files are timed in different places", hint="one command for each step, or --step MODEL")
-    said = {"phase": "decode", "batch": 1, "context": 512, "tokens": None, "draft_weights": "stored"} | steps[0]
-    model = find_model(said["model"], draft_weights=said["draft_weights"])
+    said: dict[str, Any] = {"phase": "decode", "batch": 1, "context": 512, "tokens": None, **asdict(AS_STORED)}
+    said |= steps[0]
+    model = find_model(said["model"], kept=Keeping(**{name: said[name] for name in asdict(AS_STORED)}))
     return Where(model, step_of(said["phase"], said["batch"], said["context"], said["tokens"]))
 
 

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kerngen.arch import Target, find_device, parse_arches
-from kerngen.cli.draft_options import draft_weights_option
+from kerngen.cli.keeping_options import keeping_options
 from kerngen.cli.model_options import engine_option, tensor_parallel_option
 from kerngen.cli.signing import signers, signing_options
 from kerngen.cli.tables import echo
 from kerngen.compiler.compile import Cubin
 from kerngen.errors import CacheError, UsageError
+from kerngen.runtime.config import AS_STORED, Keeping
 from kerngen.system.cores import usable_cores
 from kerngen.system.files import unwritable
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
               help="Boards to choose for (kerngen arch ls). Default: the usual one of each arch.")  # fmt: skip
 @click.option("--model", default=None, help="A model's name or folder: compile what its workload needs.")
 @click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
-@draft_weights_option
+@keeping_options
 @tensor_parallel_option
 @engine_option
 @click.option("--kernel", "kernels", multiple=True, help="Only this kernel; may be given several times.")
@@ -55,7 +56,7 @@ def compile(
     device_names: str | None,
     model: str | None,
     draft: str | None,
-    draft_weights: str,
+    kept: Keeping,
     tensor_parallel: int,
     engine: str,
     kernels: tuple[str, ...],
@@ -90,8 +91,8 @@ def compile(
         raise UsageError("--model and --cases are two things to compile", hint="give one of them")
     if model is None and not cases:
         raise UsageError("name what to compile: --model NAME for a workload, or --cases for the test cases")
-    if cases and (draft is not None or draft_weights != "stored"):
-        raise UsageError("--draft and --draft-weights go with --model NAME: test cases have no drafter")
+    if cases and (draft is not None or kept != AS_STORED):
+        raise UsageError("--draft, --draft-weights and --kv-cache-dtype go with --model NAME: test cases have neither")
     is_bundle = output is not None and model is not None and not ptx
     if (key_files or unsigned) and not is_bundle:
         raise UsageError("--key and --unsigned go with a bundle: --model NAME -o FILE")
@@ -110,7 +111,7 @@ def compile(
         builds = [b for target in targets for b in case_builds(target, names, notes)]
     else:
         stores = [] if untuned else stores_for(db_url or None, targets, own=True)
-        models = [rank.on(engine) for rank in find_model(str(model), draft, draft_weights).ranks(tensor_parallel)]
+        models = [rank.on(engine) for rank in find_model(str(model), draft, kept).ranks(tensor_parallel)]
         builds = models_builds(models, targets, stores, notes, chosen, names)
     require_allowed(builds, cache, ptx=ptx, what=CASES if cases else f"--model {model}")
     keys: list[SecretKey] = []

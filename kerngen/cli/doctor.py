@@ -18,9 +18,10 @@ import click
 from kerngen.arch import ARCHES, borrowed
 from kerngen.boards import DEVICES, NEAR, Device, distance, is_slice, nearest
 from kerngen.cli.doctor_model import examine, print_model, target_of
-from kerngen.cli.draft_options import draft_weights_option
+from kerngen.cli.keeping_options import keeping_options
 from kerngen.cli.model_options import tensor_parallel_option
 from kerngen.errors import KerngenError, UsageError
+from kerngen.runtime.config import AS_STORED, Keeping
 from kerngen.system.gpus import has_driver
 
 
@@ -173,7 +174,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (_python, _compile, _kernels, _gpu, 
 @click.command()
 @click.option("--model", default=None, help="A model's name or folder: say what its kernels would run, and its memory.")
 @click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
-@draft_weights_option
+@keeping_options
 @tensor_parallel_option
 @click.option("--arch", "arch_name", default=None, help="With --model: for this arch. Default: the GPU that is here.")
 @click.option("--device", "device_name", default=None, help="With --model: for this board (kerngen arch ls).")
@@ -183,7 +184,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (_python, _compile, _kernels, _gpu, 
               help="With --model: tokens of a sequence, for its memory.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(
-    model: str | None, draft: str | None, draft_weights: str, tensor_parallel: int,
+    model: str | None, draft: str | None, kept: Keeping, tensor_parallel: int,
     arch_name: str | None, device_name: str | None,
     db_url: str | None, bundle: str | None, context: int, as_json: bool,
 ) -> None:  # fmt: skip
@@ -199,9 +200,10 @@ def doctor(
     """
     from kerngen.runtime.fallbacks import FALLBACKS
 
-    alone = arch_name or device_name or db_url or draft or draft_weights != "stored" or tensor_parallel > 1
+    alone = arch_name or device_name or db_url or draft or kept != AS_STORED or tensor_parallel > 1
     if model is None and alone:
-        raise UsageError("--arch, --device, --db, --draft, --tensor-parallel and --draft-weights go with a --model",
+        raise UsageError("--arch, --device, --db, --draft, --tensor-parallel, --draft-weights and --kv-cache-dtype go "
+                         "with a --model",
                          hint="--model gemma-4-31b")  # fmt: skip
     shipped = bundle or (None if db_url else os.environ.get("KERNGEN_BUNDLE"))
     findings = [check() for check in CHECKS] + ([_bundle(shipped)] if shipped else [])
@@ -212,7 +214,7 @@ def doctor(
         about = examine(
             model,
             draft,
-            draft_weights,
+            kept,
             target_of(arch_name, device_name),
             db_url,
             bundle,

@@ -8,6 +8,7 @@ import click
 
 from kerngen.arch import Target, find_arch, find_device
 from kerngen.errors import DeviceError, UsageError
+from kerngen.runtime.config import Keeping
 
 
 def target_of(arch_name: str | None, device_name: str | None) -> Target:
@@ -34,7 +35,7 @@ def gpu_here() -> Target | None:
 
 
 def examine(
-    model: str, draft: str | None, draft_weights: str, target: Target, db_url: str | None, bundle: str | None,
+    model: str, draft: str | None, kept: Keeping, target: Target, db_url: str | None, bundle: str | None,
     context: int, device_name: str | None = None, *, tensor_parallel: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
     """What `print_model` prints; `works`: whether every kernel is there, or can be made. device_name: as asked. Of a
@@ -48,15 +49,14 @@ def examine(
     from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
     from kerngen.workload.workload import find_model, joined, workload
 
-    ranks = find_model(model, draft, draft_weights).ranks(tensor_parallel)
+    ranks = find_model(model, draft, kept).ranks(tensor_parallel)
     found = ranks[0]
     load = joined([workload(rank, target.arch) for rank in ranks])
     sources, cache, shipped = sources_for(db_url, bundle)
     if shipped is not None:
         shipped.require(target.arch)
     ready = preflight(load, Selector(sources, target), cache)
-    named = [model, *(("--draft", draft) if draft else ())]
-    named += ("--draft-weights", draft_weights) if draft_weights != "stored" else ()
+    named = [model, *(("--draft", draft) if draft else ()), *kept.options]
     named += ("--tensor-parallel", str(tensor_parallel)) if tensor_parallel > 1 else ()
     dtype = TORCH_DTYPE[target.arch.dtype]
     sizes = {"as released": footprint(found.target, found.drafter, dtype, context)}

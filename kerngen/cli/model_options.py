@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from kerngen.cli.draft_options import draft_weights_option
+from kerngen.cli.keeping_options import keeping_options
 from kerngen.errors import UsageError
+from kerngen.runtime.config import Keeping
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 BACKEND_OPTIONS = (
@@ -43,7 +45,7 @@ _OPTIONS = (
     click.option("--draft", type=click.Path(path_type=Path), default=None,
                  help="The drafter, as MODEL. Default: MODEL/assistant or MODEL-assistant, if there is one."),
     click.option("--no-draft", is_flag=True, help="Decode without a drafter."),
-    draft_weights_option,
+    keeping_options,
     click.option("--num-draft-tokens", type=click.IntRange(0, 7), default=None,
                  help="Tokens drafted a step. Default: as many as pay, as measured."),
     *BACKEND_OPTIONS,
@@ -65,7 +67,7 @@ def load_arguments(
     *,
     draft: Path | None,
     no_draft: bool,
-    draft_weights: str,
+    kept: Keeping,
     num_draft_tokens: int | None,
     backend: str,
     dtype: str | None,
@@ -78,13 +80,13 @@ def load_arguments(
     """Arguments of `kerngen.runtime.session.load`. Raises UsageError where options contradict each other."""
     if draft and no_draft:
         raise UsageError("--draft and --no-draft contradict each other")
-    if no_draft and draft_weights != "stored":
-        raise UsageError(f"--draft-weights {draft_weights} and --no-draft contradict each other")
+    if no_draft and not kept.drafts_as_stored:
+        raise UsageError(f"--draft-weights {kept.draft_weights} and --no-draft contradict each other")
     if tensor_parallel > 1 and keep_repacked:
         raise UsageError("--keep-repacked keeps the weights of a whole model, and --tensor-parallel divides it")
     return {
         "folder": os.fspath(model), "draft": os.fspath(draft) if draft else not no_draft,
-        "draft_weights": draft_weights, "num_draft_tokens": num_draft_tokens, "backend": backend, "dtype": dtype,
+        **asdict(kept), "num_draft_tokens": num_draft_tokens, "backend": backend, "dtype": dtype,
         "device": device, "keep_repacked": keep_repacked, "db": db_url or None, "bundle": bundle,
         "tensor_parallel": tensor_parallel,
     }  # fmt: skip

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kerngen.errors import UsageError
+from kerngen.runtime.config import Keeping
 
 if TYPE_CHECKING:
     from kerngen.arch import Device
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def print_plan(
-    model: str, draft: str | None, draft_weights: str, num_ranks: int = 1, board: str | None = None, *, as_json: bool,
+    model: str, draft: str | None, kept: Keeping, num_ranks: int = 1, board: str | None = None, *, as_json: bool,
     which: Collection[Part] = (),
 ) -> None:  # fmt: skip
     """For the released model or the folder `model`, with its drafter; of a model that is divided among ranks what the
@@ -38,7 +39,7 @@ def print_plan(
     from kerngen.workload.workload import find_model
 
     device = None if board is None else _board(board)
-    found = find_model(model, draft, draft_weights).divided(World(0, num_ranks))
+    found = find_model(model, draft, kept).divided(World(0, num_ranks))
     takes = found.media
     media = takes.only(which) if takes else None
     plans = {"as released": plan(found.target, found.drafter, torch.bfloat16, media=media)}
@@ -62,8 +63,8 @@ def print_plan(
     for part, size in towers.items():
         counted = "which are counted above" if part in which else "not counted above, where it is loaded"
         click.echo(f"What embeds {WORDS[part]} takes {size / 1e6:,.0f} MB more, {counted}.")
-    if kept := plans["as released"].media_cache_bytes:
-        click.echo(f"Embeddings that are kept take up to {kept / 1e6:,.0f} MB, which are counted above.")
+    if cached := plans["as released"].media_cache_bytes:
+        click.echo(f"Embeddings that are kept take up to {cached / 1e6:,.0f} MB, which are counted above.")
     if device is not None:
         links = ", nor what the links between GPUs take" if num_ranks > 1 else ""
         boards = device.name if num_ranks == 1 else f"{num_ranks} {device.name}s"

@@ -14,7 +14,7 @@ import click
 from kerngen.cli.model_options import chosen_lines, host_option, load_arguments, load_options, media_option
 from kerngen.cli.tables import say
 from kerngen.cli.utf8 import require_utf8
-from kerngen.runtime.config import in_int4
+from kerngen.runtime.config import Keeping, in_int4
 
 if TYPE_CHECKING:
     from kerngen.runtime.media.values import Kind
@@ -93,7 +93,7 @@ def run(
     plan: bool,
     as_json: bool,
     draft: Path | None,
-    draft_weights: str,
+    kept: Keeping,
     **where: Any,
 ) -> None:
     """Generate text with the Gemma-4 checkpoint in the folder MODEL, or of that name on the Hugging Face hub.
@@ -111,7 +111,7 @@ def run(
     if plan:
         from kerngen.cli.plan import print_plan
 
-        print_plan(str(model), None if draft is None else str(draft), draft_weights, where["tensor_parallel"],
+        print_plan(str(model), None if draft is None else str(draft), kept, where["tensor_parallel"],
                    where["device"], as_json=as_json, which=MediaOptions.parse(media or "none").parts)  # fmt: skip
         return
     has_files = bool(images or videos or audio)
@@ -123,7 +123,7 @@ def run(
     max_soft_tokens = int(image_tokens) if image_tokens else None
     needed = ",".join(name for name, files in (("images", images or videos), ("audio", audio)) if files)
     chosen = MediaOptions.parse(needed or media or "auto", replace(LOCAL, hosts=media_hosts))
-    arguments = {**load_arguments(model, draft=draft, draft_weights=draft_weights, **where), "media": chosen}
+    arguments = {**load_arguments(model, draft=draft, kept=kept, **where), "media": chosen}
     if said is not None and prompt is not None:
         raise UsageError("PROMPT and --prompt are two things to say", hint="quote a prompt of several words")
     prompt = said if prompt is None else prompt

@@ -12,8 +12,9 @@ from click.core import ParameterSource
 
 from kerngen.cli import soak_server
 from kerngen.cli.bench_serve import URL
-from kerngen.cli.draft_options import draft_weights_option
+from kerngen.cli.keeping_options import keeping_options
 from kerngen.cli.model_options import BACKEND_OPTIONS, tensor_parallel_option
+from kerngen.runtime.config import Keeping
 
 MAX_PROMPT = 32_768
 MAX_GROWTH = 256.0  # MB
@@ -40,7 +41,7 @@ _OF_A_MODEL: Sequence[_Decorator] = (
     click.option("--drafting", type=click.Choice(["off", "on", "both"]), default="both", show_default=True,
                  help="both: half of the time each."),
     click.option("--draft", default=None, help="The drafter's folder. Default: the one that goes with MODEL."),
-    draft_weights_option,
+    keeping_options,
     click.option("--num-draft-tokens", type=click.IntRange(1, 7), default=None,
                  help="Tokens drafted a step. Default: as many as pay; with --reproducible 3."),
     click.option("--cancel", type=click.FloatRange(0, 1), default=0.1, show_default=True,
@@ -123,7 +124,7 @@ def bench_soak(target: str, **options: Any) -> None:
 
 def _soak_model(
     target: str, *, minutes: float, check_minutes: float, max_batch: int, max_prompt: int | None, max_new_tokens: int,
-    drafting: str, draft: str | None, draft_weights: str, num_draft_tokens: int | None, cancel: float,
+    drafting: str, draft: str | None, kept: Keeping, num_draft_tokens: int | None, cancel: float,
     kv_memory: float | None, page_size: int, prefill_chunk: int, reproducible: bool, generated: bool,
     max_growth: float | None, backend: str, dtype: str | None, device: str | None, db_url: str | None,
     bundle: str | None, tensor_parallel: int, seed: int, as_json: bool,
@@ -136,11 +137,11 @@ def _soak_model(
     from kerngen.soak.report import soak as run
     from kerngen.system.progress import Reporter
 
-    if drafting == "off" and (draft or num_draft_tokens or draft_weights != "stored"):
+    if drafting == "off" and (draft or num_draft_tokens or not kept.drafts_as_stored):
         raise UsageError("--drafting off contradicts --draft, --draft-weights and --num-draft-tokens")
     with warnings.catch_warnings(record=True, action="always") as caught, Reporter("weights") as bar:
         opened = open_model(
-            target, draft=draft, draft_weights=draft_weights, drafting=drafting != "off", generated=generated,
+            target, draft=draft, kept=kept, drafting=drafting != "off", generated=generated,
             backend=backend, device=device, dtype=dtype, db_url=db_url, bundle=bundle, seed=seed,
             advance=bar.update_bytes, tensor_parallel=tensor_parallel,
         )  # fmt: skip

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kerngen.arch import Arch, Target, find_arch, find_device
-from kerngen.cli.draft_options import draft_weights_option
 from kerngen.cli.duration import Duration
+from kerngen.cli.keeping_options import keeping_options
 from kerngen.cli.model_options import engine_option, tensor_parallel_option
 from kerngen.cli.tables import Table, new_console, say
 from kerngen.cli.tune_cluster import Needed, kind_for, show, submitted
 from kerngen.cli.tune_objective import objective_for, worker_for
 from kerngen.errors import UsageError
+from kerngen.runtime.config import Keeping
 from kerngen.system.cores import usable_cores
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ BEGUN_S = 10.0  # that it takes to record a model and to start the process that 
 @click.option("--model", cls=Needed, help="A model's name, or a folder in Hugging Face format; several with commas, or "
               "all released ones: all. They are tuned one after the other, and share the time budget.")  # fmt: skip
 @click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
-@draft_weights_option
+@keeping_options
 @tensor_parallel_option
 @engine_option
 @click.option("--kernel", "kernels", multiple=True, help="Only this kernel; may be given several times.")
@@ -77,7 +78,7 @@ def tune(
     arch_name: str | None,
     model: str,
     draft: str | None,
-    draft_weights: str,
+    kept: Keeping,
     tensor_parallel: int,
     engine: str,
     kernels: tuple[str, ...],
@@ -132,7 +133,7 @@ def tune(
     models = [
         rank.on(engine)
         for name in dict.fromkeys(asked)
-        for rank in find_model(name, draft, draft_weights).ranks(tensor_parallel)
+        for rank in find_model(name, draft, kept).ranks(tensor_parallel)
     ]
     if page is not None:
         require_page_place(page)

@@ -13,6 +13,7 @@ import torch
 
 from kerngen.errors import UsageError
 from kerngen.runtime.backend import explaining_memory, open_backend
+from kerngen.runtime.config import Keeping
 from kerngen.runtime.hub import find_checkpoint
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import Ops
@@ -48,7 +49,7 @@ def open_model(
     name: str,
     *,
     draft: str | None,
-    draft_weights: str,
+    kept: Keeping,
     drafting: bool,
     generated: bool,
     backend: str,
@@ -63,12 +64,12 @@ def open_model(
     """The released model or the folder `name`, with a drafter where `drafting`.
 
     Weights are the checkpoint's where the folder has any, else, or where `generated`, random ones from `seed`. draft:
-    the drafter's folder, None for the one that goes with the model; draft_weights: see `load`. advance: is told how
-    many bytes of how many are loaded. tensor_parallel: ranks that the model is divided among, as by `load`. Raises as
-    `load` and `open_backend` do, and UsageError where there is no drafter to be had.
+    the drafter's folder, None for the one that goes with the model; kept: how tensors and the cache are. advance: is
+    told how many bytes of how many are loaded. tensor_parallel: ranks that the model is divided among, as by `load`.
+    Raises as `load` and `open_backend` do, and UsageError where there is no drafter to be had.
     """
     opens = partial(
-        _opened_part, name, draft=draft, draft_weights=draft_weights, drafting=drafting, generated=generated,
+        _opened_part, name, draft=draft, kept=kept, drafting=drafting, generated=generated,
         backend=backend, dtype=dtype, db_url=db_url, bundle=bundle, seed=seed,
     )  # fmt: skip
     if tensor_parallel == 1:
@@ -79,7 +80,7 @@ def open_model(
 @torch.inference_mode()
 def _opened_part(
     name: str, collectives: Collectives | None, device: str | None, advance: Callable[[int, int], None] | None, *,
-    draft: str | None, draft_weights: str, drafting: bool, generated: bool, backend: str, dtype: str | None,
+    draft: str | None, kept: Keeping, drafting: bool, generated: bool, backend: str, dtype: str | None,
     db_url: str | None, bundle: str | None, seed: int,
 ) -> Opened:  # fmt: skip
     """What the rank of `collectives` has of the model; all of it for None."""
@@ -95,10 +96,10 @@ def _opened_part(
             )
         ops, weights = opens_backend(), f"weights of {name}"
         with explaining_memory(ops.device):
-            session = open_checkpoint(Path(name), ops, draft=assistant, draft_weights=draft_weights, advance=advance)
+            session = open_checkpoint(Path(name), ops, draft=assistant, kept=kept, advance=advance)
         model, drafter = session.model, session.drafter
     else:
-        found = find_model(name, draft, draft_weights)
+        found = find_model(name, draft, kept)
         if drafting and found.drafter is None:
             raise UsageError(f"{name} is a folder without weights, and no drafter goes with it by itself",
                              hint="name one with --draft, or use --drafting off")  # fmt: skip

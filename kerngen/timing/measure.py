@@ -120,8 +120,9 @@ def compare(kernel: Kernel, case: Case, outputs: dict[str, Any], expected: dict[
     worst_abs = worst_rel = 0.0
     message = ""
     given = {shown: value for _, shown, value in spread(outputs)}
-    for _, shown, want in spread(expected):
-        got = given[shown].reshape(want.shape)
+    for name, shown, its in spread(expected):
+        got, want = (kernel.values_of(case.problem, name, x) for x in (given[shown], its))
+        got = got.reshape(want.shape)
         largest, scale, num_bad, first = _differences(got.reshape(-1), want.reshape(-1), tolerance)
         worst_abs = max(worst_abs, largest)
         worst_rel = max(worst_rel, largest / scale if scale > 0 else largest)

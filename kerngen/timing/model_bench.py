@@ -19,6 +19,7 @@ from kerngen.runtime.executors.collectives import Collectives
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.session import open_divided
 from kerngen.templates.common.screen.screen_spec import bits_of, least_bytes
+from kerngen.templates.values import KV_FORMATS
 from kerngen.workload.generated import generated_model
 
 RUNS = 5
@@ -47,7 +48,8 @@ def step_bytes(model: Gemma4, context: int, batch: int = 1) -> tuple[int, int]:
         if w.ple is not None:
             total += w.ple.gate.num_bytes + w.ple.projection.num_bytes
         visible = min(context, layer.window) if layer.window else context
-        kv += 2 * visible * layer.num_kv_heads * layer.head_dim * weights.embed.element_size()
+        form = KV_FORMATS[config.kv_format_of(config.layers[layer.kv_source])]
+        kv += form.page_bytes(layer.num_kv_heads, visible, layer.head_dim, weights.embed.dtype)
     return total, batch * kv
 
 
@@ -158,6 +160,7 @@ def time_model(
         "model": name, "tensor_parallel": tensor_parallel, "device": board, "backend": ops.name,
         "dtype": str(ops.dtype).removeprefix("torch."),
         "draft_weights": None if drafter_config is None else drafter_config.weights,
+        "kv_format": config.kv_format, "kv_is_shared": config.kv_is_shared,
         "build_s": built, "weight_gb": step_bytes(model, 0)[0] / 1e9, "read_gbps": read_gbps,
         "rows": rows, "configurations": ops.sources(), "outside": ops.outside(), "kernels": _resolved(ops),
     }  # fmt: skip

@@ -22,6 +22,7 @@ from kerngen.runtime.launcher import Function, Launcher, shares_sms
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.selection import default_selector
 from kerngen.templates import find_kernel
+from kerngen.templates.common.attention.kv_formats_torch import randomize
 from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
 from kerngen.templates.kernel import Kernel
 from kerngen.workload.forwards import Forwards
@@ -99,8 +100,7 @@ class StepGraph:
         cache = KVCache.whole(model.config, model.ops, batch=step.batch, max_len=step.context)
         for layer in model.config.layers:
             if layer.owns_kv:
-                cache.pages(layer).k_cache.normal_()
-                cache.pages(layer).v_cache.normal_()
+                randomize(cache.pages(layer))
         return cache
 
     @property

@@ -21,6 +21,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from kerngen.errors import UsageError
 from kerngen.runtime.backend import explaining_memory, open_backend
+from kerngen.runtime.config import Keeping
 from kerngen.runtime.engine import require_draft_tokens
 from kerngen.runtime.executors.collectives import Collectives
 from kerngen.runtime.footprint import tower_bytes
@@ -82,14 +83,14 @@ def generated_tokenizer(vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def write_checkpoint(name: str, folder: Path, *, draft: str | bool, draft_weights: str) -> str:
+def write_checkpoint(name: str, folder: Path, *, draft: str | bool, kept: Keeping) -> str:
     """All of a checkpoint but its weights, in `folder`: the configuration of the model `name`, a tokenizer and a
     template, its own where `name` is a folder that has them. Returns in words where the text comes from.
 
-    draft, draft_weights: as `load_generated`. Raises UnknownName, CheckpointError, and UsageError where there is no
+    draft: as `load_generated`. Raises UnknownName, CheckpointError, and UsageError where there is no
     drafter to be had.
     """
-    found = find_model(name, None if isinstance(draft, bool) else draft, draft_weights)
+    found = find_model(name, None if isinstance(draft, bool) else draft, kept)
     if draft and found.drafter is None:
         raise UsageError(f"{name} is a folder, and no drafter goes with its shapes by itself",
                          hint="name one with --draft, or leave drafting out with --no-draft")  # fmt: skip
@@ -112,6 +113,8 @@ def load_generated(
     name: str,
     draft: str | bool,
     draft_weights: str,
+    kv_cache_dtype: str,
+    kv_cache_layout: str,
     num_draft_tokens: int | None,
     backend: str,
     dtype: str | None,
@@ -129,26 +132,27 @@ def load_generated(
     draft: True for a released model's own drafter, which is generated too; a folder with the configuration of one.
     Raises as `load` does.
     """
+    kept = Keeping(draft_weights, kv_cache_dtype, kv_cache_layout)
     opens = partial(
-        _generated_part, folder, name=name, draft=draft, draft_weights=draft_weights, num_draft_tokens=num_draft_tokens,
+        _generated_part, folder, name=name, draft=draft, kept=kept, num_draft_tokens=num_draft_tokens,
         backend=backend, dtype=dtype, db=db, bundle=bundle, seed=seed, media=media or MediaOptions(),
     )  # fmt: skip
     if tensor_parallel == 1:
         return opens(None, device, advance)
-    found = find_model(name, None if isinstance(draft, bool) else draft, draft_weights)
+    found = find_model(name, None if isinstance(draft, bool) else draft, kept)
     return open_divided(tensor_parallel, found.target, opens, device, backend=backend)
 
 
 def _generated_part(
     folder: str | os.PathLike[str], collectives: Collectives | None, device: str | None, advance: Any, *, name: str,
-    draft: str | bool, draft_weights: str, num_draft_tokens: int | None, backend: str, dtype: str | None,
+    draft: str | bool, kept: Keeping, num_draft_tokens: int | None, backend: str, dtype: str | None,
     db: str | None, bundle: str | None, seed: int, media: MediaOptions,
 ) -> Session:  # fmt: skip
     """What the rank of `collectives` has of the model; all of it for None."""
     began = time.perf_counter()
     named = None if isinstance(draft, bool) else draft
     ops = open_backend(backend, device=device, dtype=dtype, db_url=db, bundle=bundle, collectives=collectives)
-    found = find_model(name, named, draft_weights).divided(ops.collectives.world)
+    found = find_model(name, named, kept).divided(ops.collectives.world)
     place, drafter_config = Path(folder), found.drafter if draft else None
     if drafter_config is not None:
         require_draft_tokens(num_draft_tokens, ops)

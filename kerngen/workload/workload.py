@@ -16,7 +16,14 @@ from typing import Any
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import UnknownName, UsageError
-from kerngen.runtime.config import DrafterConfig, ModelConfig, read_drafter_config, read_model_config
+from kerngen.runtime.config import (
+    AS_STORED,
+    DrafterConfig,
+    Keeping,
+    ModelConfig,
+    read_drafter_config,
+    read_model_config,
+)
 from kerngen.runtime.config_fields import read_config
 from kerngen.runtime.media.config import MediaConfig, read_media_config
 from kerngen.runtime.world import World, most_rows
@@ -215,19 +222,19 @@ def _sizes(config: ModelConfig) -> tuple[Any, ...]:
     return config.num_q_heads, config.moe_intermediate_size, config.vocab_span.size, *each
 
 
-def find_model(name: str, drafter: str | None = None, draft_weights: str = "stored") -> Model:
+def find_model(name: str, drafter: str | None = None, kept: Keeping = AS_STORED) -> Model:
     """A released model by name, or the one in a Hugging Face folder, whose config.json is read and checked.
 
-    drafter: folder of the assistant that goes with a folder. draft_weights: what its matrices are kept as, see
-    DrafterConfig.keeping. Raises UnknownName, CheckpointError or UsageError.
+    drafter: folder of the assistant that goes with a folder. kept: how its tensors and the cache are. Raises
+    UnknownName, CheckpointError or UsageError.
     """
     found = _find_model(name, drafter)
     if found.drafter is not None:
-        return replace(found, drafter=found.drafter.keeping(draft_weights))
-    if draft_weights != "stored":
-        raise UsageError(f"--draft-weights {draft_weights}: no drafter goes with {name} by itself",
+        return replace(found, target=found.target.keeping(kept), drafter=found.drafter.keeping(kept))
+    if not kept.drafts_as_stored:
+        raise UsageError(f"--draft-weights {kept.draft_weights}: no drafter goes with {name} by itself",
                          hint="name it: --draft FOLDER")  # fmt: skip
-    return found
+    return replace(found, target=found.target.keeping(kept))
 
 
 def _find_model(name: str, drafter: str | None) -> Model:

@@ -9,7 +9,7 @@ import torch
 from kerngen.runtime.cache import KINDS, PAGE_SIZE
 from kerngen.runtime.config import LayerConfig, ModelConfig
 from kerngen.runtime.engine.scheduler import pages_for, window_pages
-from kerngen.templates.values import PLAIN, KVFormat
+from kerngen.templates.values import KV_FORMATS
 
 PREFILL_CHUNK = 2048
 LEAST_CHUNK = 256  # where memory is short: the scheduler shortens chunks to the pages there are
@@ -30,7 +30,6 @@ class CacheShape:
     step: int = 16  # two steps of 8 tokens
     chunk: int = PREFILL_CHUNK
     drafter_layers: tuple[LayerConfig, ...] = ()
-    kv_format: KVFormat = PLAIN
     longest_block: int = 0
 
     @property
@@ -39,7 +38,7 @@ class CacheShape:
         total = dict.fromkeys(KINDS, 0)
         for layer in (*self.config.layers, *self.drafter_layers):
             if layer.owns_kv:
-                total[layer.kind] += self.kv_format.page_bytes(
+                total[layer.kind] += KV_FORMATS[self.config.kv_format_of(layer)].page_bytes(
                     layer.num_kv_heads, self.page_size, layer.head_dim, self.dtype
                 )
         return total

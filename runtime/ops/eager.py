@@ -36,7 +36,9 @@ from kerngen.runtime.weights.layout import MoeWeights, PleLayerWeights
 from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.check_pages.reference import checked_pages
 from kerngen.templates.common.attention.attention_torch import attend, first_key, gather_pages
+from kerngen.templates.common.attention.heads_torch import folded_weight
 from kerngen.templates.common.attention.heads_torch import slots_of as rows_of
+from kerngen.templates.common.attention.kv_formats_torch import read_rows, write_rows
 from kerngen.templates.common.rows.spec import require
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, gelu_gated, rms_norm, rope
 from kerngen.templates.common.w4.pack import dequantize
@@ -144,11 +146,13 @@ class TorchOps:
         v_raw = rows[:, end:] if rows.shape[1] > end else k_raw
         k = self._normed_and_turned(k_raw, heads.k_weight, heads, positions)
         _write(kv, slots, k, self.rmsnorm(v_raw, None, eps))
-        return self._normed_and_turned(rows[:, :num_q_heads], heads.q_weight, heads, positions)
+        return self._normed_and_turned(rows[:, :num_q_heads], _q_weight(heads, kv), heads, positions)
 
     def q_norm_rope(self, q: Tensor, heads: HeadNorms, batch: AttnBatch) -> Tensor:
-        rows = q.view(len(q), -1, heads.head_dim)
-        return self._normed_and_turned(rows, heads.q_weight, heads, positions_of(batch))
+        return self._queries(q, heads.q_weight, heads, batch)
+
+    def _queries(self, q: Tensor, weight: Tensor, heads: HeadNorms, batch: AttnBatch) -> Tensor:
+        return self._normed_and_turned(q.view(len(q), -1, heads.head_dim), weight, heads, positions_of(batch))
 
     def _normed_and_turned(self, x: Tensor, weight: Tensor, heads: HeadNorms, positions: Tensor) -> Tensor:
         normed = self.rmsnorm(x, weight, heads.eps).float()
@@ -158,7 +162,7 @@ class TorchOps:
         if heads.owns_kv:
             q = self.qkv_norm_rope(projected, heads, kv, batch)
         else:
-            q = self.q_norm_rope(projected, heads, batch)
+            q = self._queries(projected, _q_weight(heads, kv), heads, batch)
         return self.attn_decode(q, kv, batch)
 
     def attn_decode(self, q: Tensor, kv: KVView, batch: AttnBatch) -> Tensor:
@@ -295,14 +299,20 @@ def unpacked(weights: WeightView) -> WeightView:
     return replace(made, rows=weights.rows, is_summand=weights.is_summand)
 
 
+def _q_weight(heads: HeadNorms, kv: KVView) -> Tensor:
+    """Of queries of that cache."""
+    k_weight = heads.folded(kv.format)
+    return heads.q_weight if k_weight is None else folded_weight(heads.q_weight, k_weight, heads.num_rotated_pairs)
+
+
 def _write(kv: KVView, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
     """Put k, v [T, nkv, d] into cache rows slot_mapping [T]; negative slots are skipped."""
     if bool((slot_mapping < 0).any()):
         keep = slot_mapping >= 0
         slot_mapping, k, v = slot_mapping[keep], k[keep], v[keep]
     page, row = slot_mapping // kv.page_size, slot_mapping % kv.page_size
-    kv.k_cache[page, :, row] = k
-    kv.v_cache[page, :, row] = v
+    for pool, new, keys in ((kv.k_cache, k, True), (kv.v_cache, v, False)):
+        write_rows(pool, kv.format.name, page, row, new, keys=keys)
 
 
 def _attend_each(queries: Sequence[Tensor], kv: KVView, batch: AttnBatch) -> Tensor:
@@ -322,7 +332,10 @@ def _attend(q: Tensor, kv: KVView, table: Tensor, kv_len: int, mask: Mask) -> Te
     first = min(first_key(kv_len, len(q), mask.window), max(kv_len, 0))
     if len(q) == 1 and first < kv_len:
         return _attend_one(q, kv, table, first, kv_len).to(q.dtype)
-    k, v = (gather_pages(pool, table, first, kv_len) for pool in (kv.k_cache, kv.v_cache))
+    k, v = (
+        gather_pages(pool, table, first, kv_len, kv.format.name, q.dtype, keys=keys)
+        for pool, keys in ((kv.k_cache, True), (kv.v_cache, False))
+    )
     causal = mask.kind == "causal"
     return attend(q, k, v, kv_len, causal=causal, window=mask.window, ends=mask.ends).to(q.dtype)
 
@@ -335,7 +348,10 @@ def _attend_one(q: Tensor, kv: KVView, table: Tensor, first: int, kv_len: int) -
     page, row = table[at // kv.page_size].long(), at % kv.page_size
     heads = q.view(1, kv.num_kv_heads, -1, q.shape[2]).float()  # [1, nkv, group, d]
     out = []
+    name = kv.format.name
     for head in range(kv.num_kv_heads):
-        scores = torch.einsum("qgd,kd->gqk", heads[:, head], kv.k_cache[page, head, row].float())
-        out.append(torch.einsum("gqk,kd->qgd", torch.softmax(scores, dim=-1), kv.v_cache[page, head, row].float()))
+        k = read_rows(kv.k_cache, name, q.dtype, page, row, head, keys=True).float()
+        v = read_rows(kv.v_cache, name, q.dtype, page, row, head, keys=False).float()
+        weights = torch.softmax(torch.einsum("qgd,kd->gqk", heads[:, head], k), dim=-1)
+        out.append(torch.einsum("gqk,kd->qgd", weights, v))
     return torch.cat(out, dim=1)

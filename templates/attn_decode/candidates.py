@@ -25,7 +25,7 @@ def candidates(p: Problem, target: Target) -> Iterator[Config]:
     eighth of each key, and blocks of eight of many rows. Some may be invalid. Raises ProblemError where no shape fits.
     """
     sms, shape = target.device.num_sms, _default_shape(p, target)
-    if not target.arch.has_wgmma or p.head_dim == 128:
+    if not target.arch.has_wgmma or p.head_dim == 128 or p.kv_format != "plain":
         yield from _mma(p, target, shape, 1 / 4, 1 / 2, 1, 2, 4)
         return
     groups, eights, quarters = p.groups(shape.block_m), p.groups(8), Config(8, 16, 4, 8, 3)

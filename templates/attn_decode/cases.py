@@ -12,6 +12,8 @@ from kerngen.templates.attn_decode.op import attn_decode, attn_decode_into, attn
 from kerngen.templates.attn_decode.spec import Problem
 from kerngen.templates.call import Op
 from kerngen.templates.common.attention.heads_torch import in_pages, inverse_frequencies
+from kerngen.templates.common.attention.kv_formats_torch import in_format
+from kerngen.templates.common.rows.spec import is_shared
 from kerngen.templates.kernel import Case, asking
 
 NO_PAGE = 0x3FFFFFFF  # a table entry that faults if it is followed
@@ -130,11 +132,51 @@ def _pages() -> list[Case]:
     return cases
 
 
+def _formats() -> list[Case]:
+    """Codes and scales, among rows whose scales are NaN; K and V in one pool."""
+    cases = []
+    for seed, (head_dim, dtype, page) in enumerate(((128, "fp16", 16), (256, "bf16", 32), (512, "bf16", 64))):
+        two: dict[str, Any] = {"head_dim": head_dim, "num_q_heads": 4, "num_kv_heads": 2, "dtype": dtype}
+        two |= {"page_size": page, "kv_format": "int8"}
+        turned: dict[str, Any] = {"num_rotated_pairs": head_dim // 2}
+        tag, lens = f"d{head_dim}-{dtype}-int8", [0, 1, page - 1, page, page + 1, 3 * page + 5, 700]
+        cases += [
+            _case(tag, lens, 200 + seed, **two),
+            _case(f"{tag}-qkv-q4-window40", [0, 2, 3, 4, 5, 17, 33, 39, 41, 44, 300], 210 + seed, q_len=4, window=40,
+                  source="qkv", **two, **turned),
+        ]  # fmt: skip
+    for seed, (kv_format, dtype) in enumerate(
+        (kv_format, dtype) for kv_format in ("shared", "shared_int8") for dtype in ("fp16", "bf16")
+    ):
+        one: dict[str, Any] = {"head_dim": 512, "num_q_heads": 8, "num_kv_heads": 1, "dtype": dtype}
+        one |= {"kv_format": kv_format}
+        tag, lens = f"d512-{dtype}-{kv_format}", [0, 1, 63, 64, 65, 197, 700]
+        cases += [
+            _case(tag, lens, 230 + seed, page_size=64, **one),
+            _case(f"{tag}-qk-q2", lens, 240 + seed, q_len=2, source="qk", page_size=32, num_rotated_pairs=64, **one),
+        ]  # fmt: skip
+    shared: dict[str, Any] = {"head_dim": 512, "num_q_heads": 4, "num_kv_heads": 1, "dtype": "fp16"}
+    shared |= {"num_rotated_pairs": 64}
+    cases += [
+        _case(f"{kv_format}-raw_q", [64, 130, 1000], 250, source="raw_q", kv_format=kv_format, **shared)
+        for kv_format in ("shared", "shared_int8")
+    ]
+    both: dict[str, Any] = {"head_dim": 512, "num_q_heads": 16, "num_kv_heads": 2, "dtype": "fp16", "kv_format": "int8"}
+    cases += [
+        _case("d512-fp16-int8-qk", [64, 130, 1000], 220, source="qk", num_rotated_pairs=64, **both),
+        _case("d512-fp16-int8-raw_q-q3", [64, 130, 1000], 221, source="raw_q", q_len=3, num_rotated_pairs=64, **both),
+        _case("d256-fp16-int8-skipped", [70, 4, 129, 2], 222, {"skipped": [0, 3, 5, 8, 9, 10, 11]}, q_len=4,
+              source="qkv", num_rotated_pairs=128, **(both | {"head_dim": 256})),
+    ]  # fmt: skip
+    return cases
+
+
 CASES: tuple[Case, ...] = (
     *_edges(),
     *_groups(),
     *_raw(),
     *_pages(),
+    *_formats(),
     *(
         _case(f"into-{dtype}", [130, 0, 41], 64, {"into": True}, num_q_heads=4, num_kv_heads=2, dtype=dtype,
               page_heads=4)
@@ -201,8 +243,7 @@ def inputs(case: Case, device: torch.device) -> dict[str, Any]:
     return {
         "out": torch.full_like(q[:, : p.num_q_heads], float("nan")),
         "q": q if p.source == "q" else (2 * q).flatten(1),
-        "k_cache": k,
-        "v_cache": v,
+        **dict(zip(("k_cache", "v_cache"), in_format(k, v, p.kv_format), strict=True)),
         "block_table": table,
         "kv_lens": torch.tensor(kv_lens, dtype=torch.int32, device=device),
         "sm_scale": case.options.get("sm_scale", 3 * p.head_dim**-0.5),
@@ -241,12 +282,16 @@ def _raw_inputs(
         for cache in (k, v):
             cache[new // p.page_size, :, new % p.page_size] = float("nan")
         made |= {"k_weight": weight(), "slot_mapping": slots}
+    elif is_shared(p.kv_format):
+        made["k_weight"] = weight()
     return made
 
 
-def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
-    """The op that asks for this case, and its arguments."""
+def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]] | None:
+    """The op that asks for this case, and its arguments. None for a cache with scales, which no library's op takes."""
     p = case.problem
+    if p.kv_format != "plain":
+        return None
     if p.source == "q":
         own = attn_decode_into if case.options.get("into") else attn_decode
         return asking(own, case, inputs, max_kv_len=p.kv_len)

@@ -96,22 +96,23 @@ def _call(
     logit_cap: float,
 ) -> Call[Tensor]:
     """source: what `q` holds, as Problem has it. heads: None where it holds q itself."""
-    kv.require_plain()
+    kv.require_known()
     require(heads is None or batch.positions is not None, "positions is None: RoPE turns q and k by them")
     require(batch.cu_seqlens_q is None, "attn_decode has one q_len for all: attn_prefill takes ragged queries")
     require(batch.mask.is_causal, "attn_decode has causal masks: attn_prefill takes queries that see keys behind them")
     sequences, max_pages = batch.block_table.shape
-    _, num_kv_heads, page_size, dim = kv.k_cache.shape
+    page_size = kv.page_size
     problem = Problem(
-        dim, out.shape[1], num_kv_heads, batch.q_len, page_size, batch.mask.window, DTYPE_NAME[q.dtype],
+        kv.head_dim, out.shape[1], kv.num_kv_heads, batch.q_len, page_size, batch.mask.window, DTYPE_NAME[q.dtype],
         logit_cap > 0, sequences, batch.keys_that_matter(page_size), source,
-        heads.num_rotated_pairs if heads else 0, kv.page_heads,
+        heads.num_rotated_pairs if heads else 0, kv.page_heads, kv.format.name,
     ) if sequences else None  # fmt: skip
     owns_kv = source in ("qk", "qkv")
+    k_weight = heads and (heads.k_weight if owns_kv else heads.folded(kv.format))
     arguments = {
         "out": out, "q": q, "k_cache": kv.k_cache, "v_cache": kv.v_cache, "block_table": batch.block_table,
         "kv_lens": batch.kv_lens, "q_weight": heads and heads.q_weight,
-        "k_weight": heads.k_weight if heads and owns_kv else None, "inv_freq": heads and heads.inv_freq,
+        "k_weight": k_weight, "inv_freq": heads and heads.inv_freq,
         "positions": batch.positions if heads else None, "slot_mapping": batch.slot_mapping if owns_kv else None,
         "sm_scale": sm_scale, "logit_cap": logit_cap, "eps": heads.eps if heads else 0.0, "batch": sequences,
         "max_pages": max_pages,

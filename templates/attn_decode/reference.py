@@ -9,28 +9,46 @@ from torch import Tensor
 
 from kerngen.templates.attn_decode.spec import Problem
 from kerngen.templates.common.attention.attention_torch import attend, first_key, gather_pages
-from kerngen.templates.common.attention.heads_torch import new_heads, written
+from kerngen.templates.common.attention.heads_torch import new_heads, written_both
+from kerngen.templates.common.attention.kv_formats_torch import CODE_FLIP, all_values
+from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
 from kerngen.templates.kernel import Tolerance
+from kerngen.templates.values import KV_FORMATS
+
+CACHES = ("k_cache", "v_cache")
 
 
 def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """out [batch * q_len, num_q_heads, head_dim], and the caches if the problem owns K and V, in fp32."""
+    """out [batch * q_len, num_q_heads, head_dim], fp32; and the caches if the problem owns K and V, as
+    `written_both` gives them.
+    """
     p, out, results = problem, [], {}
     q = inputs["q"]
     if p.source != "q":
         num_kv_heads = p.num_kv_heads if p.owns_kv else 0
-        q, k, v = new_heads(q, p.num_q_heads, num_kv_heads, p.source == "qk", p.num_rotated_pairs, p.dtype, inputs)
+        shared = KV_FORMATS[p.kv_format].is_shared
+        q, k, v = new_heads(q, p.num_q_heads, num_kv_heads, p.source == "qk", p.num_rotated_pairs, p.dtype, inputs,
+                            shared=shared)  # fmt: skip
         if p.owns_kv:
             at = inputs["kv_lens"][:, None] - p.q_len + torch.arange(p.q_len, device=q.device)  # [batch, q_len]
             slots = inputs["slot_mapping"].where(at.flatten() >= 0, -1)
-            results = {name: written(inputs[name], slots, new) for name, new in (("k_cache", k), ("v_cache", v))}
-    caches = [results.get(name, inputs[name]) for name in ("k_cache", "v_cache")]
+            made = written_both(inputs["k_cache"], inputs["v_cache"], slots, k, v, p.kv_format)
+            results = dict(zip(CACHES, made, strict=True))
+    caches = [results.get(name, inputs[name]) for name in CACHES]
     for queries, pages, kv_len in zip(q.split(p.q_len), inputs["block_table"], inputs["kv_lens"].tolist(), strict=True):
         first = first_key(kv_len, p.q_len, p.window)
-        k, v = (gather_pages(cache, pages, first, kv_len) for cache in caches)
+        k, v = (
+            gather_pages(cache, pages, first, kv_len, p.kv_format, TORCH_DTYPE[p.dtype], keys=keys)
+            for cache, keys in zip(caches, (True, False), strict=True)
+        )
         cap = inputs["logit_cap"] if p.logit_cap else 0.0
         out.append(attend(queries, k, v, kv_len, window=p.window, sm_scale=inputs["sm_scale"], logit_cap=cap))
     return {"out": torch.cat(out), **results}
+
+
+def values(problem: Problem, name: str, tensor: Tensor) -> Tensor:
+    """What an output holds, in the caches' format or not."""
+    return all_values(tensor, problem.kv_format, TORCH_DTYPE[problem.dtype]) if name in CACHES else tensor
 
 
 def tolerance(problem: Problem) -> Tolerance:
@@ -38,9 +56,10 @@ def tolerance(problem: Problem) -> Tolerance:
 
     Probabilities sum to 1, so their rounding moves the output by at most u * sum p |v| <= u * max |v|, and |v| < 6 in
     the cases; the signs differ, so that the sum stays near u. 4u covers it and the last rounding. Of heads that are
-    made here a rounding may flip, as qkv_norm_rope's may: of values of about 4 and less, by 8u.
+    made here a rounding may flip, as qkv_norm_rope's may: of values of about 4 and less, by 8u, and then a code.
     """
     u = 2.0**-8 if problem.dtype == "bf16" else 2.0**-11
     if problem.source == "q":
         return Tolerance(4 * u, 4 * u, f"4 roundings to {problem.dtype} (u = {u:.1e})")
-    return Tolerance(8 * u, 4 * u, f"a flipped rounding of values up to 4, or 4 roundings, to {problem.dtype}")
+    code = CODE_FLIP if problem.owns_kv and KV_FORMATS[problem.kv_format].group else 0.0
+    return Tolerance(8 * u + code, 4 * u, f"a flipped rounding of values up to 4, or 4 roundings, to {problem.dtype}")

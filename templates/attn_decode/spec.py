@@ -19,7 +19,15 @@ from typing import ClassVar
 
 from kerngen.arch import Arch, Target
 from kerngen.templates.attn_decode import wgmma_ws
-from kerngen.templates.common.rows.spec import require, require_dtypes, require_heads, require_page_heads
+from kerngen.templates.common.rows.spec import (
+    kv_row_bytes,
+    require,
+    require_dtypes,
+    require_heads,
+    require_kv_format,
+    require_page_heads,
+    require_shared,
+)
 from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, TensorMap, args
 
 SOURCES = {"q": 0, "raw_q": 0, "qkv": 2, "qk": 1}  # what `q` holds: heads of K and V in it, for each kv head
@@ -55,6 +63,7 @@ class Problem:
     source: str = "q"
     num_rotated_pairs: int = 0  # 0 with source q
     page_heads: int = 0  # that a page of each cache has in memory (values.py, page_strides); 0: num_kv_heads
+    kv_format: str = "plain"  # of the caches (values.py, KVFormat)
 
     def __post_init__(self) -> None:
         require(self.head_dim in (128, 256, 512), f"head_dim={self.head_dim}: attn_decode serves 128, 256 and 512")
@@ -71,6 +80,9 @@ class Problem:
         pairs, most = self.num_rotated_pairs, 0 if self.source == "q" else self.head_dim // 2
         require(0 <= pairs <= most, f"num_rotated_pairs={pairs} is not in 0..{most} (source {self.source})")
         require_page_heads(self.page_heads, self.num_kv_heads)
+        if self.source != "q":
+            require_shared(self.kv_format, self.source != "qkv", self.num_rotated_pairs)
+        require_kv_format(self.kv_format, self.head_dim, self.page_size, self.page_heads)
 
     @property
     def rows(self) -> int:
@@ -85,6 +97,11 @@ class Problem:
     def owns_kv(self) -> bool:
         """Whether K and V of the new tokens are made here."""
         return SOURCES[self.source] > 0
+
+    @property
+    def kv_row_bytes(self) -> int:
+        """What a key, or a value, of a head takes in the caches."""
+        return kv_row_bytes(self.kv_format, self.head_dim, self.dtype)
 
     @property
     def num_heads(self) -> int:
@@ -302,8 +319,9 @@ def workspace_bytes(p: Problem, c: Config, target: Target) -> int:
 
 def cost(p: Problem) -> Cost:
     """Each visible key and value once, q and out once, new keys and values written once; two products."""
-    old, new = p.batch * p.visible * p.num_kv_heads * 2, p.num_kv_heads * 2 if p.owns_kv else 0  # keys and values
-    ends = p.batch * p.q_len * (p.num_heads + p.num_q_heads + new)
+    new = p.q_len if p.owns_kv else 0  # tokens whose keys and values are written
+    cached = p.batch * (p.visible + new) * p.num_kv_heads * 2 * p.kv_row_bytes
+    ends = p.batch * p.q_len * (p.num_heads + p.num_q_heads)
     constants = 0 if p.source == "q" else 3 if p.owns_kv else 2  # norms; frequencies, half as many, in fp32
     flops = 4 * p.batch * p.q_len * p.num_q_heads * p.visible * p.head_dim
-    return Cost(bytes=(old + ends + constants) * p.head_dim * 2, flops=flops)
+    return Cost(bytes=cached + (ends + constants) * p.head_dim * 2, flops=flops)

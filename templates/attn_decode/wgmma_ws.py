@@ -127,6 +127,8 @@ def why_not(p: Problem, c: Config, arch: Arch) -> str | None:
     """Why `c` cannot run, but for shared memory that is too small."""
     if not arch.has_wgmma:
         return f"body=wgmma_ws needs wgmma, which {arch} (number {arch.number}) lacks; body=mma"
+    if p.kv_format != "plain":
+        return f"body=wgmma_ws brings rows in boxes, as they lie; kv_format={p.kv_format} is put together in body=mma"
     for name, (values, why) in ALLOWED.items():
         if (value := getattr(c, name)) not in values:
             return f"{name}={value}: {why}"

@@ -14,6 +14,7 @@ from kerngen.templates.attn_prefill.op import attn_prefill, attn_prefill_dense, 
 from kerngen.templates.attn_prefill.spec import Problem
 from kerngen.templates.call import Op
 from kerngen.templates.common.attention.heads_torch import in_pages
+from kerngen.templates.common.attention.kv_formats_torch import in_format
 from kerngen.templates.kernel import Case, asking
 
 Images = tuple[tuple[int, int], ...]  # of a sequence, the first and the last position of each
@@ -127,8 +128,32 @@ def _with_images() -> list[Case]:
     ]
 
 
+def _formats() -> list[Case]:
+    """Codes and scales, among rows whose scales are NaN; K and V in one pool."""
+    two: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2, "kv_format": "int8"}
+    cases = []
+    for head_dim, dtype in ((128, "fp16"), (256, "bf16"), (512, "bf16")):
+        shape = {"head_dim": head_dim, "dtype": dtype, **two}
+        tag = f"d{head_dim}-{dtype}-int8"
+        cases += [
+            _case(f"{tag}-chunk", _CHUNK_Q, _CHUNK_KV, 30, page_size=16, **shape),
+            _case(f"{tag}-window", _WINDOW_Q, _WINDOW_KV, 31, page_size=64, window=40, **shape),
+        ]
+    for kv_format, dtype in (("shared", "fp16"), ("shared", "bf16"), ("shared_int8", "fp16"), ("shared_int8", "bf16")):
+        shape = {"head_dim": 512, "dtype": dtype, **two, "kv_format": kv_format}
+        cases.append(_case(f"d512-{dtype}-{kv_format}-chunk", _CHUNK_Q, _CHUNK_KV, 34, page_size=64, **shape))
+    shape = {"head_dim": 256, "dtype": "fp16", **two}
+    return [
+        *cases,
+        _case("d256-fp16-int8-images", _IMAGES_Q, _IMAGES_KV, 32, images=_IMAGES, page_size=32, window=16, **shape),
+        _case("d512-fp16-int8-chunks", [64, 1, 0, 37, 2], [5003, 300, 9, 1029, 127], 33, page_size=64,
+              **(shape | {"head_dim": 512})),
+    ]  # fmt: skip
+
+
 CASES: tuple[Case, ...] = (
     *_edges(),
+    *_formats(),
     # No key at all, and queries before the first key: zeros.
     _case("no-keys", [3, 5, 2], [0, 2, 2], 9, head_dim=128, num_q_heads=4, num_kv_heads=2, page_size=16, dtype="fp16"),
     # A group that divides no tile, and a page size that divides none either.
@@ -245,17 +270,18 @@ def _paged(
         for cache in (k, v):
             cache[table[s, at // size].long(), :, at % size] = random(len(at), p.num_kv_heads, p.head_dim)
     kv_lens = torch.tensor([hi for _, hi in seen], dtype=torch.int32, device=device)
+    k, v = in_format(k, v, p.kv_format)
     return {"k": k, "v": v, "block_table": table, "kv_lens": kv_lens, "max_pages": max_pages}
 
 
 def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]] | None:
     """The op that asks for this case, and its arguments. None where no op has that: later keys seen in pages; ends with
-    dense keys.
+    dense keys; a cache with scales.
     """
     p = case.problem
     if not p.page_size:
         return None if p.ends else asking(attn_prefill_dense, case, inputs, max_seqlen_k=p.kv_len)
-    if not p.causal:
+    if not p.causal or p.kv_format != "plain":
         return None
     own = attn_prefill_into if case.options.get("into") else attn_prefill
     return asking(own, case, inputs, k_cache=inputs["k"], v_cache=inputs["v"], max_kv_len=p.kv_len)

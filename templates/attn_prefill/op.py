@@ -53,16 +53,17 @@ def attn_prefill_into(
 def _paged_call(
     q: Tensor, out: Tensor, kv: KVView, batch: AttnBatch, sm_scale: float, logit_cap: float
 ) -> Call[Tensor]:
-    kv.require_plain()
+    kv.require_known()
     require(batch.cu_seqlens_q is not None, "cu_seqlens_q is None: attn_prefill takes ragged queries")
     sequences, max_pages = batch.block_table.shape
-    _, num_kv_heads, page_size, dim = kv.k_cache.shape
+    page_size = kv.page_size
     (tokens, num_q_heads, _), mask = q.shape, batch.mask
     problem = None
     if tokens:
         problem = Problem(
-            dim, num_q_heads, num_kv_heads, page_size, mask.window, mask.kind == "causal", DTYPE_NAME[q.dtype],
-            logit_cap > 0, sequences, tokens, batch.keys_that_matter(page_size), kv.page_heads, mask.ends is not None,
+            kv.head_dim, num_q_heads, kv.num_kv_heads, page_size, mask.window, mask.kind == "causal",
+            DTYPE_NAME[q.dtype], logit_cap > 0, sequences, tokens, batch.keys_that_matter(page_size), kv.page_heads,
+            mask.ends is not None, kv.format.name,
         )  # fmt: skip
     arguments = {
         "out": out, "q": q, "k": kv.k_cache, "v": kv.v_cache, "cu_seqlens_q": batch.cu_seqlens_q, "cu_seqlens_k": None,

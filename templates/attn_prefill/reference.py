@@ -10,6 +10,8 @@ from torch import Tensor
 
 from kerngen.templates.attn_prefill.spec import Problem
 from kerngen.templates.common.attention.attention_torch import attend, first_key, gather_pages
+from kerngen.templates.common.attention.kv_formats_torch import all_values
+from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
 from kerngen.templates.kernel import Tolerance
 
 
@@ -23,7 +25,18 @@ def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
         if p.page_size:
             kv_len = int(inputs["kv_lens"][s])
             lo = min(first_key(kv_len, end - begin, p.window), kv_len)
-            k, v = (gather_pages(inputs[name], inputs["block_table"][s], lo, kv_len) for name in ("k", "v"))
+            k, v = (
+                gather_pages(
+                    inputs[name],
+                    inputs["block_table"][s],
+                    lo,
+                    kv_len,
+                    p.kv_format,
+                    TORCH_DTYPE[p.dtype],
+                    keys=name == "k",
+                )
+                for name in ("k", "v")
+            )
         else:
             keys = slice(int(inputs["cu_seqlens_k"][s]), int(inputs["cu_seqlens_k"][s + 1]))
             k, v = inputs["k"][keys], inputs["v"][keys]
@@ -40,6 +53,11 @@ def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
             logit_cap=inputs["logit_cap"] if p.logit_cap else 0.0,
         )
     return {"out": out}
+
+
+def values(problem: Problem, name: str, tensor: Tensor) -> Tensor:
+    """What an output holds, and of the caches what they do, in their format or not."""
+    return all_values(tensor, problem.kv_format, TORCH_DTYPE[problem.dtype]) if name in ("k", "v") else tensor
 
 
 def tolerance(problem: Problem) -> Tolerance:

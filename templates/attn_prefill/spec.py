@@ -17,7 +17,14 @@ from math import gcd
 from typing import ClassVar
 
 from kerngen.arch import Arch, Target
-from kerngen.templates.common.rows.spec import require, require_dtypes, require_heads, require_page_heads
+from kerngen.templates.common.rows.spec import (
+    kv_row_bytes,
+    require,
+    require_dtypes,
+    require_heads,
+    require_kv_format,
+    require_page_heads,
+)
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, TensorMap, args
 
 HEAD_DIMS = (128, 256, 512)
@@ -37,6 +44,7 @@ class Problem:
     itself included; 0 means all. Query i of a sequence sits at position kv_len - seqlen_q + i; with `causal` it sees
     keys up to itself. logit_cap: whether scores pass through cap · tanh(s / cap). num_q_heads is a multiple of
     num_kv_heads. page_heads: that a page of each cache has in memory (values.py, page_strides); 0 means num_kv_heads.
+    kv_format: of the caches (values.py, KVFormat); dense k and v are plain.
     ends: a query sees keys up to an end of its own (values.py, Mask), which `causal` problems alone have. Raises
     ProblemError otherwise.
     """
@@ -59,6 +67,7 @@ class Problem:
     kv_len: int = 8192
     page_heads: int = 0
     ends: bool = False
+    kv_format: str = "plain"
 
     def __post_init__(self) -> None:
         known = ", ".join(map(str, HEAD_DIMS))
@@ -69,6 +78,9 @@ class Problem:
         require(least >= 0, "page_size, window, batch, num_tokens and kv_len cannot be negative")
         require_page_heads(self.page_heads, self.num_kv_heads)
         require(not self.page_heads or self.page_size > 0, f"page_heads={self.page_heads}: dense k and v have no pages")
+        require_kv_format(self.kv_format, self.head_dim, self.page_size, self.page_heads)
+        paged = self.page_size > 0 or self.kv_format == "plain"
+        require(paged, f"kv_format={self.kv_format!r}: dense k and v are plain")
         require(self.causal or not self.ends, "ends=True: without causal=True a query sees all keys")
 
 
@@ -182,6 +194,8 @@ def box_rows(problem: Problem, config: Config, of: str = "k") -> int:
     if config.warps_d == 2:
         together = CHUNK_BYTES // problem.head_dim if of == "v" else config.block_n // config.cluster
     rows = gcd(problem.page_size, together)  # no box crosses the end of a page
+    if problem.kv_format != "plain":  # boxes bring rows as they lie
+        return 0
     return rows if config.use_tma and rows and rows % 8 == 0 else 0
 
 
@@ -225,6 +239,9 @@ def _why_not_wgmma(problem: Problem, config: Config, target: Target) -> str | No
         return why
     if c.q_in_regs:
         return "body=wgmma_ws reads queries from shared memory; use q_in_regs=False"
+    if c.use_tma and problem.kv_format != "plain":
+        made = f"and those of kv_format={problem.kv_format} are made as they are copied"
+        return f"use_tma=True brings rows as they lie, {made}; use use_tma=False"
     if c.use_tma and not (box_rows(problem, c) and box_rows(problem, c, "v")):
         return f"use_tma=True: page_size={problem.page_size} is no multiple of 8 rows"
     if c.cluster > 1 and not c.use_tma:
@@ -442,6 +459,7 @@ def cost(problem: Problem) -> Cost:
     """Every q, out, k and v element once (keys left of all windows excepted); two products over the visible pairs."""
     queries = problem.num_tokens // max(problem.batch, 1)
     keys = min(problem.kv_len, queries + problem.window - 1) if problem.window else problem.kv_len
-    elements = 2 * problem.num_tokens * problem.num_q_heads + 2 * problem.batch * keys * problem.num_kv_heads
+    rows = 2 * problem.num_tokens * problem.num_q_heads * problem.head_dim * 2
+    cached = 2 * problem.batch * keys * problem.num_kv_heads
     flops = 4 * problem.head_dim * problem.num_q_heads * visible_pairs(problem)
-    return Cost(elements * problem.head_dim * 2, flops)
+    return Cost(rows + cached * kv_row_bytes(problem.kv_format, problem.head_dim, problem.dtype), flops)

@@ -8,6 +8,7 @@ import torch
 
 from kerngen.templates.call import Op
 from kerngen.templates.common.attention.heads_torch import in_pages, inverse_frequencies
+from kerngen.templates.common.attention.kv_formats_torch import in_format
 from kerngen.templates.common.rows.torch_rows import Draw, poisoned
 from kerngen.templates.kernel import Case, asking
 from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qkv_norm_rope
@@ -22,7 +23,8 @@ def case_for(problem: Problem) -> Case:
     p = problem
     kind = "q-only" if p.q_only else "k=v" if p.k_eq_v else "qkv"
     heads = f"{p.num_q_heads}-{p.num_kv_heads}" + (f"-of-{p.page_heads}" if p.page_heads else "")
-    name = f"d{p.head_dim}_r{p.num_rotated_pairs}_h{heads}_{kind}_{p.dtype}_t{p.num_tokens}"
+    stored = "" if p.kv_format == "plain" else f"_{p.kv_format}"
+    name = f"d{p.head_dim}_r{p.num_rotated_pairs}_h{heads}_{kind}_{p.dtype}{stored}_t{p.num_tokens}"
     return Case(name, p, p.head_dim + p.num_tokens)
 
 
@@ -45,6 +47,11 @@ CASES = (
         8, 2, 33, page_size=32, page_heads=4, **SLIDING
     ),  # K and V in one tensor, side by side, or with one between
     *_cases(16, 2, 6, page_size=48, page_heads=5, k_eq_v=True, **FULL),
+    *_cases(8, 2, 33, page_size=32, kv_format="int8", **SLIDING),
+    *_cases(16, 2, 6, page_size=48, k_eq_v=True, kv_format="int8", **FULL),
+    *_cases(5, 2, 7, head_dim=128, num_rotated_pairs=20, page_size=16, kv_format="int8"),
+    *_cases(16, 2, 6, page_size=32, k_eq_v=True, kv_format="shared", **FULL),
+    *_cases(16, 2, 6, page_size=32, k_eq_v=True, kv_format="shared_int8", **FULL),
     *_cases(32, 16, 1, 4, 130, **SLIDING),
     *_cases(32, 4, 1, 4, 130, k_eq_v=True, **FULL),
     *_cases(4, 0, 1, 17, q_only=True, **SLIDING),
@@ -73,7 +80,7 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
     k = v = None
     if not p.q_only:
         k, v = (poisoned(*cache_shape, dtype=p.dtype, device=device) for _ in range(2))
-        k, v = in_pages(k, v, p.page_heads, is_one=True)
+        k, v = in_format(*in_pages(k, v, p.page_heads, is_one=True), p.kv_format)
 
     def weight() -> torch.Tensor:
         return draw.normal(p.head_dim, dtype=p.dtype, mean=1.0, std=0.25)
@@ -93,8 +100,10 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
     }
 
 
-def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
-    """The op that asks for this case, and its arguments."""
+def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]] | None:
+    """The op that asks for this case, and its arguments. None for a cache with scales, which no library's op takes."""
+    if case.problem.kv_format != "plain":
+        return None
     if case.problem.q_only:
         return asking(q_norm_rope, case, inputs, q_raw=inputs["qkv"])
     return asking(qkv_norm_rope, case, inputs)

@@ -38,16 +38,17 @@ def qkv_norm_rope(qkv: Tensor, heads: HeadNorms, positions: Tensor, kv: KVView, 
     positions, slot_mapping [T] int64.
     Returns q [T, nq, d].
     """
-    kv.require_plain()
+    kv.require_known()
     require(heads.owns_kv, "k_weight is None: such a layer has q alone, which q_norm_rope takes")
-    (tokens, width), (_, num_kv_heads, page_size, dim) = qkv.shape, kv.k_cache.shape
+    (tokens, width), num_kv_heads, dim = qkv.shape, kv.num_kv_heads, kv.head_dim
     k_eq_v = heads.v_is_k(width, kv)
     q = empty(qkv, tokens, heads.num_q_heads, dim)
     problem = None
     if tokens:
         problem = Problem(
-            heads.num_q_heads, num_kv_heads, dim, heads.num_rotated_pairs, page_size, DTYPE_NAME[qkv.dtype],
+            heads.num_q_heads, num_kv_heads, dim, heads.num_rotated_pairs, kv.page_size, DTYPE_NAME[qkv.dtype],
             k_eq_v=k_eq_v, num_tokens=tokens, page_heads=kv.page_heads,
+            kv_format=kv.format.name,
         )  # fmt: skip
     arguments = {
         "q": q, "k_cache": kv.k_cache, "v_cache": kv.v_cache, "qkv": qkv, "q_weight": heads.q_weight,

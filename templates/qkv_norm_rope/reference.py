@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from kerngen.templates.common.attention.heads_torch import new_heads, written
-from kerngen.templates.common.rows.torch_rows import tolerance_of_flips
+from kerngen.templates.common.attention.heads_torch import new_heads, written_both
+from kerngen.templates.common.attention.kv_formats_torch import CODE_FLIP, all_values
+from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE, tolerance_of_flips
 from kerngen.templates.kernel import Tolerance
 from kerngen.templates.qkv_norm_rope.spec import Problem
+from kerngen.templates.values import KV_FORMATS
 
 
 def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """q, and unless q_only k_cache and v_cache, in fp32; rows of the caches that no slot names keep what they hold."""
+    """q in fp32, and unless q_only k_cache and v_cache as `written_both` gives them."""
     p = problem
-    q, k, v = new_heads(inputs["qkv"], p.num_q_heads, p.num_kv_heads, p.k_eq_v, p.num_rotated_pairs, p.dtype, inputs)
+    shared = KV_FORMATS[p.kv_format].is_shared
+    q, k, v = new_heads(inputs["qkv"], p.num_q_heads, p.num_kv_heads, p.k_eq_v, p.num_rotated_pairs, p.dtype, inputs,
+                        shared=shared)  # fmt: skip
     if p.q_only:
         return {"q": q}
-    slots = inputs["slot_mapping"]
-    return {"q": q, "k_cache": written(inputs["k_cache"], slots, k), "v_cache": written(inputs["v_cache"], slots, v)}
+    made = written_both(inputs["k_cache"], inputs["v_cache"], inputs["slot_mapping"], k, v, p.kv_format)
+    return {"q": q, "k_cache": made[0], "v_cache": made[1]}
+
+
+def values(problem: Problem, name: str, tensor: Tensor) -> Tensor:
+    """What an output holds, in the caches' format or not."""
+    return tensor if name == "q" else all_values(tensor, problem.kv_format, TORCH_DTYPE[problem.dtype])
 
 
 def tolerance(problem: Problem) -> Tolerance:
-    """Flips of the norm, of sine or cosine, of the products and of the sum, absolute because the sum may cancel."""
-    return tolerance_of_flips(problem.dtype, 4.0, 1)
+    """Flips of the norm, of sine or cosine, of the products and of the sum, absolute because the sum may cancel; in
+    int8 a code may flip with them.
+    """
+    plain = tolerance_of_flips(problem.dtype, 4.0, 1)
+    return replace(plain, atol=plain.atol + CODE_FLIP) if KV_FORMATS[problem.kv_format].group else plain

@@ -9,9 +9,12 @@ from kerngen.arch import Target
 from kerngen.templates.common.rows.spec import (
     ELEMENT_BYTES,
     INT32_MAX,
+    kv_row_bytes,
     require,
     require_dtypes,
+    require_kv_format,
     require_page_heads,
+    require_shared,
     require_tokens,
 )
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, Traffic, args
@@ -26,7 +29,8 @@ class Problem(TokenProblem):
     q = rope(norm(q; q_weight)) goes to q [num_tokens, num_q_heads, head_dim]; k = rope(norm(k; k_weight)) and v =
     norm(v) go to row slot_mapping[t] = page * page_size + row of the caches [num_pages, num_kv_heads, page_size,
     head_dim], where a negative slot writes nothing; page_heads: that a page of each has in memory (values.py,
-    page_strides), 0 for num_kv_heads. RoPE turns pairs (j, j + head_dim / 2) for j < num_rotated_pairs
+    page_strides), 0 for num_kv_heads; kv_format: theirs (values.py, KVFormat). RoPE turns pairs (j, j + head_dim / 2)
+    for j < num_rotated_pairs
     by positions[t] * inv_freq[j]; the other dims pass unchanged. All tensors dtype, inv_freq [head_dim / 2] fp32.
     """
 
@@ -42,6 +46,7 @@ class Problem(TokenProblem):
     q_only: bool = False
     num_tokens: int = 1
     page_heads: int = 0
+    kv_format: str = "plain"
 
     def __post_init__(self) -> None:
         require_dtypes(self.dtype)
@@ -62,6 +67,11 @@ class Problem(TokenProblem):
             require(self.num_kv_heads > 0, f"num_kv_heads={self.num_kv_heads} is not positive (or set q_only)")
         require(not self.page_heads or not self.q_only, f"page_heads={self.page_heads}: q_only has no caches")
         require_page_heads(self.page_heads, self.num_kv_heads)
+        require(
+            not self.q_only or self.kv_format == "plain", f"kv_format={self.kv_format!r}: q_only has no caches; plain"
+        )
+        require_shared(self.kv_format, self.k_eq_v, self.num_rotated_pairs)
+        require_kv_format(self.kv_format, self.head_dim, self.page_size, self.page_heads)
 
     @property
     def num_heads(self) -> int:
@@ -117,11 +127,11 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
 
 def cost(problem: Problem) -> Cost:
     size = ELEMENT_BYTES[problem.dtype]
-    written = problem.num_q_heads + 2 * problem.num_kv_heads
     elements = problem.num_tokens * problem.head_dim
+    cached = 2 * problem.num_kv_heads * kv_row_bytes(problem.kv_format, problem.head_dim, problem.dtype)
     weights = problem.head_dim * (size * (1 if problem.q_only else 2) + 2)
     return Cost(
-        elements * (problem.num_heads + written) * size + 16 * problem.num_tokens + weights,
+        elements * (problem.num_heads + problem.num_q_heads) * size + problem.num_tokens * (cached + 16) + weights,
         8 * elements * problem.num_heads,
     )
 

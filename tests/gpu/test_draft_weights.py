@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kerngen.runtime.backend import open_backend
 from kerngen.runtime.cache import KVCache
+from kerngen.runtime.config import Keeping
 from kerngen.runtime.engine import Engine
 from kerngen.runtime.launcher import Launcher
 from kerngen.runtime.ops import int4_weights
@@ -57,7 +58,7 @@ def test_products_with_scales_of_either_sign(n: int, k: int, gated: bool) -> Non
 
 def _generate(backend: str, draft: Path | None, weights: str = "stored") -> tuple[list[int], float]:
     ops = open_backend(backend, device="cuda", dtype="bf16")
-    session = open_checkpoint(TARGET, ops, draft=draft, draft_weights=weights)
+    session = open_checkpoint(TARGET, ops, draft=draft, kept=Keeping(weights))
     prompt = session.encode((TINY / "prompt.txt").read_text())
     engine = Engine(session.model, session.drafter, max_len=len(prompt) + NUM_TOKENS, num_draft_tokens=4)
     found = engine.generate(prompt, max_new_tokens=NUM_TOKENS, stop_ids=session.stop_ids)

@@ -1,8 +1,9 @@
 """A kernel's rendered text as a C++ library: each CUDA thread is a thread of the host, and PTX is what it means there.
 
 For kernels whose blocks or ranks wait for each other: what they do to memory, step by step and in any order, is seen
-without a GPU. It knows the instructions of exchange_norm, exchange_best, w4a16_norm's norm, kv_write and
-check_pages, in bf16 and fp32. It says nothing of times, nor of what a GPU's weaker memory order allows.
+without a GPU. It knows the instructions of exchange_norm, exchange_best, w4a16_norm's norm, kv_write, qkv_norm_rope and
+check_pages, in bf16 and fp32, and what of fp16 a cache of int8 needs. It says nothing of times, nor of what a GPU's
+weaker memory order allows.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _BODIES = {
     " v = {q[0], q[1], q[2], q[3]}; if (!ll_all_valid(v)) sched_yield();",
     "ll_load4_if": "if (!wanted) return; pause_once(); const volatile uint32_t* q = (const volatile uint32_t*)p;"
     " v = {q[0], q[1], q[2], q[3]}; if (!v.x || !v.y || !v.z || !v.w) sched_yield();",
+    "load8_l2": "return *(const uint2*)p;",
+    "load2_l2": "return *(const uint16_t*)p;",
     "load16": "return *(const uint4*)p;",
     "load16_constant": "return *(const uint4*)p;",
     "load_or_zero": "return valid ? *(const uint4*)p : uint4{};",
@@ -38,6 +41,23 @@ _BODIES = {
     "warp_max_u32": "Warp& w = warp_here(); w.word[threadIdx.x % 32] = x; w.all.arrive_and_wait();"
     " for (unsigned other : w.word) x = other > x ? other : x; w.all.arrive_and_wait(); return x;",
 }
+_HALF = r"""
+template <> struct Half<false> {
+    static float to_float(uint16_t h) { return float(__builtin_bit_cast(_Float16, h)); }
+    static uint16_t from_float(float f) { return __builtin_bit_cast(uint16_t, _Float16(f)); }
+    static uint32_t pack(float lo, float hi) { return uint32_t(from_float(lo)) | uint32_t(from_float(hi)) << 16; }
+    static float2 unpack(uint32_t r) { return {to_float(uint16_t(r)), to_float(uint16_t(r >> 16))}; }
+    static uint32_t mul2(uint32_t a, uint32_t b) {
+        return pack(unpack(a).x * unpack(b).x, unpack(a).y * unpack(b).y);
+    }
+    static uint32_t add2(uint32_t a, uint32_t b) {
+        return pack(unpack(a).x + unpack(b).x, unpack(a).y + unpack(b).y);
+    }
+    static uint32_t sub2(uint32_t a, uint32_t b) {
+        return pack(unpack(a).x - unpack(b).x, unpack(a).y - unpack(b).y);
+    }
+};
+"""
 _HOST = r"""
 #include <algorithm>
 #include <barrier>
@@ -73,8 +93,17 @@ template <typename T> T atomicMax(T* p, T x) {
     while (x > old && !__atomic_compare_exchange_n(p, &old, x, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
     return old;
 }
+inline float __fdiv_rn(float x, float y) { return x / y; }
+inline int __float2int_rn(float x) { return int(rintf(x)); }
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned from) {
+    const unsigned long long both = (unsigned long long)y << 32 | x;
+    unsigned r = 0;
+    for (int i = 0; i < 4; ++i) r |= unsigned(both >> (from >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return r;
+}
 inline unsigned __cvta_generic_to_shared(const void*) { return 0; }
-struct Warp { std::barrier<> all{32}; float lane[32]; unsigned word[32]; bool vote[32]; };
+struct Eight : std::barrier<> { Eight() : std::barrier<>(8) {} };
+struct Warp { std::barrier<> all{32}; Eight eight[4]; float lane[32]; unsigned word[32]; bool vote[32]; };
 struct Block {
     explicit Block(int threads) : all(threads), warps(threads / 32), shared(1 << 14) {}
     std::barrier<> all; std::vector<Warp> warps; std::vector<char> shared; int pause_us = 0;
@@ -90,12 +119,14 @@ static void pause_once() {
 }
 static Warp& warp_here() { return block_here->warps[threadIdx.x / 32]; }
 static void __syncthreads() { block_here->all.arrive_and_wait(); }
-static float __shfl_xor_sync(unsigned, float x, int mask) {
+// Of a whole warp, or of eight neighbours that are there without the others.
+static float __shfl_xor_sync(unsigned lanes, float x, int mask) {
     Warp& w = warp_here();
+    std::barrier<>& met = lanes == 0xffffffffu ? w.all : (std::barrier<>&)w.eight[threadIdx.x % 32 / 8];
     w.lane[threadIdx.x % 32] = x;
-    w.all.arrive_and_wait();
+    met.arrive_and_wait();
     const float found = w.lane[(threadIdx.x % 32) ^ mask];
-    w.all.arrive_and_wait();
+    met.arrive_and_wait();
     return found;
 }
 static bool __any_sync(unsigned, bool mine) {
@@ -149,6 +180,8 @@ def on_cpu(source: str, entry: str, folder: Path, others: Sequence[str] = ()) ->
     them and returns when all its threads have ended. pause_us: that each thread waits before it first polls. others:
     entries that `run_ENTRY` launches.
     """
+    half = source.find("template <> struct Half<false> {")
+    source = source[:half] + _HALF + source[_matching(source, source.index("{", half), "{}") + 1 :]
     for name, body in _BODIES.items():
         if f" {name}(" not in source:
             continue

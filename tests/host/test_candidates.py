@@ -10,6 +10,7 @@ import pytest
 
 from kerngen.arch import Target, find_device
 from kerngen.boards import DEVICES
+from kerngen.runtime.config import Keeping
 from kerngen.templates import find_kernel, kernel_names
 from kerngen.workload.workload import MODELS, find_model, workload
 
@@ -41,7 +42,7 @@ def test_names_are_found_as_they_are_written() -> None:
 def test_a_problem_of_a_model_has_a_few_candidates(model: str, board: str) -> None:
     """With its drafter in int4. The default is one of them."""
     target = Target.of(find_device(board))
-    for item in workload(find_model(model, draft_weights="int4"), target.arch).items:
+    for item in workload(find_model(model, kept=Keeping("int4")), target.arch).items:
         kernel = find_kernel(item.kernel)
         if kernel.why_unsupported(item.problem, target) is not None:
             continue

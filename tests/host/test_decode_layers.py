@@ -22,7 +22,7 @@ from kerngen.compiler.render import render
 from kerngen.errors import ProblemError
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
-from kerngen.runtime.config import DrafterConfig, LayerConfig, ModelConfig, read_model_config
+from kerngen.runtime.config import DrafterConfig, Keeping, LayerConfig, ModelConfig, read_model_config
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.executors.launch import Launch
 from kerngen.runtime.executors.record import Record
@@ -209,7 +209,7 @@ def drafts_asked_of(
     name: str, weights: str = "int4", *, rows: int = 1, context: int = 512, arch: str = "sm90"
 ) -> set[str]:
     """The kernels that a released model's draft asks for."""
-    model = find_model(name, None, weights)
+    model = find_model(name, None, Keeping(weights))
     return {launched.kernel for launched in sequence(model, Step.draft(rows, context), find_arch(arch))}
 
 

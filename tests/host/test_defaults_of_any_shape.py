@@ -10,6 +10,7 @@ import golden
 import pytest
 
 from kerngen.arch import Target, find_device
+from kerngen.runtime.config import Keeping
 from kerngen.templates import Kernel, find_kernel
 from kerngen.workload.workload import MODELS, find_model, workload
 
@@ -68,7 +69,7 @@ def _problems(target: Target) -> Iterator[tuple[Kernel, Any]]:
 def test_each_problem_of_a_model_has_a_default_that_may_run(model: str, board: str) -> None:
     """With its drafter in int4, whose matrices are smaller than the model's."""
     target = Target.of(find_device(board))
-    load = workload(find_model(model, draft_weights="int4"), target.arch)
+    load = workload(find_model(model, kept=Keeping("int4")), target.arch)
     for item in load.items:
         kernel = find_kernel(item.kernel)
         if kernel.why_unsupported(item.problem, target) is None:

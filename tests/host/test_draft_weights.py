@@ -19,7 +19,7 @@ from torch import Tensor
 from kerngen.arch import find_arch
 from kerngen.cli.db.transfer import cells_of
 from kerngen.errors import CheckpointError, UsageError
-from kerngen.runtime.config import DrafterConfig, ModelConfig, read_drafter_config, read_model_config
+from kerngen.runtime.config import DrafterConfig, Keeping, ModelConfig, read_drafter_config, read_model_config
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine
 from kerngen.runtime.executors.reference import Reference
@@ -53,7 +53,7 @@ def kernel_ops(dtype: torch.dtype = torch.float32) -> Ops:
 
 def configs(weights: str, assistant: Path = ASSISTANT) -> tuple[ModelConfig, DrafterConfig]:
     config = read_model_config(TARGET)
-    return config, read_drafter_config(assistant, config).keeping(weights)
+    return config, read_drafter_config(assistant, config).keeping(Keeping(weights))
 
 
 def loaded(weights: str, ops: Ops, assistant: Path = ASSISTANT) -> tuple[Gemma4, MtpDrafter]:
@@ -107,7 +107,9 @@ def test_what_kernels_do_not_take_stays_as_it_is(tmp_path: Path) -> None:
     tiny_gemma.make_assistant(tmp_path / "assistant", "dense", num_centroids=12)
     config = read_model_config(tmp_path / "target")
     drafter = read_drafter_config(tmp_path / "assistant", config)
-    stored, made = (load_drafter(tmp_path / "assistant", drafter.keeping(w), kernel_ops()) for w in ("stored", "int4"))
+    stored, made = (
+        load_drafter(tmp_path / "assistant", drafter.keeping(Keeping(w)), kernel_ops()) for w in ("stored", "int4")
+    )
     for (path, want), (again, got) in zip(leaves(stored), leaves(made), strict=True):
         assert path == again
         assert torch.equal(want, got), path
@@ -196,7 +198,8 @@ def test_the_31bs_drafter_takes_what_int4_takes() -> None:
     model = find_model("gemma-4-31b")
     assert model.drafter is not None
     stored, made = (
-        footprint(model.target, model.drafter.keeping(w), torch.bfloat16, 64).drafter_bytes for w in ("stored", "int4")
+        footprint(model.target, model.drafter.keeping(Keeping(w)), torch.bfloat16, 64).drafter_bytes
+        for w in ("stored", "int4")
     )
     head = model.drafter.text.vocab_size * model.drafter.text.hidden_size * 2
     assert (stored - head) / 1e6 == pytest.approx(402, abs=1)
@@ -214,7 +217,7 @@ def _multiplied(launched: Launched) -> list[tuple[int, int]]:
 def test_its_steps_ask_for_int4_products(name: str, arch: str) -> None:
     """In place of the dense ones, but for the head; the target's steps stay what they are."""
     a, step = find_arch(arch), Step.draft(1, 512)
-    stored, made = (find_model(name, None, w) for w in ("stored", "int4"))
+    stored, made = (find_model(name, None, Keeping(w)) for w in ("stored", "int4"))
     assert made.target == stored.target
     launched = sequence(made, step, a)
     dense = [p for p in sequence(stored, step, a) if p.kernel == "dense_gemv" and p.problem.n < 100_000]
@@ -232,7 +235,7 @@ def test_its_steps_ask_for_int4_products(name: str, arch: str) -> None:
     assert all(
         u.phase == "draft" for i in workload(made, a).items if (i.kernel, i.problem) in new for u in i.uses
     )  # fmt: skip
-    assert {problem_key(find_kernel(kernel), p).cell for kernel, p in before | after} == cells_of(name, a), "exported"
+    assert {problem_key(find_kernel(kernel), p).cell for kernel, p in before | after} <= cells_of(name, a), "exported"
 
 
 def test_generated_weights_are_of_the_same_shapes() -> None:
@@ -313,7 +316,7 @@ def test_its_products_are_among_what_is_prepared(kerngen: Kerngen) -> None:
     counted = json.loads(kerngen.ok("doctor", *asked))["model"]["kernels"]["w4a16_gemm"]
     stored, made = (
         {i.problem for i in workload(model, find_arch("sm80")).items if i.kernel == "w4a16_gemm"}
-        for model in (find_model(str(TARGET), str(ASSISTANT), w) for w in ("stored", "int4"))
+        for model in (find_model(str(TARGET), str(ASSISTANT), Keeping(w)) for w in ("stored", "int4"))
     )
     assert sum(counted.values()) == len(made)
     assert stored < made
@@ -326,10 +329,10 @@ def test_its_products_are_among_what_is_prepared(kerngen: Kerngen) -> None:
     (("bench", "step", TARGET), "no drafter goes with"),
     (("bench", "profile", TARGET, "--phase", "draft"), "no drafter goes with"),
     (("tune", "--arch", "sm80", "--model", TARGET), "no drafter goes with"),
-    (("compile", "--arch", "sm80", "--cases"), "--draft and --draft-weights go with --model"),
+    (("compile", "--arch", "sm80", "--cases"), "--draft, --draft-weights and --kv-cache-dtype go with --model"),
     (("compile", "--arch", "sm80", "--model", TARGET), "no drafter goes with"),
-    (("doctor",), "--draft-weights go with a --model"),
-    (("db", "verify", "none.kgdb"), "--draft-weights and --kernel go with a --model"),
+    (("doctor",), "--draft-weights and --kv-cache-dtype go with a --model"),
+    (("db", "verify", "none.kgdb"), "--draft-weights, --kv-cache-dtype and --kernel go with a --model"),
     (("soak", TARGET, "--drafting", "off"), "--drafting off contradicts"),
 ])  # fmt: skip
 def test_where_there_is_no_drafter_it_is_refused(kerngen: Kerngen, args: tuple[Any, ...], message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from command import ROOT, Kerngen
 
 from kerngen.errors import ProblemError
 from kerngen.runtime.cache import KVCache
-from kerngen.runtime.config import read_drafter_config, read_model_config
+from kerngen.runtime.config import KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, Keeping, read_drafter_config, read_model_config
 from kerngen.runtime.engine import MEDIA_CACHE_BYTES, CacheShape, Engine
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.reference import Reference
@@ -20,7 +21,8 @@ from kerngen.runtime.footprint import CONTEXTS, Plan, _bytes, footprint, plan, t
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.weights.loader import load_drafter, load_model
-from kerngen.templates.values import PLAIN, AttnBatch, HeadNorms, KVFormat
+from kerngen.templates.kv_write.op import kv_write
+from kerngen.templates.values import AttnBatch, HeadNorms, KVFormat
 from kerngen.workload.workload import MODELS, find_media, find_model
 
 TINY = ROOT / "examples" / "tiny"
@@ -29,7 +31,7 @@ TINY = ROOT / "examples" / "tiny"
 @pytest.mark.parametrize(("name", "weights"), [("gemma-4-tiny", "stored"), ("gemma-4-tiny-w4a16", "int4")])
 def test_what_is_loaded_takes_as_much_as_is_said(name: str, weights: str) -> None:
     config = read_model_config(TINY / name)
-    drafter = read_drafter_config(TINY / "gemma-4-tiny-assistant", config).keeping(weights)
+    drafter = read_drafter_config(TINY / "gemma-4-tiny-assistant", config).keeping(Keeping(weights))
     ops = KernelOps(Reference(), torch.bfloat16)
     said = footprint(config, drafter, torch.bfloat16, 500)
     assert said.weight_bytes == _bytes(load_model(TINY / name, config, ops))
@@ -74,6 +76,21 @@ def fits_rows(name: str, plan: Plan) -> list[str]:
     return rows
 
 
+def format_rows(name: str) -> list[str]:
+    """A model's rows of the third: one a format of the cache."""
+    rows = []
+    shares = any(layer.v_is_k for layer in find_model(name).target.layers)
+    for dtype, layout in list(product(KV_CACHE_DTYPES, KV_CACHE_LAYOUTS))[1:]:
+        if layout == "shared" and not shares:
+            continue
+        model = find_model(name, kept=Keeping(kv_cache_dtype=dtype, kv_cache_layout=layout))
+        made = plan(model.target, model.drafter, torch.bfloat16)
+        longest = (f"{made.longest[gb]:,}" if made.longest[gb] else "-" for gb in (16, 24, 32))
+        rows.append(f"| {name} | {dtype}, {layout} | {made.token_bytes / 1e3:.1f} | {made.window_bytes / 1e6:.0f} "
+                    f"| {' | '.join(longest)} | {made.sequences[80][8192]:,} |")  # fmt: skip
+    return rows
+
+
 def test_what_embeds_images_counts_where_it_is_asked_for() -> None:
     target = find_model("gemma-4-26b-a4b").target
     media = find_media("gemma-4-26b-a4b")
@@ -90,14 +107,16 @@ def test_what_embeds_images_counts_where_it_is_asked_for() -> None:
 
 def test_the_page_of_models_says_what_the_code_computes() -> None:
     """On failure: the tables as they should be."""
-    sizes, fits = [], []
+    sizes, fits, formats = [], [], []
     for name in MODELS:
         model = find_model(name)
         packed, dense = (plan(model.target, model.drafter, torch.bfloat16, dense=d) for d in (False, True))
         sizes.append(size_row(name, packed, dense))
         fits += fits_rows(name, packed)
+        formats += format_rows(name)
     said = re.findall(r"^\| gemma-4-.*\|$", (ROOT / "docs" / "models.md").read_text(), re.MULTILINE)
-    assert said == [*sizes, *fits], "docs/models.md should have:\n" + "\n".join([*sizes, "", *fits])
+    wanted = [*sizes, "", *fits, "", *formats]
+    assert said == [row for row in wanted if row], "docs/models.md should have:\n" + "\n".join(wanted)
 
 
 def test_the_page_of_models_says_what_images_and_sound_take() -> None:
@@ -135,21 +154,26 @@ def test_what_fits_is_what_the_engine_would_allocate(name: str) -> None:
 
 
 def test_a_format_of_the_cache_says_what_its_pages_take() -> None:
-    """Another dtype of elements: what is allocated, what is said to fit, and what kernels say to it."""
-    target = find_model("gemma-4-e2b").target
-    small, ops = KVFormat("bytes", torch.uint8), KernelOps(Record(lambda *_: None, lambda _: None), torch.bfloat16)
-    shape, pages = CacheShape(target, torch.bfloat16, kv_format=small), {"full": 5, "sliding": 9}
-    cache = KVCache(target, ops, num_pages=pages, batch=1, max_len=64, kv_format=small)
-    assert cache.num_bytes == shape.num_bytes(pages) == CacheShape(target, torch.bfloat16).num_bytes(pages) // 2
+    """In int8: what is allocated, what is said to fit, and what kernels are told."""
+    target, ops = find_model("gemma-4-e2b").target, KernelOps(Record(lambda *_: None, lambda _: None), torch.bfloat16)
+    small, pages = target.keeping(Keeping(kv_cache_dtype="int8")), {"full": 5, "sliding": 9}
+    shape, plain = CacheShape(small, torch.bfloat16), CacheShape(target, torch.bfloat16)
+    cache = KVCache(small, ops, num_pages=pages, batch=1, max_len=64)
+    assert cache.num_bytes == shape.num_bytes(pages)
+    assert shape.num_bytes(pages) / plain.num_bytes(pages) == (1 + 2 / 64) / 2
     layer, ints = target.layers[0], torch.empty(1, dtype=torch.int64, device="meta")
     kv, batch = cache.pages(layer), AttnBatch(cache.tables[0], ints.int(), positions=ints, slot_mapping=ints)
+    assert (kv.head_dim, kv.num_kv_heads, kv.page_size) == (layer.head_dim, layer.num_kv_heads, 64)
     weights = torch.empty(2, layer.head_dim, dtype=torch.bfloat16, device="meta")
     heads = HeadNorms(weights[0], weights[0, ::2].float(), 8, 1e-6, weights[1], target.num_q_heads)
     columns = (target.num_q_heads + 2 * kv.num_kv_heads) * layer.head_dim
     projected = torch.empty(1, columns, dtype=torch.bfloat16, device="meta")
-    assert ops.attend_decode(projected, heads, replace(kv, format=PLAIN), batch).shape[1] == target.num_q_heads
-    with pytest.raises(ProblemError, match="kernels read plain caches, not bytes ones"):
-        ops.attend_decode(projected, heads, kv, batch)
+    assert ops.attend_decode(projected, heads, kv, batch).shape[1] == target.num_q_heads
+    unknown = replace(kv, format=KVFormat("bytes", torch.int8, 64))
+    with pytest.raises(ProblemError, match="kernels read caches in plain, int8, shared, shared_int8, not in bytes"):
+        ops.attend_decode(projected, heads, unknown, batch)
+    with pytest.raises(ProblemError, match="this kernel reads plain caches, not int8 ones"):
+        kv_write(projected.view(1, -1, layer.head_dim), projected.view(1, -1, layer.head_dim), kv, ints)
 
 
 def test_run_prints_the_plan(kerngen: Kerngen) -> None:

@@ -24,6 +24,7 @@ from kerngen.compiler.render import render
 from kerngen.errors import ProblemError
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
+from kerngen.runtime.config import Keeping
 from kerngen.runtime.executors.launch import Launch
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.reference import Reference
@@ -66,7 +67,7 @@ def never(kernel: Kernel, problem: Any) -> bool:
 @pytest.mark.parametrize("weights", ["stored", "int4"])
 @pytest.mark.parametrize("name", MODELS)
 def test_they_replace_the_very_launches_that_a_step_makes_without_them(name: str, weights: str) -> None:
-    model, met = find_model(name, draft_weights=weights), set[str]()
+    model, met = find_model(name, kept=Keeping(weights)), set[str]()
     for step in STEPS:
         apart = Counter[tuple[str, Any]]()
         for (kernel, problem), count in launch_counts(model, step, SM90, supported).items():

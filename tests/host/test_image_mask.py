@@ -30,7 +30,7 @@ from kerngen.templates.attn_decode.op import attn_decode
 from kerngen.templates.attn_prefill import cases, reference
 from kerngen.templates.attn_prefill.op import attn_prefill
 from kerngen.templates.attn_prefill.spec import Config, Problem
-from kerngen.templates.values import AttnBatch, KVView, Mask
+from kerngen.templates.values import KV_FORMATS, AttnBatch, KVView, Mask
 from kerngen.tuning_db import open_source
 from kerngen.tuning_db.read.ids import problem_key
 
@@ -284,7 +284,7 @@ def _asked(case: Case) -> tuple[Tensor, KVView, AttnBatch]:
         table.where(table != cases.NO_PAGE, 0), given["kv_lens"], mask, case.problem.kv_len,
         cu_seqlens_q=given["cu_seqlens_q"], max_seqlen_q=given["max_seqlen_q"],
     )  # fmt: skip
-    return given["q"], KVView(given["k"], given["v"]), batch
+    return given["q"], KVView(given["k"], given["v"], KV_FORMATS[case.problem.kv_format]), batch
 
 
 @pytest.mark.parametrize("case", [c for c in WITH_ENDS if c.problem.page_size and not c.problem.logit_cap], ids=str)

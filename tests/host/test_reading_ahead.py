@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kerngen.arch import Target, find_arch
 from kerngen.compiler.compile import compile_ptx
 from kerngen.compiler.render import render
-from kerngen.runtime.config import read_drafter_config, read_model_config
+from kerngen.runtime.config import Keeping, read_drafter_config, read_model_config
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine, Request
 from kerngen.runtime.executors.reference import Reference
@@ -189,7 +189,7 @@ def test_drafts_have_written_what_all_layers_at_once_read_ahead() -> None:
         ops = KernelOps(watched := Watched(chain, target), torch.bfloat16)
         config = read_model_config(TINY)
         model = Gemma4(config, load_model(TINY, config, ops), ops)
-        drafter_config = read_drafter_config(folder, config).keeping("int4")
+        drafter_config = read_drafter_config(folder, config).keeping(Keeping("int4"))
         drafter = MtpDrafter(drafter_config, load_drafter(folder, drafter_config, ops), model)
         engine = Engine(model, drafter, max_len=120, num_draft_tokens=2, prefill_chunk=40, page_size=16)
         engine.generate([config.bos_id, *range(3, 72)], max_new_tokens=6)

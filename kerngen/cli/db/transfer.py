@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,13 +175,16 @@ def build(
 
 def cells_of(model: str, arch: Any) -> set[str]:
     """ProblemKey.cell of all that a model needs on an arch, whatever its drafter's weights are kept as."""
-    from kerngen.runtime.config import DRAFT_WEIGHTS
+    from kerngen.runtime.config import DRAFT_WEIGHTS, KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, Keeping
     from kerngen.templates import find_kernel
     from kerngen.tuning_db import problem_key
     from kerngen.workload.workload import find_model, workload
 
     kinds = DRAFT_WEIGHTS if find_model(model).drafter is not None else DRAFT_WEIGHTS[:1]
-    items = [item for kind in kinds for item in workload(find_model(model, None, kind), arch).items]
+    shared = any(layer.v_is_k for layer in find_model(model).target.layers)
+    layouts = KV_CACHE_LAYOUTS if shared else KV_CACHE_LAYOUTS[:1]
+    ways = [Keeping(*each) for each in product(kinds, KV_CACHE_DTYPES, layouts)]
+    items = [item for kept in ways for item in workload(find_model(model, None, kept), arch).items]
     return {problem_key(find_kernel(item.kernel), item.problem).cell for item in items}
 
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import click
 
 from kerngen.cli.db.common import echo_json
-from kerngen.cli.draft_options import draft_weights_option
 from kerngen.cli.duration import Duration
+from kerngen.cli.keeping_options import keeping_options
 from kerngen.cli.tables import echo
 from kerngen.errors import DeviceError, UsageError
+from kerngen.runtime.config import AS_STORED, Keeping
 from kerngen.system.cores import usable_cores
 from kerngen.system.urls import without_password
 
@@ -28,7 +29,7 @@ _LISTED = 20  # faults that are told one by one
 @click.argument("file", metavar="FILE|URL")
 @click.option("--model", default=None, help="Prove too that nothing has to be compiled to run this model.")
 @click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
-@draft_weights_option
+@keeping_options
 @click.option("--arch", "arch_names", default=None, help="With --model: on these arches. Default: the file's own.")
 @click.option("--device", "device_names", default=None, help="With --model: on these boards. Default: the file's own.")
 @click.option("--kernel", "kernels", multiple=True, help="With --model: only this kernel; may be given several times.")
@@ -56,7 +57,7 @@ _LISTED = 20  # faults that are told one by one
 @click.option("--allow-unsigned", is_flag=True, help="Take it although nobody signed it who is trusted here.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON.")
 def verify(
-    file: str, model: str | None, draft: str | None, draft_weights: str, arch_names: str | None,
+    file: str, model: str | None, draft: str | None, kept: Keeping, arch_names: str | None,
     device_names: str | None, kernels: tuple[str, ...], rebuild: bool, jobs: int | None, deepest: str | None,
     tolerance: float, time_budget: float | None, allow_unsigned: bool, as_json: bool,
 ) -> None:  # fmt: skip
@@ -74,13 +75,13 @@ def verify(
     began = time.monotonic()
     if time_budget is not None and deepest is None:
         raise UsageError("--time-budget goes with --run", hint="kerngen db verify FILE --run fast --time-budget 5m")
-    if model is None and (arch_names or device_names or draft or kernels or draft_weights != "stored"):
-        raise UsageError("--arch, --device, --draft, --draft-weights and --kernel go with a --model",
+    if model is None and (arch_names or device_names or draft or kernels or kept != AS_STORED):
+        raise UsageError("--arch, --device, --draft, --draft-weights, --kv-cache-dtype and --kernel go with a --model",
                          hint="--model gemma-4-31b")  # fmt: skip
     verdicts = examine(file, LEVELS[:2] if allow_unsigned else LEVELS[:3])
     if (model or rebuild) and all(v.ok is not False for v in verdicts):
         where = arch_names, device_names
-        drafter = draft, draft_weights
+        drafter = draft, kept
         verdicts += _prove(file, model, drafter, where, kernels, rebuild, jobs, allow_unsigned, quiet=as_json)
     if deepest is not None:
         left = _left(began, time_budget)
@@ -104,7 +105,7 @@ def verify(
 
 
 def _prove(
-    file: str, model: str | None, drafter: tuple[str | None, str], where: tuple[str | None, str | None],
+    file: str, model: str | None, drafter: tuple[str | None, Keeping], where: tuple[str | None, str | None],
     kernels: tuple[str, ...], rebuild: bool, jobs: int | None, allow_unsigned: bool, *, quiet: bool,
 ) -> list[Verdict]:  # fmt: skip
     from kerngen.bundles import verify_cpu

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kerngen.templates.common.attention.kv_formats_torch import read_rows
+
 QUERIES_AT_ONCE = 1024  # bounds the score matrix
 
 
@@ -60,14 +62,17 @@ def attend(
     return out
 
 
-def gather_pages(cache: Tensor, pages: Tensor, first: int, end: int) -> Tensor:
-    """Positions first .. end - 1 of one sequence as [end - first, num_kv_heads, head_dim].
+def gather_pages(
+    cache: Tensor, pages: Tensor, first: int, end: int, kv_format: str = "plain", dtype: torch.dtype = torch.float32,
+    *, keys: bool = False,
+) -> Tensor:  # fmt: skip
+    """Positions first .. end - 1 of one sequence as [end - first, num_kv_heads, head_dim], as `read_rows` has them.
 
-    cache [num_pages, num_kv_heads, page_size, head_dim]; pages [max_pages] int32.
+    cache [num_pages, num_kv_heads, page_size, row_entries]; pages [max_pages] int32.
     """
     page_size = cache.shape[2]
     at = torch.arange(first, max(first, end), device=cache.device)
-    return cache[pages[at // page_size].long(), :, at % page_size]
+    return read_rows(cache, kv_format, dtype, pages[at // page_size].long(), at % page_size, keys=keys)
 
 
 def first_key(kv_len: int, num_queries: int, window: int) -> int:

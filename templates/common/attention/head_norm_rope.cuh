@@ -61,6 +61,16 @@ template <Dtype D, int HEAD_DIM> struct HeadSlice {
         low.pack(a);
         high.pack(b);
     }
+    // Multiplies by the weight what is not turned of a and b, as `norm` returned them: of lanes from NUM_ROTATED / 8 on.
+    template <int NUM_ROTATED> static DEVICE void fold(float (&a)[8], float (&b)[8], const HeadSlice& weight, int lane) {
+        static_assert(NUM_ROTATED % 8 == 0, "whole lanes");
+        if (lane < NUM_ROTATED / 8) return;
+        float w_low[8], w_high[8];
+        weight.low.unpack(w_low);
+        weight.high.unpack(w_high);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) a[j] *= w_low[j], b[j] *= w_high[j];
+    }
     // Multiplies a and b, as `norm` returned them, by the weight, rounds, and rotates.
     DEVICE void pack_rotated(float (&a)[8], float (&b)[8], const HeadSlice& weight, const RopeTerms& turn) {
         float w_low[8], w_high[8];

@@ -13,40 +13,69 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kerngen.templates.common.attention.kv_formats_torch import write_rows
 from kerngen.templates.common.rows.torch_rows import rms_norm, rope, rounded
+from kerngen.templates.values import KV_FORMATS
 
 
 def new_heads(
     raw: Tensor, num_q_heads: int, num_kv_heads: int, k_eq_v: bool, num_rotated_pairs: int, dtype: str,
-    given: Mapping[str, Any],
+    given: Mapping[str, Any], *, shared: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """q, k and v of raw [num_tokens, heads * head_dim], q | k | v, q | k with k_eq_v, or q with num_kv_heads 0.
 
-    given: q_weight, k_weight, inv_freq, positions and eps. Returns [num_tokens, heads, head_dim] each, fp32 values of
+    given: q_weight, k_weight, inv_freq, positions and eps. shared: the dims of q that are not turned are multiplied by
+    k_weight, as the cache's keys are not. Returns [num_tokens, heads, head_dim] each, fp32 values of
     `dtype`.
     """
     eps, positions, inv_freq = given["eps"], given["positions"], given["inv_freq"]
     heads = raw.float().view(len(raw), -1, 2 * len(inv_freq))
     q, k, v = heads.split((num_q_heads, num_kv_heads, heads.shape[1] - num_q_heads - num_kv_heads), dim=1)
 
+    q_weight = given["q_weight"]
+    if shared:
+        q_weight = folded_weight(q_weight, given["k_weight"], num_rotated_pairs)
+
     def turned(x: Tensor, weight: Tensor | None) -> Tensor:
         return rope(rounded(rms_norm(x, weight, eps), dtype), positions, inv_freq, num_rotated_pairs, dtype)
 
     return (
-        turned(q, given["q_weight"]),
+        turned(q, q_weight),
         turned(k, given["k_weight"]),
         rounded(rms_norm(k if k_eq_v else v, None, eps), dtype),
     )
+
+
+def folded_weight(q_weight: Tensor, k_weight: Tensor, num_rotated_pairs: int) -> Tensor:
+    """q's weight [head_dim] times k's in fp32, but for the pairs that RoPE turns: of q for a cache that is shared."""
+    dims = torch.arange(len(q_weight), device=q_weight.device) % (len(q_weight) // 2)
+    return q_weight.float() * torch.where(dims < num_rotated_pairs, 1.0, k_weight.float())
 
 
 def written(cache: Tensor, slots: Tensor, new: Tensor) -> Tensor:
     """cache [num_pages, num_kv_heads, page_size, head_dim] in fp32, with new [num_tokens, num_kv_heads, head_dim] in
     rows slots [num_tokens]; a token whose slot is negative is left out. A cache that is fp32 is written itself.
     """
-    page_size, cache = cache.shape[2], cache.float()
-    kept = slots >= 0
-    cache[slots[kept] // page_size, :, slots[kept] % page_size] = new[kept]
+    cache = cache.float()
+    _write(cache, "plain", slots, new, keys=False)
     return cache
+
+
+def written_both(k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor, v: Tensor, kv_format: str) -> list[Tensor]:
+    """Both caches with k and v [num_tokens, num_kv_heads, head_dim], likewise; copies in their format where that is not
+    plain, and twice the same one where they share a pool.
+    """
+    if kv_format == "plain":
+        return [written(k_cache, slots, k), written(v_cache, slots, v)]
+    made = [k_cache.clone()] * 2 if KV_FORMATS[kv_format].is_shared else [k_cache.clone(), v_cache.clone()]
+    _write(made[0], kv_format, slots, k, keys=True)
+    _write(made[1], kv_format, slots, v, keys=False)
+    return made
+
+
+def _write(cache: Tensor, kv_format: str, slots: Tensor, new: Tensor, *, keys: bool) -> None:
+    kept, page_size = slots >= 0, cache.shape[2]
+    write_rows(cache, kv_format, slots[kept] // page_size, slots[kept] % page_size, new[kept], keys=keys)
 
 
 def in_pages(k: Tensor, v: Tensor, page_heads: int, is_one: bool) -> tuple[Tensor, Tensor]:

@@ -3,11 +3,11 @@
 #include "common/attention/mask.cuh"
 #include "common/ptx/copy.cuh"
 
-// A KvFormat is the element format of a cache. In memory a row has HEAD_DIM Elements; the tensor cores take 16-bit
-// ones, eight in a chunk of 16 bytes. A format converts a chunk at a time, in the copy and in `store`.
+// A KvFormat is the format of a cache. The tensor cores take 16-bit elements, eight in a chunk of 16 bytes. A format
+// converts a chunk at a time, in the copy and in `store`.
 //
-// This one stores elements as they are multiplied. IS_BYTES: rows may be copied as bytes, so bulk copies and TMA boxes
-// work too.
+// This one stores elements as they are multiplied. IS_BYTES: rows may be copied as bytes, asynchronously, so bulk copies
+// and TMA boxes work too.
 struct Elements16 {
     typedef uint16_t Element;
     static constexpr bool IS_BYTES = true;
@@ -22,9 +22,14 @@ struct Elements16 {
         return ::load_or_zero<CONSTANT>(chunk, valid);
     }
     // Stores a lane's part of a head (HeadSlice) to row `row` of a cache. Called by all lanes that hold the head.
-    template <class Slice> static DEVICE void store(Element* cache, int64_t row, const Slice& x, int lane) {
+    template <class Slice> static DEVICE void store(Element* cache, int64_t row, const Slice& x, int lane, bool is_key = false) {
         x.store(cache, row, lane);
     }
+    // What a lane holds of a head as it is stored, and its two chunks as they are read again.
+    template <class Slice> using Stored = Slice;
+    template <class Slice> static DEVICE const Slice& stored(const Slice& x) { return x; }
+    template <class Slice> static DEVICE uint4 low(const Slice& x) { return x.low.part[0]; }
+    template <class Slice> static DEVICE uint4 high(const Slice& x) { return x.high.part[0]; }
 };
 
 // Row index in a cache [num_pages, page_heads, page_size] of kv_head: for the token at position `key`, on page `page`, or
@@ -36,11 +41,22 @@ DEVICE int64_t cache_row(int64_t slot, int kv_head, int page_heads, int page_siz
     return (slot / page_size * page_heads + kv_head) * page_size + slot % page_size;
 }
 
-// Address of such a row in `cache`.
-template <int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE, class Element>
-DEVICE const Element* kv_row(const Element* cache, int64_t page, int key, int kv_head) {
-    return cache + ((page * PAGE_HEADS + kv_head) * PAGE_SIZE + key % PAGE_SIZE) * HEAD_DIM;
-}
+// The same in a cache of such pages. HEAD_PAGE: Elements of a head's page. Place: where a row of a page begins.
+template <int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Elements16In : Elements16 {
+    static constexpr int HEAD_PAGE = PAGE_SIZE * HEAD_DIM;
+    typedef int64_t Place;
+    typedef const Element* Chunk;
+
+    // Of the token at position `key`, on page `page`, from chunk `chunk` on.
+    static DEVICE Place place(int64_t page, int key, int kv_head, int chunk) {
+        return cache_row(page, key, kv_head, PAGE_HEADS, PAGE_SIZE) * HEAD_DIM + chunk * 8;
+    }
+    // That, of K or V.
+    static DEVICE Chunk at(const Element* cache, Place place, bool is_key) { return cache + place; }
+    // So many rows and chunks after `from`, on its page. From a chunk within a group of a format with scales `chunks` lead
+    // to no later group than from that group's first chunk.
+    static DEVICE Chunk after(Chunk from, int rows, int chunks) { return from + rows * HEAD_DIM + chunks * 8; }
+};
 
 // Keys or values of one sequence and kv head. Only positions in `keys` are read, and only their entries of the block
 // table; all others may hold anything. PAGE_HEADS: heads that a page has in memory, or, dense, a position.
@@ -51,6 +67,7 @@ template <class Format_, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct KvR
     const int32_t* pages;  // this sequence's row of the block table, read where it lies
     KeySpan keys;
 
+    DEVICE const Element* origin() const { return base; }
     DEVICE bool readable(int position) const { return keys.has(position); }
     DEVICE bool all_readable(int first, int count) const { return keys.has_all(first, count); }
 

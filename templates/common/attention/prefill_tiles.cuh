@@ -17,6 +17,7 @@ template <int HEAD_DIM, int NUM_Q_HEADS, int GROUP> struct QueryRows {
     uint16_t* base;  // token 0 of the sequence, first head of the group
     int num_rows;
 
+    DEVICE uint16_t* origin() const { return base; }
     DEVICE bool readable(int row) const { return row < num_rows; }
     DEVICE uint16_t* row(int row) const {
         return base + (int64_t(row / GROUP) * NUM_Q_HEADS + row % GROUP) * HEAD_DIM;
@@ -48,7 +49,7 @@ template <int HEAD_DIM, int ROWS, int THREADS> struct TileCopy {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             const bool valid = rows.readable(first + my_row() + i * STEP);
-            const auto* from = rows.base;
+            auto from = rows.origin();
             if (valid) from = rows.template at<ROWS, STEP>(first, my_row(), i * STEP, my_chunk());
             Rows::Format::copy_at(place(mine, i), from, valid);
         }

@@ -23,10 +23,20 @@ template <int COLUMNS, int ROWS, int THREADS = 128> struct BlockedCopy {
 #pragma unroll 1
             for (int i = 0; i < COUNT; ++i) {
                 const bool valid = rows.readable(first + row + i * STEP);
-                const auto* from = rows.base;
+                auto from = rows.origin();
                 if (valid) from = rows.template at<ROWS, STEP>(first, row, i * STEP, from_chunk);
                 Rows::Format::copy_at(place(mine, i), from, valid);
             }
+        }
+    }
+
+    // This thread arrives at `barrier` once what it has copied by `start` is there.
+    template <class Rows> static DEVICE void arrive(uint64_t* barrier) {
+        if constexpr (Rows::Format::IS_BYTES) {
+            barrier_arrive_after_copies(barrier);
+        } else {
+            fence_async_proxy();
+            barrier_arrive(barrier);
         }
     }
 

@@ -10,6 +10,8 @@ from kerngen.errors import ProblemError
 VEC = 8  # elements that a thread moves at once: 16 bytes of a 16-bit type
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 DTYPES = tuple(ELEMENT_BYTES)
+# Formats of a cache, with the values that share a scale (values.py, KVFormat).
+KV_GROUPS = {"plain": 0, "int8": 64, "shared": 0, "shared_int8": 64}
 MAX_BLOCK_THREADS = 1024
 INT32_MAX = 2**31 - 1
 SPARE_REGISTERS = 36  # what the row kernels need beside their data, by the ptxas reports
@@ -52,6 +54,40 @@ def require_page_heads(page_heads: int, num_kv_heads: int) -> None:
     require(
         fits, f"page_heads={page_heads}: a page has at least the num_kv_heads={num_kv_heads} of a cache, or 0 for those"
     )
+
+
+def is_shared(kv_format: str) -> bool:
+    """Whether K and V have one pool in such a cache."""
+    return kv_format.startswith("shared")
+
+
+def require_kv_format(kv_format: str, head_dim: int, page_size: int, page_heads: int) -> None:
+    """Raises ProblemError for a format of the cache that is none, or that cannot hold such heads."""
+    if kv_format == "plain":
+        return
+    group = KV_GROUPS.get(kv_format)
+    if group is None:
+        raise ProblemError(f"kv_format={kv_format!r} is not one of: {', '.join(KV_GROUPS)}")
+    whole = not group or head_dim % (2 * group) == 0  # in each half of a head, which RoPE pairs
+    require(whole, f"kv_format={kv_format}: head_dim={head_dim} is no multiple of {2 * (group or 64)}")
+    require(page_size % 16 == 0, f"kv_format={kv_format}: page_size={page_size} is no multiple of 16")
+    require(not page_heads, f"page_heads={page_heads}: a cache in {kv_format} is contiguous; 0")
+    known = not is_shared(kv_format) or head_dim == 512
+    require(known, f"kv_format={kv_format}: head_dim={head_dim}; heads of 512 are shared, of which 128 dims turn")
+
+
+def require_shared(kv_format: str, k_eq_v: bool, num_rotated_pairs: int) -> None:
+    """Raises ProblemError where heads are made for a shared cache whose K is not V but for 64 pairs."""
+    fits = not is_shared(kv_format) or (k_eq_v and num_rotated_pairs == 64)
+    require(fits, f"kv_format={kv_format} is for K that is V but for 64 pairs that turn, not {num_rotated_pairs}")
+
+
+def kv_row_bytes(kv_format: str, head_dim: int, dtype: str) -> int:
+    """Half of what K and V of a head of a token take in a cache, scales included."""
+    group, values = KV_GROUPS[kv_format], head_dim
+    if is_shared(kv_format):
+        values = (head_dim + 128) // 2
+    return values + 2 * values // group if group else values * ELEMENT_BYTES[dtype]
 
 
 def require_tokens(num_tokens: int) -> None:

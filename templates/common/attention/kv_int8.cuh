@@ -1,0 +1,163 @@
+// A cache of 8-bit codes with a scale in fp16 for each 64 values of a head (kv_formats_torch.py says what they are).
+// A head's page is PAGE_SIZE rows of codes, then their scales. Codes become 16-bit elements in the copy.
+#pragma once
+#include "common/attention/kv_tile.cuh"
+
+DEVICE uint2 load8_l2(const void* p) {
+    uint2 v;
+    asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+    return v;
+}
+DEVICE uint16_t load2_l2(const void* p) {
+    uint16_t v;
+    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
+    return v;
+}
+
+template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Groups {
+    typedef int8_t Element;
+    static constexpr bool IS_BYTES = false;
+    static constexpr int GROUP = 64, GROUPS = HEAD_DIM / GROUP;
+    static constexpr int HEAD_PAGE = PAGE_SIZE * (HEAD_DIM + 2 * GROUPS);  // Elements of a head's page
+    static_assert(HEAD_DIM % (2 * GROUP) == 0, "whole groups in each half of a head, which lanes hold apart");
+
+    // Where a row of a page begins, of its codes and of its scales, in bytes.
+    struct Place {
+        int64_t codes, scales;
+    };
+    // Eight codes, and the scale of their group.
+    struct Chunk {
+        const int8_t* codes;
+        const uint16_t* scale;
+    };
+    // Of the token at position `key`, on page `page`, from chunk `chunk` on.
+    static DEVICE Place place(int64_t page, int key, int kv_head, int chunk) {
+        return place_of(page * PAGE_HEADS + kv_head, key % PAGE_SIZE, chunk);
+    }
+    // Of row `row` of a head's page, counted through all pages and heads.
+    static DEVICE Place place_of(int64_t head_page, int row, int chunk) {
+        const int64_t page = head_page * HEAD_PAGE;
+        return {page + row * HEAD_DIM + chunk * 8, page + PAGE_SIZE * HEAD_DIM + row * (2 * GROUPS) + chunk / 8 * 2};
+    }
+    static DEVICE Chunk at(const Element* cache, const Place& place, bool is_key = false) {
+        return {cache + place.codes, reinterpret_cast<const uint16_t*>(cache + place.scales)};
+    }
+    static DEVICE Chunk after(const Chunk& from, int rows, int chunks) {
+        return {from.codes + rows * HEAD_DIM + chunks * 8, from.scale + rows * GROUPS + chunks / 8};
+    }
+
+    // Eight codes times their scale, each rounded once.
+    static DEVICE uint4 converted(uint2 codes, uint16_t scale) {
+        const uint32_t c[2] = {codes.x ^ 0x80808080u, codes.y ^ 0x80808080u};  // code + 128
+        uint32_t out[4];
+        if constexpr (BF16) {
+            const float factor = Half<false>::to_float(scale);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                // 2^23 + 128 + code, and from it the code; all exact.
+                const float a = __uint_as_float(__byte_perm(c[i / 2], 0x4b000000u, i % 2 ? 0x7442 : 0x7440)) - 8388736.0f;
+                const float b = __uint_as_float(__byte_perm(c[i / 2], 0x4b000000u, i % 2 ? 0x7443 : 0x7441)) - 8388736.0f;
+                out[i] = Half<true>::pack(a * factor, b * factor);
+            }
+        } else {
+            const uint32_t factor = uint32_t(scale) * 0x10001u;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {  // 1024 + 128 + code, likewise
+                const uint32_t raised = __byte_perm(c[i / 2], 0x64646464u, i % 2 ? 0x4342 : 0x4140);
+                out[i] = Half<false>::mul2(Half<false>::sub2(raised, 0x64806480u), factor);
+            }
+        }
+        return make_uint4(out[0], out[1], out[2], out[3]);
+    }
+
+    // Global memory to registers, through L2: another block of this kernel may have written it. Zeros and no access
+    // where `valid` is false.
+    static DEVICE uint4 load(const Chunk& chunk, bool valid = true) {
+        uint2 codes = make_uint2(0, 0);
+        uint16_t scale = 0;
+        if (valid) {
+            codes = load8_l2(chunk.codes);
+            scale = load2_l2(chunk.scale);
+        }
+        return converted(codes, scale);
+    }
+    template <bool CONSTANT> static DEVICE uint4 load_or_zero(const Chunk& chunk, bool valid) { return load(chunk, valid); }
+    // Global to shared memory, at once.
+    static DEVICE void copy(void* to, const Chunk& chunk) { *static_cast<uint4*>(to) = load(chunk); }
+    static DEVICE void copy_or_zero(void* to, const Chunk& chunk, bool valid) { *static_cast<uint4*>(to) = load(chunk, valid); }
+    static DEVICE void copy_at(uint32_t to, const Chunk& chunk, bool valid = true) {
+        const uint4 x = load(chunk, valid);
+        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+    }
+
+    // Codes and scale of eight values; the scale is that of the eight lanes that hold a group.
+    static DEVICE uint2 quantized(const uint4& values, uint16_t& scale) {
+        const uint32_t packed[4] = {values.x, values.y, values.z, values.w};
+        float x[8], top = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float2 two = Half<BF16>::unpack(packed[i]);
+            x[2 * i] = two.x, x[2 * i + 1] = two.y;
+            top = fmaxf(top, fmaxf(fabsf(two.x), fabsf(two.y)));
+        }
+        const uint32_t lanes = 0xffu << (threadIdx.x % 32 / 8 * 8);  // others may be elsewhere
+#pragma unroll
+        for (int mask = 1; mask < 8; mask *= 2) top = fmaxf(top, __shfl_xor_sync(lanes, top, mask));
+        scale = Half<false>::from_float(__fdiv_rn(top, 127.0f));
+        const float factor = Half<false>::to_float(scale), inverse = factor > 0.0f ? __fdiv_rn(1.0f, factor) : 0.0f;
+        uint32_t codes[2] = {0, 0};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int code = __float2int_rn(fminf(fmaxf(x[i] * inverse, -127.0f), 127.0f));
+            codes[i / 4] |= (uint32_t(code) & 0xffu) << (i % 4 * 8);
+        }
+        return make_uint2(codes[0], codes[1]);
+    }
+
+    // What a lane holds of a head (HeadSlice) as it is stored. Made by all lanes that hold the head.
+    struct Codes {
+        uint2 low, high;
+        uint16_t low_scale, high_scale;
+    };
+    template <class Slice> using Stored = Codes;
+    template <class Slice> static DEVICE Codes stored(const Slice& x) {
+        Codes s;
+        s.low = quantized(x.low.part[0], s.low_scale);
+        s.high = quantized(x.high.part[0], s.high_scale);
+        return s;
+    }
+    // To row `row` of a cache, counted through all pages and heads.
+    static DEVICE void store(Element* cache, int64_t row, const Codes& x, int lane, bool is_key) {
+        const Place place = place_of(row / PAGE_SIZE, int(row % PAGE_SIZE), 0);
+        uint2* const codes = reinterpret_cast<uint2*>(cache + place.codes);
+        uint16_t* const scales = reinterpret_cast<uint16_t*>(cache + place.scales);
+        codes[lane] = x.low;
+        codes[HEAD_DIM / 16 + lane] = x.high;
+        if (lane % 8 == 0) scales[lane / 8] = x.low_scale, scales[GROUPS / 2 + lane / 8] = x.high_scale;
+    }
+    // What is read of it, as `load` would.
+    static DEVICE uint4 low(const Codes& x) { return converted(x.low, x.low_scale); }
+    static DEVICE uint4 high(const Codes& x) { return converted(x.high, x.high_scale); }
+};
+
+template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE>
+struct KvRows<Int8Groups<BF16, HEAD_DIM, PAGE_HEADS, PAGE_SIZE>, HEAD_DIM, PAGE_HEADS, PAGE_SIZE> {
+    typedef Int8Groups<BF16, HEAD_DIM, PAGE_HEADS, PAGE_SIZE> Format;
+    typedef typename Format::Element Element;
+    const Element* base;   // this head's first page of the cache
+    const int32_t* pages;  // this sequence's row of the block table, read where it lies
+    KeySpan keys;
+    static_assert(PAGE_SIZE > 0, "codes lie in pages");
+
+    DEVICE typename Format::Chunk origin() const { return {base, nullptr}; }
+    DEVICE bool readable(int position) const { return keys.has(position); }
+    DEVICE bool all_readable(int first, int count) const { return keys.has_all(first, count); }
+
+    // As that of rows of elements.
+    template <int TILE, int STEP> DEVICE typename Format::Chunk at(int first, int mine, int step, int chunk) const {
+        constexpr bool ONE_PAGE = PAGE_SIZE % TILE == 0, ONE_A_STEP = TILE % PAGE_SIZE == 0 && PAGE_SIZE % STEP == 0;
+        const int position = first + mine + step;
+        const int64_t page = pages[(ONE_PAGE ? first : ONE_A_STEP ? first + step : position) / PAGE_SIZE];
+        return Format::at(base, Format::place_of(page * PAGE_HEADS, position % PAGE_SIZE, chunk));
+    }
+};

@@ -1,0 +1,408 @@
+"""Formats of the KV cache: what is stored, who reads and writes it, and that tokens follow from it alone."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import kernel_on_cpu
+import numpy as np
+import pytest
+import torch
+from command import Kerngen
+
+from kerngen.arch import ARCHES, Target, find_arch
+from kerngen.compiler.render import render
+from kerngen.errors import ConfigRefused, ProblemError, UsageError
+from kerngen.quality.kv import kv_quality
+from kerngen.runtime.batch import Batch
+from kerngen.runtime.cache import KVCache
+from kerngen.runtime.config import KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, Keeping, read_model_config
+from kerngen.runtime.engine import Engine
+from kerngen.runtime.executors.reference import Reference
+from kerngen.runtime.ops.eager import TorchOps
+from kerngen.runtime.ops.kernels import KernelOps
+from kerngen.runtime.session import Session, load, open_checkpoint
+from kerngen.templates import find_kernel
+from kerngen.templates.attn_decode.op import attn_decode, attn_decode_qkv
+from kerngen.templates.common.attention.heads_torch import inverse_frequencies
+from kerngen.templates.common.attention.kv_formats_torch import (
+    all_values,
+    codes_and_scales,
+    encoded,
+    quantized,
+    randomize,
+    read_rows,
+    values_of,
+    write_rows,
+)
+from kerngen.templates.common.rows.spec import KV_GROUPS, is_shared, kv_row_bytes
+from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
+from kerngen.templates.kernel import Case, Kernel
+from kerngen.templates.qkv_norm_rope.op import qkv_norm_rope
+from kerngen.templates.values import INT8, KV_FORMATS, SHARED, SHARED_INT8, AttnBatch, HeadNorms, KVView
+from kerngen.timing.measure import compare
+
+TINY = Path(__file__).resolve().parents[2] / "examples" / "tiny"
+MODEL, ASSISTANT = TINY / "gemma-4-tiny-w4a16", TINY / "gemma-4-tiny-assistant"
+PROMPT = (TINY / "prompt.txt").read_text()
+ATTENTION = tuple(find_kernel(name) for name in ("attn_decode", "attn_prefill", "qkv_norm_rope"))
+KEPT = [Keeping(kv_cache_dtype=d, kv_cache_layout=x) for d in KV_CACHE_DTYPES for x in KV_CACHE_LAYOUTS]
+CPU = torch.device("cpu")
+
+
+def test_names_agree() -> None:
+    assert {name: form.group for name, form in KV_FORMATS.items()} == KV_GROUPS
+    layer = next(layer for layer in read_model_config(MODEL).layers if layer.v_is_k)
+    made = {read_model_config(MODEL).keeping(kept).kv_format_of(layer) for kept in KEPT}
+    assert made == set(KV_FORMATS)
+    assert [form.is_shared for form in KV_FORMATS.values()] == [is_shared(name) for name in KV_FORMATS]
+    for name, form in KV_FORMATS.items():
+        each = form.page_bytes(1, 1, 512, torch.bfloat16) / 2
+        assert kv_row_bytes(name, 512, "bf16") == each
+        assert form.head_dim(form.row_entries(512)) == 512
+
+
+def test_codes_and_scales_are_numpys() -> None:
+    """Rows of all sizes, among them zeros, one value alone, ties, and what is too small for a scale of fp16."""
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((400, 256)).astype(np.float32) * 10.0 ** rng.integers(-8, 4, (400, 1))
+    x[0], x[1], x[1, 70] = 0, 0, -3.0
+    x[2, :64] = np.arange(64) * 2  # of a scale of about 1
+    x = torch.from_numpy(x).bfloat16().float().numpy()
+    groups = x.reshape(400, 4, 64)
+    scales = (np.abs(groups).max(-1) / np.float32(127)).astype(np.float16)
+    inverse = np.divide(np.float32(1), scales.astype(np.float32), where=scales > 0, out=np.zeros_like(groups[..., 0]))
+    codes = np.clip(np.rint(groups * inverse[..., None]), -127, 127).astype(np.int8).reshape(400, 256)
+    got, its_scales = quantized(torch.from_numpy(x), INT8)
+    assert np.array_equal(got.numpy(), codes)
+    assert np.array_equal(its_scales.numpy(), scales)
+    assert int(np.abs(codes[3:]).max()) == 127
+    assert not codes[0].any()
+    back = values_of(got, its_scales, INT8, torch.float32).numpy().reshape(400, 4, 64)
+    largest = np.abs(groups).max(-1, keepdims=True)
+    normal = scales >= np.float16(2**-14)  # of smaller ones fewer bits are left
+    assert (np.abs(back - groups) <= largest * (0.51 / 127))[normal].all()
+    assert (np.abs(back - groups) <= largest * 0.51 / 127 + 2.0**-24 * 127)[~normal].all()
+
+
+@pytest.mark.parametrize(("head_dim", "page_size"), [(128, 16), (256, 64), (512, 64)])
+def test_a_heads_page_is_its_rows_of_codes_and_then_their_scales(head_dim: int, page_size: int) -> None:
+    """As common/attention/kv_int8.cuh says, in bytes: what kernels of another process or machine read."""
+    kv = INT8.allocate((5, 3, page_size, head_dim), torch.bfloat16, CPU)
+    assert (kv.head_dim, kv.page_heads, kv.num_bytes) == (
+        head_dim,
+        0,
+        5 * INT8.page_bytes(3, page_size, head_dim, torch.bfloat16),
+    )
+    new = torch.randn(2, 3, head_dim)
+    write_rows(kv.k_cache, "int8", torch.tensor([4, 2]), torch.tensor([page_size - 1, 0]), new, keys=True)
+    codes, scales = quantized(new, INT8)
+    groups, head_page = head_dim // 64, page_size * (head_dim + head_dim // 32)
+    assert head_page % 16 == 0
+    memory = kv.k_cache.view(-1).numpy()
+    for token, (page, row) in enumerate([(4, page_size - 1), (2, 0)]):
+        for head in range(3):
+            at = (page * 3 + head) * head_page
+            assert np.array_equal(memory[at + row * head_dim :][:head_dim], codes[token, head].numpy())
+            its = memory[at + page_size * head_dim + row * 2 * groups :][: 2 * groups].view(np.float16)
+            assert np.array_equal(its, scales[token, head].numpy())
+    assert int((kv.k_cache != 0).sum()) <= 6 * (head_dim + 2 * groups)
+    randomize(kv)
+    assert 0.4 < float(all_values(kv.v_cache, "int8", torch.bfloat16).std()) < 2
+    assert torch.equal(codes_and_scales(kv.k_cache, INT8)[1].unique(), torch.tensor([1 / 64]).half())
+
+
+def test_a_poisoned_row_stays_poison() -> None:
+    values = torch.randn(2, 1, 16, 128)
+    values[1, 0, 3, 70] = torch.nan
+    back = all_values(encoded(values, "int8"), "int8", torch.float16)
+    assert back.isnan().sum() == 64
+    assert bool(back[1, 0, 3, 64:].isnan().all())
+
+
+def test_a_shared_page_is_v_then_what_turns_of_k() -> None:
+    """As common/attention/kv_shared.cuh says: rows of V, of turned dims, then the scales of both."""
+    for form, size in ((SHARED, 64 * 640 * 2), (SHARED_INT8, 64 * 660)):
+        kv = form.allocate((3, 2, 64, 512), torch.float16, CPU)
+        assert (kv.head_dim, kv.num_bytes, kv.k_cache is kv.v_cache) == (512, 3 * 2 * size, True)
+        k, v = torch.randn(2, 1, 2, 512).half()
+        at = torch.tensor([1]), torch.tensor([5])
+        write_rows(kv.k_cache, form.name, *at, k, keys=True)
+        write_rows(kv.v_cache, form.name, *at, v, keys=False)
+        memory = kv.k_cache.view(-1).view(torch.uint8).numpy()[(1 * 2 + 1) * size :][:size]  # head 1 of page 1
+        turned = torch.cat((k[0, 1, :64], k[0, 1, 256:320]))
+        if form is SHARED:
+            assert np.array_equal(memory[5 * 1024 :][:1024].view(np.float16), v[0, 1].numpy())
+            assert np.array_equal(memory[64 * 1024 + 5 * 256 :][:256].view(np.float16), turned.numpy())
+            continue
+        for part, first, width, scales_at in ((v[0, 1], 0, 512, 64 * 640), (turned, 64 * 512, 128, 64 * 656)):
+            codes, scales = quantized(part, form)
+            assert np.array_equal(memory[first + 5 * width :][:width].view(np.int8), codes.numpy())
+            its = memory[scales_at + 5 * width // 32 :][: width // 32].view(np.float16)
+            assert np.array_equal(its, scales.numpy())
+
+
+@pytest.mark.parametrize(("name", "k_eq_v"), [("int8", False), ("int8", True), ("shared", True), ("shared_int8", True)])
+def test_new_tokens_are_used_as_they_are_stored(name: str, k_eq_v: bool) -> None:
+    """By one call or by two: the same bytes in the caches, and the same result as reading them again."""
+    torch.manual_seed(3)
+    form = KV_FORMATS[name]
+    dim, lens, q_len = 512, torch.tensor([5, 40], dtype=torch.int32), 3
+    pools = [form.allocate((6, 2, 16, dim), torch.float16, CPU) for _ in range(2)]
+    randomize(pools[0])
+    pools[1].k_cache.copy_(pools[0].k_cache), pools[1].v_cache.copy_(pools[0].v_cache)
+    table = torch.tensor([[1, 0, 0], [2, 3, 4]], dtype=torch.int32)
+    at = lens[:, None] - q_len + torch.arange(q_len)
+    slots = (table.gather(1, at.long() // 16) * 16 + at % 16).flatten().long()
+    qkv = torch.randn(6, (4 + (1 if k_eq_v else 2) * 2) * dim).half()
+    weights = (1 + 0.2 * torch.randn(2, dim)).half()
+    heads = HeadNorms(weights[0], inverse_frequencies(dim, 64, CPU), 64, 1e-6, weights[1], 4)
+    batch = AttnBatch(table, lens, max_kv_len=48, q_len=q_len, positions=at.flatten().long(), slot_mapping=slots)
+    ops = Reference()
+    at_once = ops.run(attn_decode_qkv(qkv, heads, pools[0], batch, 0.1), "")
+    q = ops.run(qkv_norm_rope(qkv, heads, at.flatten().long(), pools[1], slots), "")
+    halves = ops.run(attn_decode(q, pools[1], batch, 0.1), "")
+    assert torch.equal(at_once, halves)
+    assert torch.equal(pools[0].k_cache, pools[1].k_cache)
+    assert torch.equal(pools[0].v_cache, pools[1].v_cache)
+    every = torch.arange(6).repeat_interleave(16), torch.arange(16).repeat(6)
+    both = ((pools[0].k_cache, True), (pools[0].v_cache, False))
+    rows = (read_rows(pool, name, torch.float16, *every, keys=keys).half() for pool, keys in both)
+    plain = KVView(*(x.view(6, 16, 2, dim).transpose(1, 2).contiguous() for x in rows))
+    torch.testing.assert_close(ops.run(attn_decode(q, plain, batch, 0.1), ""), halves, rtol=0, atol=0)
+    if form.is_shared:  # what a cache apart gives, but for rounding q once in place of K
+        apart = KV_FORMATS[name.removeprefix("shared").removeprefix("_") or "plain"]
+        own = apart.allocate((6, 2, 16, dim), torch.float16, CPU)
+        short = replace(batch, kv_lens=torch.tensor([3, 3], dtype=torch.int32))
+        slots = torch.arange(16, 22)
+        first = AttnBatch(
+            torch.tensor([[1, 0], [1, 0]], dtype=torch.int32), short.kv_lens, max_kv_len=32, q_len=3,
+            positions=torch.arange(3).repeat(2), slot_mapping=slots,
+        )  # fmt: skip
+        first = replace(first, slot_mapping=torch.cat((slots[:3], slots[:3])))
+        alike = torch.cat((qkv[:3], qkv[:3]))
+        a, b = (ops.run(attn_decode_qkv(alike, heads, kv, first, 0.1), "").float() for kv in (own, pools[1]))
+        assert float((a - b).abs().max()) < (0.02 if form.group else 0.004)
+
+
+CODES = [
+    c for c in ATTENTION[2].cases.CASES
+    if c.problem.kv_format != "plain" and c.problem.dtype == "bf16" and c.problem.num_tokens < 10
+]  # fmt: skip
+NO_COMPILER = pytest.mark.skipif(kernel_on_cpu.COMPILER is None, reason="neither g++ nor clang++ is on the PATH")
+
+
+@NO_COMPILER
+@pytest.mark.parametrize("case", CODES, ids=str)
+def test_qkv_norm_rope_stores_what_the_reference_does(case: Case, tmp_path: Path) -> None:
+    kernel, target = ATTENTION[2], Target.of(find_arch("sm90"))
+    config = kernel.default_config(case.problem, target)
+    library = kernel_on_cpu.on_cpu(render(kernel, case.problem, config, target), kernel.name, tmp_path)
+    inputs = kernel.cases.inputs(case, "cpu")
+    expected = kernel.reference.expected(case.problem, inputs)
+    (launch,), (args,) = kernel.launches(case.problem, config, target), kernel.body(config, target.arch).args.values()
+    kinds: dict[str, Any] = {"ptr": ctypes.c_void_p, "i32": ctypes.c_int, "f32": ctypes.c_float}
+    given = [inputs[a.name].data_ptr() if a.kind == "ptr" else inputs[a.name] for a in args]
+    library.run(launch.grid[0], launch.block[0], 0, *(kinds[a.kind](x) for a, x in zip(args, given, strict=True)))
+    result = compare(kernel, case, inputs, expected)
+    assert result.ok, result.message
+    for name in ("k_cache", "v_cache"):  # a sum in another order may flip a rounding, and that a code
+        same = inputs[name].view(torch.uint8) == expected[name].to(inputs[name].dtype).view(torch.uint8)
+        assert float(same.float().mean()) > 0.998, name
+
+
+@NO_COMPILER
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_kernels_read_the_values_of_codes(dtype: str, tmp_path: Path) -> None:
+    """Each code, by scales of all sizes, and those of a few values as they are made."""
+    kernel, target = ATTENTION[2], Target.of(find_arch("sm90"))
+    problem = replace(CODES[0].problem, dtype=dtype)
+    source = (
+        render(kernel, problem, kernel.default_config(problem, target), target)
+        + """
+extern "C" __global__ void probe(uint4* out, const uint2* codes, const uint16_t* scales, int num_scales) {
+    for (int s = 0; s < num_scales; ++s)
+        for (int i = 0; i < 32; ++i) out[s * 32 + i] = KvFormat::converted(codes[i], scales[s]);
+}
+"""
+    )
+    library = kernel_on_cpu.on_cpu(source, "probe", tmp_path)
+    codes = torch.arange(-127, 129).clamp(max=127).to(torch.int8)
+    scales = torch.cat((torch.tensor([0.0, 2.0**-24, 2.0**-14, 1.0, 65504 / 127]), torch.rand(200) / 10)).half()
+    form = TORCH_DTYPE[dtype]
+    out = torch.empty(len(scales), 256, dtype=form)
+    library.run(1, 1, 0, *(ctypes.c_void_p(t.data_ptr()) for t in (out, codes, scales)), len(scales))
+    wanted = (codes.float() * scales.float()[:, None]).to(form)
+    assert torch.equal(out, wanted)
+
+
+@pytest.fixture(scope="module")
+def sessions() -> dict[tuple[str, str], Session]:
+    how: dict[str, Any] = {
+        "draft": ASSISTANT,
+        "device": "cpu",
+        "backend": "torch",
+        "dtype": "fp32",
+        "num_draft_tokens": 3,
+    }
+    each = [(kept.kv_cache_dtype, kept.kv_cache_layout) for kept in KEPT]
+    return {(d, x): load(MODEL, kv_cache_dtype=d, kv_cache_layout=x, **how) for d, x in each}
+
+
+def _tokens(session: Session, drafts: int | None = 0, **options: Any) -> list[list[int]]:
+    """Of three prompts, the last of which begins as the first does."""
+    drafter = session.drafter if drafts else None
+    engine = Engine(session.model, drafter, max_len=400, max_batch=3, num_draft_tokens=drafts, **options)
+    prompts = [session.encode(text, chat=False) for text in (PROMPT, PROMPT[::2], PROMPT + " And then")]
+    return [engine.generate(prompt, max_new_tokens=24).tokens for prompt in prompts]
+
+
+@pytest.mark.parametrize("kept", KEPT[1:], ids=lambda k: f"{k.kv_cache_dtype}-{k.kv_cache_layout}")
+def test_tokens_do_not_depend_on_drafts_chunks_or_kept_prefixes(
+    sessions: dict[tuple[str, str], Session], kept: Keeping
+) -> None:
+    session = sessions[kept.kv_cache_dtype, kept.kv_cache_layout]
+    wanted = _tokens(session, prefix_caching=False)
+    assert len(wanted[0]) == 24
+    for options in ({"drafts": 3}, {"drafts": 5, "prefill_chunk": 32}, {}):
+        assert _tokens(session, **options) == wanted, options
+    if kept.kv_cache_dtype == "auto":  # in fp32 a weight in q is as good as one in K
+        assert wanted == _tokens(sessions["auto", "apart"])
+
+
+def test_the_cache_is_in_its_format_and_a_drafter_reads_it(sessions: dict[tuple[str, str], Session]) -> None:
+    plain = sessions["auto", "apart"].cache_shape.token_bytes
+    for (dtype, layout), session in sessions.items():
+        engine, is_int8 = session.reserve(64), dtype == "int8"
+        pools = [(layer, engine.cache.pages(layer)) for layer in session.config.layers]
+        assert {pool.k_cache.dtype for _, pool in pools} == {torch.int8 if is_int8 else torch.float32}
+        for layer, pool in pools:
+            assert pool.format.is_shared == (layout == "shared" and layer.v_is_k)
+        assert engine.cache.num_bytes == engine.shape.num_bytes(engine.cache.num_pages)
+        part = (1 + 2 / 64) / 4 if is_int8 else 1.0  # of fp32
+        assert session.cache_shape.token_bytes / plain == part * (0.625 if layout == "shared" else 1)
+        answer = session.generate(PROMPT, max_new_tokens=24)
+        assert answer.stats.acceptance_length > 2, (dtype, layout)
+
+
+@pytest.mark.parametrize("kept", KEPT[1:], ids=lambda k: f"{k.kv_cache_dtype}-{k.kv_cache_layout}")
+def test_the_kernels_path_has_the_oracles_tokens(kept: Keeping) -> None:
+    """With the references in place of kernels, in fp32: only sums in another order differ."""
+    found = []
+    for ops in (TorchOps(CPU, torch.float32), KernelOps(Reference(), torch.float32)):
+        session = open_checkpoint(MODEL, ops, draft=ASSISTANT, kept=kept)
+        session.num_draft_tokens = 3
+        found.append(session.generate(PROMPT[:60], max_new_tokens=12).tokens)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kernel", ATTENTION, ids=lambda k: k.name)
+@pytest.mark.parametrize("arch", ARCHES.values(), ids=str)
+def test_every_arch_serves_every_format(kernel: Kernel, arch: Any) -> None:
+    for case in (c for c in kernel.cases.CASES if c.problem.kv_format != "plain"):
+        problem = replace(case.problem, dtype="fp16")
+        config = kernel.default_config(problem, Target.of(arch))
+        kernel.require_valid(problem, config, Target.of(arch))
+        plain = replace(problem, kv_format="plain")
+        assert kernel.cost(problem).bytes < kernel.cost(plain).bytes
+
+
+def test_what_brings_rows_as_they_lie_refuses_codes() -> None:
+    target = Target.of(find_arch("sm90"))
+    decode, prefill, _ = ATTENTION
+    problem: Any = decode.problem_type(head_dim=256, kv_format="int8")
+    with pytest.raises(ConfigRefused, match=r"body=wgmma_ws brings rows in boxes.*kv_format=int8.*body=mma"):
+        decode.require_valid(problem, decode.config_type(body="wgmma_ws", num_stages=8, split_d=4), target)
+    problem = prefill.problem_type(page_size=64, kv_format="int8")
+    config = replace(prefill.default_config(problem, target), use_tma=True)
+    with pytest.raises(
+        ConfigRefused, match="use_tma=True brings rows as they lie, and those of kv_format=int8 are made"
+    ):
+        prefill.require_valid(problem, config, target)
+
+
+@pytest.mark.parametrize(("fields", "says"), [
+    ({"kv_format": "int7"}, "kv_format='int7' is not one of: plain, int8, shared, shared_int8"),
+    ({"kv_format": "shared", "head_dim": 256}, "heads of 512 are shared"),
+    ({"kv_format": "int8", "page_heads": 32}, "page_heads=32: a cache in int8 is contiguous"),
+    ({"kv_format": "int8", "page_size": 24}, "page_size=24 is no multiple of 16"),
+])  # fmt: skip
+def test_problems_that_cannot_be_are_refused(fields: dict[str, Any], says: str) -> None:
+    prefill = ATTENTION[1]
+    with pytest.raises(ProblemError, match=says):
+        prefill.problem_type(**{"page_size": 64, **fields})
+    with pytest.raises(ProblemError, match="dense k and v are plain"):
+        prefill.problem_type(kv_format="int8")
+
+
+def test_heads_that_have_no_whole_scales_are_refused(tmp_path: Path) -> None:
+    config = read_model_config(MODEL)
+    narrow = replace(config, layers=tuple(replace(layer, head_dim=64) for layer in config.layers))
+    with pytest.raises(UsageError, match="heads of 64 do not"):
+        narrow.keeping(Keeping(kv_cache_dtype="int8"))
+    assert narrow.keeping(Keeping()) == narrow
+    for field in ("dtype", "layout"):
+        with pytest.raises(UsageError, match=f"a KV cache of {field} 'fp7' is not known"):
+            Keeping(**{f"kv_cache_{field}": "fp7"})
+    apart = replace(config, layers=tuple(replace(layer, v_is_k=False) for layer in config.layers))
+    with pytest.raises(UsageError, match="for layers whose K is V, and this model has none"):
+        apart.keeping(Keeping(kv_cache_layout="shared"))
+    assert Keeping("int4", "int8", "shared").options == (
+        "--draft-weights", "int4", "--kv-cache-dtype", "int8", "--kv-cache-layout", "shared",
+    )  # fmt: skip
+
+
+def test_eval_says_what_a_format_costs(kerngen: Kerngen) -> None:
+    """On the trained tiny checkpoint: little, and not nothing. A format against itself is nothing at all."""
+    code, out, _ = kerngen(
+        "eval", "kv", str(MODEL), "--backend", "torch", "--device", "cpu", "--tokens", "300", "--json"
+    )
+    said = json.loads(out)
+    (found,) = said["formats"]
+    assert (code, said["tokens"], found["kv_cache_dtype"]) == (0, 299, "int8")
+    assert [(d["first"], d["end"]) for d in found["buckets"]] == [(0, 128), (128, 299)]
+    whole = found["whole"]
+    assert 0 < whole["kl_mean"] < 2e-3
+    assert whole["kl_mean"] <= whole["kl_p99"] <= whole["kl_max"]
+    assert whole["top1"] > 0.98
+    assert abs(whole["perplexity"] / whole["reference_perplexity"] - 1) < 0.01
+    how = ("--backend", "torch", "--device", "cpu", "--tokens", "40", "--kv-cache-layout", "shared")
+    shown = kerngen("eval", "kv", str(MODEL), *how, "--kv-cache-dtype", "auto,int8")[1]
+    assert "39 tokens, torch on cpu, float32" in shown
+    assert "\nauto, shared\n" in shown
+    assert "same token" in shown
+    itself = kv_quality(load(MODEL, draft=False, device="cpu", backend="torch").model, range(9, 60), [Keeping()])[
+        0
+    ].whole
+    assert (itself.kl_max, itself.top1, itself.perplexity) == (0.0, 1.0, itself.reference_perplexity)
+
+
+def test_eval_is_what_two_softmaxes_say(sessions: dict[tuple[str, str], Session]) -> None:
+    plain = sessions["auto", "apart"]
+    ids = plain.encode(PROMPT, chat=False)[:70]
+    found = kv_quality(plain.model, ids, KEPT[2:3], chunk=32)[0].whole
+    rows = []
+    for session in (plain, sessions["int8", "apart"]):
+        model, cache = session.model, KVCache.whole(session.config, session.ops, batch=1, max_len=69)
+        with torch.inference_mode():
+            hidden = model.forward(Batch.prefill(torch.tensor(ids[:69]), 0, cache), cache)
+            rows.append(torch.log_softmax(model.logits(hidden).double(), -1))
+    p, q = rows
+    kl = (p.exp() * (p - q)).nan_to_num(0).sum(-1)
+    assert found.kl_mean == pytest.approx(float(kl.mean()), rel=1e-2)
+    assert found.kl_max == pytest.approx(float(kl.max()), rel=1e-2)
+    said = -q.gather(1, torch.tensor(ids[1:])[:, None]).mean()
+    assert found.perplexity == pytest.approx(float(said.exp()), rel=1e-5)
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    (("--kv-cache-dtype", "fp7"), "'fp7' is not known"), (("--kv-cache-dtype", ","), "names no format"),
+    (("--text", "nowhere.txt"), "--text nowhere.txt: "), (("--text", str(MODEL / "model.safetensors")), "--text "),
+])  # fmt: skip
+def test_eval_refuses(kerngen: Kerngen, options: tuple[str, ...], says: str) -> None:
+    code, _, err = kerngen("eval", "kv", str(MODEL), *options)
+    assert (code, says in err) == (2, True), err

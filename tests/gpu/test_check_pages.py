@@ -17,7 +17,7 @@ import torch
 from kerngen.errors import PageError, RankFailed
 from kerngen.runtime.engine import Engine, Handle, Request, page_check
 from kerngen.runtime.engine.plan import StepPlan
-from kerngen.runtime.engine.runner import LENGTH, Runner, StepOutput
+from kerngen.runtime.engine.runner import LENGTH, Agree, Runner, StepOutput
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.session import Session, load
 
@@ -182,9 +182,9 @@ def test_a_page_of_a_short_prefill_in_a_graph_is_named(engines: tuple[Engine, En
     run, in_graphs = engine.runner._run, list[int]()
     engine.runner.prefill_graphs.padded = None  # whatever took less: all are padded
 
-    def broken_run(plan: StepPlan) -> StepOutput:
+    def broken_run(plan: StepPlan, agree: Agree) -> StepOutput:
         in_graphs.append(plan.num_tokens)
-        return run(other_page(plan))
+        return run(other_page(plan), agree)
 
     handle = engine.submit(requests[1])
     engine.runner._run = broken_run  # type: ignore[method-assign]

@@ -29,7 +29,7 @@ from kerngen.runtime.config import read_model_config
 from kerngen.runtime.engine import Engine, Request, page_check
 from kerngen.runtime.engine.plan import PrefillChunk, RowUpdate, StepPlan
 from kerngen.runtime.engine.runner import LENGTH as LENGTH_ROW
-from kerngen.runtime.engine.runner import StepOutput
+from kerngen.runtime.engine.runner import Agree, StepOutput
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.ops import Ops
 from kerngen.runtime.ops.eager import TorchOps
@@ -237,10 +237,10 @@ def test_a_page_of_a_prompt_is_named(engine: Engine, expected: list[list[int]], 
     """Of the second prompt in a prefill: the plan itself is wrong."""
     run = engine.runner._run
 
-    def broken(plan: StepPlan) -> StepOutput:
+    def broken(plan: StepPlan, agree: Agree) -> StepOutput:
         first, second = plan.chunks
         full, sliding = second.pages
-        return run(replace(plan, chunks=(first, replace(second, pages=(full, (*sliding[:-1], NUM_SLIDING))))))
+        return run(replace(plan, chunks=(first, replace(second, pages=(full, (*sliding[:-1], NUM_SLIDING))))), agree)
 
     engine.runner._run = broken  # type: ignore[method-assign]
     handles = [engine.submit(r) for r in REQUESTS[:2]]

@@ -211,12 +211,14 @@ def expected_registers(p: Problem, c: Config, target: Target) -> int:
     return 64 + 2 * (c.block_m * p.head_dim // c.split_d // 32)
 
 
-def tensor_map(p: Problem, c: Config, of: str, shape: tuple[int, ...]) -> TensorMap:
+def tensor_map(p: Problem, c: Config, of: str, shape: tuple[int, ...]) -> TensorMap | None:
     """Of the caches as 64 columns, 8 rows, blocks of columns, blocks of rows, and the heads of all pages, those between
     two pages' included. So a box of
     block_n rows, which no page boundary divides, has the layout that wgmma reads. One of all columns, as for values, is
-    contiguous in the cache.
+    contiguous in the cache. None where rows are converted.
     """
+    if p.kv_format != "plain":
+        return None
     pages, heads, size, dim = shape
     last = (pages - 1) * (p.page_heads or heads) + heads
     dims, row = (64, 8, dim // 64, size // 8, last), dim * 2

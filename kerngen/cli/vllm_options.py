@@ -27,7 +27,6 @@ INSTEAD = {
     "gpu-memory-utilization": _CACHE, "kv-cache-memory-bytes": _CACHE, "num-gpu-blocks-override": _CACHE,
     "block-size": _CACHE, "swap-space": "sequences without room are computed again later; leave it out",
     "cpu-offload-gb": "weights stay on the GPU; kerngen run MODEL --plan says what fits",
-    "kv-cache-dtype": "caches have the type of the model: --dtype",
     "quantization": "weights are used as they are stored: name a checkpoint that is quantised; "
                     "--draft-weights int4 makes the drafter smaller",
     "model": "MODEL is the first argument", "revision": "MODEL@REVISION is the first argument",

@@ -28,7 +28,7 @@ def test_those_that_mean_the_same_are_names_of_ours(kerngen: Kerngen, monkeypatc
     assert said == [(128, 3, ("gpt",), 2)] * 3
 
 
-@pytest.mark.parametrize("typed", ["-tp 2", "--kv-cache-dtype=fp8", "--kv_cache_dtype fp8",
+@pytest.mark.parametrize("typed", ["-tp 2", "--swap-space=4", "--swap_space 4",
                                    "--gpu-memory-utilization 0.9", "--enforce-eager", "--model x"])  # fmt: skip
 def test_others_are_refused_with_the_way_on(kerngen: Kerngen, typed: str) -> None:
     for args in (["m", *typed.split()], [*typed.split(), "m"]):

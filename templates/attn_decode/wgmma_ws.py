@@ -148,7 +148,7 @@ def why_not(p: Problem, c: Config, arch: Arch) -> str | None:
     if not arch.has_wgmma:
         return f"body=wgmma_ws needs wgmma, which {arch} (number {arch.number}) lacks; body=mma"
     if is_shared(p.kv_format):
-        return f"body=wgmma_ws brings rows as they lie, or converts codes; kv_format={p.kv_format} takes body=mma"
+        return f"body=wgmma_ws brings rows as they lie, or converts codes; of kv_format={p.kv_format} use body=mma"
     if p.kv_format != "plain":
         for name in ("prefetch_stages", "l2_prefetch_stages"):
             if value := getattr(c, name):

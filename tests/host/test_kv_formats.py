@@ -316,7 +316,7 @@ def test_what_brings_rows_as_they_lie_refuses_codes() -> None:
     decode, prefill, _ = ATTENTION
     problem: Any = decode.problem_type(head_dim=512, kv_format="shared")
     by_warpgroups = decode.config_type(body="wgmma_ws", num_stages=6, split_d=8, num_warps=8, k_column_parts=4)
-    with pytest.raises(ConfigRefused, match=r"body=wgmma_ws brings rows as they lie.*kv_format=shared takes body=mma"):
+    with pytest.raises(ConfigRefused, match=r"body=wgmma_ws brings rows as they lie.*kv_format=shared use body=mma"):
         decode.require_valid(problem, by_warpgroups, target)
     problem = replace(problem, kv_format="int8")
     decode.require_valid(problem, by_warpgroups, target)

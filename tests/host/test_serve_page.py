@@ -411,9 +411,9 @@ def test_what_is_sent(chat: Chat) -> None:
 
 def test_thoughts_and_accepted_drafts(chat: Chat) -> None:
     details = {"accepted_prediction_tokens": 18, "rejected_prediction_tokens": 6}
-    usage = {"completion_tokens": 31, "total_tokens": 40, "completion_tokens_details": details}
+    usage: dict[str, Any] = {"completion_tokens": 31, "total_tokens": 40, "completion_tokens_details": details}
     deltas = [{"reasoning_content": "I *wonder*."}, {"reasoning_content": " Well."}, {"content": "Four."}]
-    chat.play({"pieces": _stream(*deltas, usage=usage), "pause": 50}, _said("Five."))
+    chat.play({"pieces": _stream(*deltas, usage=usage), "pause": 50})
     chat.send("2 + 2?")
     chat.page.until("document.querySelector('.thoughts summary')?.innerText === 'Thinking…'")
     chat.idle()
@@ -423,8 +423,11 @@ def test_thoughts_and_accepted_drafts(chat: Chat) -> None:
     facts = chat.page.ask("document.querySelector('.tools span:not(:empty)').textContent")
     assert facts.startswith("31 tokens")
     assert facts.endswith("18 of 24 drafts accepted")
+    usage["completion_tokens_details"] = dict.fromkeys(details, 0)
+    chat.play({"pieces": _stream({"content": "Five."}, usage=usage)})
     chat.send("2 + 3?")
     chat.idle()
+    assert "drafts" not in chat.page.ask("[...document.querySelectorAll('.reply .tools')].at(-1).textContent")
     assert "wonder" not in json.dumps(chat.page.ask("asked[1]")), "thoughts are not part of what follows"
 
 

@@ -51,3 +51,20 @@ def test_many_at_once_give_what_each_gives_alone(drafting: int | None) -> None:
     engine = session.reserve(1)
     assert not engine.has_work
     assert all(pool.num_available == pool.capacity for pool in engine.pools.values())
+
+
+@pytest.mark.parametrize("name", ["gemma-4-tiny-media", "gemma-4-tiny-unified"])
+@pytest.mark.parametrize("backend", ["torch", "cuda"])
+def test_shapes_and_tones_are_named(backend: str, name: str) -> None:
+    """By kernels, and graphs of a tower."""
+    import kerngen
+
+    pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install 'kerngen[media]'")
+    session = kerngen.load(TINY / name, backend=backend, device="cuda", media="images,audio")
+    image, sound = [TINY / "cross.png"], [TINY / "tone.wav"]
+    for question, shown, right in (
+        ("What is this?", {"images": image}, "A green cross."),
+        ("What do you hear?", {"audio": sound}, "A low tone."),
+        ("What do you see and hear?", {"images": image, "audio": sound}, "A green cross and a low tone."),
+    ):
+        assert session.generate(question, **shown, max_new_tokens=24).text == right

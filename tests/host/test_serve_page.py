@@ -217,6 +217,21 @@ def test_its_policy_allows_its_own_script_alone() -> None:
 # -- with the server
 
 
+def test_a_server_of_text_alone_takes_no_image(chat: Chat) -> None:
+    page = chat.page
+    page.until("model")
+    assert not page.ask("page.attach.checkVisibility()")
+    assert page.ask("""(() => {
+      const dataTransfer = new DataTransfer();
+      dataTransfer.items.add(new File(["x"], "a.png", {type: "image/png"}));
+      const event = new DragEvent("drop", {bubbles: true, cancelable: true, dataTransfer});
+      page.ask.dispatchEvent(event);
+      return event.defaultPrevented;
+    })()"""), "the browser does not leave the page for the file"
+    page.until("!page.note.hidden && page.told.textContent.includes('This server reads no images.')")
+    assert page.ask("added.length") == 0
+
+
 def test_an_answer_comes_and_is_kept(chat: Chat) -> None:
     page = chat.page
     page.until("page.model.textContent === 'gemma-4-tiny-w4a16'")

@@ -1,17 +1,22 @@
-"""Images and sound on the page of `kerngen serve`: added, removed, refused, sent, kept. Answers are played."""
+"""Images and sound on the page of `kerngen serve`: added, removed, refused, sent, kept. But for one test, answers are
+played.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from browser import MISSING, browsing, find_browser
+from command import ROOT
 from seeing import seeing
 from served import served
 from test_serve_page import KEY, PLAYED, Chat, _said
 
+TINY = ROOT / "examples" / "tiny"
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="  # 1 x 1
 TAKES = {"image": True, "audio": True, "max_image_bytes": 1000, "max_audio_bytes": 2000,
          "max_video_bytes": 3000, "max_items": 3, "max_body_bytes": 100_000}  # fmt: skip
@@ -37,7 +42,8 @@ window.png = (name = "a.png") => file(name, "image/png", PNG);
 def seen() -> Iterator[Chat]:
     if (executable := find_browser()) is None:
         pytest.skip(MISSING)
-    with browsing(executable, 240) as page, served("--api-key", KEY) as server:
+    options, model = ("--api-key", KEY, "--media", "images,audio"), str(TINY / "gemma-4-tiny-unified")
+    with browsing(executable, 240) as page, served(*options, model=model) as server:
         page.before(PLAYED)
         page.before(HELPERS)
         yield Chat(page, server)
@@ -51,9 +57,9 @@ def chat(seen: Chat) -> Chat:
 
 
 def met(chat: Chat, **changes: Any) -> None:
-    """As if the server read images and sound, with these limits."""
-    chat.page.until("model")
-    chat.page.ask(f"takes = {json.dumps(TAKES | changes)}; page.attach.hidden = false")
+    """As if the server had these limits."""
+    chat.page.until("takes")
+    chat.page.ask(f"takes = {json.dumps(TAKES | changes)}")
 
 
 def names(chat: Chat) -> list[str]:
@@ -66,13 +72,21 @@ def told(chat: Chat, part: str) -> None:
     chat.page.ask("shut()")
 
 
-def test_a_server_of_text_alone_offers_nothing(seen: Chat) -> None:
+def test_what_is_shown_and_played_is_named(seen: Chat) -> None:
     seen.open()
-    seen.page.until("model")
-    assert not seen.page.ask("page.attach.checkVisibility()")
-    assert seen.page.ask("give('drop', png())"), "the browser does not leave the page for the file"
-    told(seen, "This server reads no images.")
-    assert names(seen) == []
+    page = seen.page
+    page.until("takes && page.attach.checkVisibility()")
+    for name, kind, question in (
+        ("cross.png", "image/png", "What is this?"),
+        ("tone.wav", "audio/wav", "What do you hear?"),
+    ):
+        data = base64.b64encode((TINY / name).read_bytes()).decode()
+        page.ask(f"give('drop', file('{name}', '{kind}', {json.dumps(data)}))")
+        page.until("added.length === 1")
+        seen.send(question)
+        seen.idle()
+    assert seen.replies() == ["A green cross.", "A low tone."]
+    assert page.errors == []
 
 
 def test_the_server_says_what_it_reads() -> None:

@@ -3,13 +3,16 @@
     kerngen serve examples/tiny/gemma-4-tiny-w4a16 --context 256 --api-key secret
     pip install anthropic && python examples/serving/clients/with_anthropic.py http://127.0.0.1:8000/v1 secret
 
+A third argument is the address of `kerngen serve examples/tiny/gemma-4-tiny-media --media images,audio --port 8001`.
 Exits with an AssertionError where one is not as it should be.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import sys
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -18,9 +21,11 @@ HI: Any = {"role": "user", "content": "Why is the sky blue?"}
 SCHEMA = {"type": "object", "properties": {"colour": {"enum": ["blue", "red"]}}, "required": ["colour"],
           "additionalProperties": False}  # fmt: skip
 TOOL: Any = {"name": "look_up", "description": "Looks up.", "input_schema": SCHEMA}
+TINY = Path(__file__).resolve().parents[2] / "tiny"
+PNG = base64.b64encode((TINY / "cross.png").read_bytes()).decode()
 
 
-def main(url: str, key: str, *_: str) -> None:
+def main(url: str, key: str = "none", seeing: str = "") -> None:
     url = url.removesuffix("/v1")
     client = anthropic.Anthropic(base_url=url, api_key=key)
     model = client.models.list().data[0].id
@@ -73,7 +78,23 @@ def main(url: str, key: str, *_: str) -> None:
 
     assert asyncio.run(together()) == {said}
     print("eight at once say what one says alone")
+    if seeing:
+        _media(seeing, key)
+
+
+def _media(url: str, key: str) -> None:
+    """An image; this API has no sound."""
+    client = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key=key)
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
+    parts: Any = [image, {"type": "text", "text": "What is this?"}]
+    asked: Any = {"model": client.models.list().data[0].id, "messages": [{"role": "user", "content": parts}]}
+    counted = client.messages.count_tokens(**asked).input_tokens
+    told = client.messages.create(**asked, max_tokens=24, extra_body={"temperature": 0})
+    said = "".join(block.text for block in told.content if block.type == "text")
+    assert said == "A green cross.", said
+    assert told.usage.input_tokens + (told.usage.cache_read_input_tokens or 0) == counted
+    print(f"What is this? {said} A prompt of {counted} tokens")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1", sys.argv[2] if len(sys.argv) > 2 else "none")
+    main(*(sys.argv[1:] or ["http://127.0.0.1:8000/v1"]))

@@ -1,12 +1,14 @@
 """langchain-openai against `kerngen serve`: what a client uses, each with the answer that it must have.
 
-python examples/serving/clients/with_langchain.py URL KEY
+python examples/serving/clients/with_langchain.py URL KEY [URL OF A SERVER THAT SEES AND HEARS]
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import sys
+from pathlib import Path
 from typing import Any, Literal
 
 import openai
@@ -16,6 +18,9 @@ from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel
 
 QUESTION = "Why is the sky blue?"
+TINY = Path(__file__).resolve().parents[2] / "tiny"
+PNG = base64.b64encode((TINY / "cross.png").read_bytes()).decode()
+WAV = base64.b64encode((TINY / "tone.wav").read_bytes()).decode()
 
 
 class Colour(BaseModel):
@@ -31,7 +36,7 @@ def look_up(colour: Literal["blue", "red"]) -> str:
     return f"{colour} stands for the sky"
 
 
-def main(url: str, key: str, *_: str) -> None:
+def main(url: str, key: str, seeing: str = "") -> None:
     model = openai.OpenAI(base_url=url, api_key=key).models.list().data[0].id
 
     def chat(**more: Any) -> ChatOpenAI:
@@ -121,6 +126,30 @@ def main(url: str, key: str, *_: str) -> None:
             print(f"{type(e).__name__}: {e.body['message']}")  # type: ignore[index]
         else:
             raise AssertionError(f"{wrong} was taken")
+    if seeing:
+        _media(seeing, key)
+
+
+def _media(url: str, key: str) -> None:
+    """An image and a sound, in LangChain's own form and in OpenAI's, by chats; an image by responses."""
+    served = openai.OpenAI(base_url=url, api_key=key).models.list().data[0].id
+    images: list[dict[str, Any]] = [
+        {"type": "image", "base64": PNG, "mime_type": "image/png"},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}},
+    ]
+    sounds: list[dict[str, Any]] = [
+        {"type": "audio", "base64": WAV, "mime_type": "audio/wav"},
+        {"type": "input_audio", "input_audio": {"data": WAV, "format": "wav"}},
+    ]
+    asked: Any = {"base_url": url, "api_key": key, "model": served, "temperature": 0, "max_retries": 0}
+    asks = [(one, "What is this?", "A green cross.", False) for one in images]
+    asks += [(one, "What do you hear?", "A low tone.", False) for one in sounds]
+    asks += [(one, "What is this?", "A green cross.", True) for one in images]
+    for part, question, right, by_responses in asks:
+        message = HumanMessage([part, {"type": "text", "text": question}])
+        said = ChatOpenAI(**asked, use_responses_api=by_responses).invoke([message]).text
+        assert said == right, (part["type"], said)
+    print("an image and a sound, in both forms: named")
 
 
 if __name__ == "__main__":

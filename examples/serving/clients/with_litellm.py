@@ -1,14 +1,16 @@
 """LiteLLM against `kerngen serve`: what a client uses, each with the answer that it must have.
 
-python examples/serving/clients/with_litellm.py URL KEY
+python examples/serving/clients/with_litellm.py URL KEY [URL OF A SERVER THAT SEES AND HEARS]
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks GitHub for prices
@@ -19,9 +21,12 @@ SCHEMA = {"type": "object", "properties": {"colour": {"enum": ["blue", "red"]}},
           "additionalProperties": False}  # fmt: skip
 # A schema of its own: LiteLLM takes additionalProperties out of tools that it sends to hosted_vllm.
 TOOL = {"type": "function", "function": {"name": "look_up", "description": "Looks up.", "parameters": {**SCHEMA}}}
+TINY = Path(__file__).resolve().parents[2] / "tiny"
+PNG = base64.b64encode((TINY / "cross.png").read_bytes()).decode()
+WAV = base64.b64encode((TINY / "tone.wav").read_bytes()).decode()
 
 
-def main(url: str, key: str, *_: str) -> None:
+def main(url: str, key: str, seeing: str = "") -> None:
     import openai
 
     served = openai.OpenAI(base_url=url, api_key=key).models.list().data[0].id
@@ -48,6 +53,28 @@ def main(url: str, key: str, *_: str) -> None:
                                    temperature=0, max_tokens=8)  # fmt: skip
     print(f"completions: {text.choices[0].text!r}")
     assert text.usage.completion_tokens <= 8
+    if seeing:
+        _media(seeing, key, openai.OpenAI(base_url=seeing, api_key=key).models.list().data[0].id)
+
+
+def _media(url: str, key: str, served: str) -> None:
+    """An image by all three providers, a sound by those that have it."""
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}}
+    sound = {"type": "input_audio", "input_audio": {"data": WAV, "format": "wav"}}
+    for provider, part, question, right in (
+        ("openai", image, "What is this?", "A green cross."),
+        ("openai", sound, "What do you hear?", "A low tone."),
+        ("hosted_vllm", image, "What is this?", "A green cross."),
+        ("hosted_vllm", sound, "What do you hear?", "A low tone."),
+        ("anthropic", image, "What is this?", "A green cross."),
+    ):
+        messages = [{"role": "user", "content": [part, {"type": "text", "text": question}]}]
+        base = url.removesuffix("/v1") if provider == "anthropic" else url
+        told = litellm.completion(f"{provider}/{served}", messages, api_base=base, api_key=key, temperature=0,
+                                  max_tokens=24, num_retries=0)  # fmt: skip
+        said = told.choices[0].message.content
+        assert said == right, (provider, said)
+        print(f"{provider}: {question} {said}")
 
 
 def _responses(url: str, key: str, served: str) -> None:

@@ -3,14 +3,17 @@
     kerngen serve examples/tiny/gemma-4-tiny-w4a16 --context 256 --api-key secret
     pip install openai && python examples/serving/clients/with_openai.py http://127.0.0.1:8000/v1 secret
 
+A third argument is the address of `kerngen serve examples/tiny/gemma-4-tiny-media --media images,audio --port 8001`.
 Exits with an AssertionError where one is not as it should be.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -19,9 +22,12 @@ MESSAGES: Any = [{"role": "user", "content": "Why is the sky blue?"}]
 SCHEMA = {"type": "object", "properties": {"colour": {"enum": ["blue", "red"]}}, "required": ["colour"],
           "additionalProperties": False}  # fmt: skip
 TOOL: Any = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}
+TINY = Path(__file__).resolve().parents[2] / "tiny"
+PNG = base64.b64encode((TINY / "cross.png").read_bytes()).decode()
+WAV = base64.b64encode((TINY / "tone.wav").read_bytes()).decode()
 
 
-def main(url: str, key: str, *_: str) -> None:
+def main(url: str, key: str = "none", seeing: str = "") -> None:
     client = openai.OpenAI(base_url=url, api_key=key)
     model = client.models.list().data[0].id
     asked: Any = {"model": model, "messages": MESSAGES, "temperature": 0, "max_tokens": 24}
@@ -78,6 +84,8 @@ def main(url: str, key: str, *_: str) -> None:
 
     assert asyncio.run(together()) == {said}
     print("eight at once say what one says alone")
+    if seeing:
+        _media(seeing, key)
 
 
 def _responses(client: openai.OpenAI, model: str) -> None:
@@ -108,5 +116,29 @@ def _responses(client: openai.OpenAI, model: str) -> None:
     print(f"a response streamed in {len(pieces)} pieces, the same; called {call.name}({call.arguments})")
 
 
+def _media(url: str, key: str) -> None:
+    """An image and a sound, by chats and by responses."""
+    client = openai.OpenAI(base_url=url, api_key=key)
+    asked: Any = {"model": client.models.list().data[0].id, "temperature": 0}
+    png = f"data:image/png;base64,{PNG}"
+    image: Any = {"type": "image_url", "image_url": {"url": png, "detail": "low"}}
+    sound: Any = {"type": "input_audio", "input_audio": {"data": WAV, "format": "wav"}}
+    for parts, question, right in (
+        ([image], "What is this?", "A green cross."),
+        ([sound], "What do you hear?", "A low tone."),
+        ([image, sound], "What do you see and hear?", "A green cross and a low tone."),
+    ):
+        messages: Any = [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
+        said = client.chat.completions.create(**asked, messages=messages).choices[0].message.content
+        assert said == right, said
+        pieces = client.chat.completions.create(**asked, messages=messages, stream=True)
+        assert "".join(p.choices[0].delta.content or "" for p in pieces if p.choices) == right
+        print(f"{question} {said}")
+    parts = [{"type": "input_image", "image_url": png}, {"type": "input_text", "text": "What is this?"}]
+    told = client.responses.create(**asked, input=[{"role": "user", "content": parts}])
+    assert told.output_text == "A green cross.", told.output_text
+    print(f"by responses: {told.output_text}")
+
+
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1", sys.argv[2] if len(sys.argv) > 2 else "none")
+    main(*(sys.argv[1:] or ["http://127.0.0.1:8000/v1"]))

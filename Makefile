@@ -14,6 +14,7 @@ demo: $(VENV)/.installed
 	$(BIN)/kerngen db ls --device H200
 	$(BIN)/kerngen run $(MODEL) --draft examples/tiny/gemma-4-tiny-assistant --num-draft-tokens 5 --temperature 0 \
 	  --prompt "$$(cat examples/tiny/prompt.txt)"
+	$(BIN)/kerngen run examples/tiny/gemma-4-tiny-unified --image examples/tiny/cross.png --prompt "What is this?"
 
 # One thread a worker: torch's threads of two workers would wait for each other on two cores. Hundreds of tests start a
 # process: none of them compiles kerngen's modules again, also where the environment asks Python to keep no bytecode.
@@ -69,7 +70,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(SAY)
-	$(INSTALL) -e '.[cuda12,serve]'
+	$(INSTALL) -e '.[cuda12,serve,media]'
 	@touch $@
 
 # What is imported is compiled then, and kept: of torch a part.

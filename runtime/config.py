@@ -169,6 +169,10 @@ class ModelConfig:
         if is_shared and not any(layer.v_is_k for layer in self.layers):
             raise UsageError("--kv-cache-layout shared is for layers whose K is V, and this model has none",
                              hint="leave it out")  # fmt: skip
+        if is_shared and any(layer.v_is_k and not layer.owns_kv for layer in self.layers):
+            raise UsageError(
+                "--kv-cache-layout shared is not for layers that read another's K and V", hint="leave it out"
+            )
         turned = {(layer.head_dim, 2 * self.rope[layer.kind].num_rotated) for layer in self.layers if layer.v_is_k}
         if is_shared and turned != {(512, 128)}:
             raise UsageError(f"--kv-cache-layout shared is for heads of 512 of which RoPE turns 128 dims, not {turned}",

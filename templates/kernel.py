@@ -5,7 +5,8 @@ templates/<name>/
   spec.py           Problem, Config, BODIES and the functions of `Spec` (no torch, no CuPy: it loads anywhere)
   op.py             functions from tensors to a `Call`: the only place that knows how tensors become a problem
   reference.py      expected(problem, inputs), tolerance(problem): the same thing in eager torch, fp32; where outputs
-                    are stored in another form than they are compared in, values(problem, name, tensor)
+                    are stored in another form than they are compared in, values(problem, name, tensor), and where
+                    their tolerances differ tolerance_of(problem, name)
   cases.py          CASES, inputs(case, device), case_for(problem): the shapes that tests, bench and tuner share; where
                     the op that asks for a case takes more than `Kernel.op_call` knows, op_call(case, inputs)
   bench.py          baselines(case, inputs): what to compare the time with
@@ -532,6 +533,12 @@ class Kernel:
         """What an output holds, as it is compared: the tensor, unless `values` of reference.py says otherwise."""
         own: Callable[[Any, str, Any], Any] | None = getattr(self.reference, "values", None)
         return tensor if own is None else own(problem, name, tensor)
+
+    def tolerance_of(self, problem: Any, name: str) -> Tolerance:
+        """Of an output: `tolerance` of reference.py, unless its `tolerance_of` says otherwise."""
+        own: Callable[[Any, str], Tolerance] | None = getattr(self.reference, "tolerance_of", None)
+        given: Tolerance = self.reference.tolerance(problem) if own is None else own(problem, name)
+        return given
 
     @property
     def cases(self) -> ModuleType:

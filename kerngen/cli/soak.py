@@ -98,12 +98,11 @@ def soak(context: click.Context, target: str, **options: Any) -> None:
     """
     is_server = target.startswith(("http://", "https://"))
     _require_of(context, *(("a model", _OF_A_MODEL) if is_server else ("a server", soak_server.OPTIONS)))
-    others = _names(_OF_A_MODEL if is_server else soak_server.OPTIONS)
-    mine = {name: value for name, value in options.items() if name not in others}
+    of_both, of_servers = _names(_BOTH), _names(soak_server.OPTIONS)
     if is_server:
-        soak_server.soak_server(target, **mine)
+        soak_server.soak_server(target, **{n: value for n, value in options.items() if n in of_both | of_servers})
     else:
-        _soak_model(target, **mine)
+        _soak_model(target, **{n: value for n, value in options.items() if n not in of_servers})
 
 
 def _require_of(context: click.Context, whose: str, options: Sequence[_Decorator]) -> None:

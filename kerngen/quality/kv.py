@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerngen.errors import UsageError
+from kerngen.errors import NumericsError, UsageError
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import Keeping
@@ -67,7 +67,7 @@ def kv_quality(
     """How far a cache that is `kept` so, each, is from the plain one on the text `ids`, the last of which is not read.
 
     advance: is told how many tokens of how many were read. Raises UsageError for a text of fewer than two tokens or
-    longer than the model takes, and for a format that the model cannot have.
+    longer than the model takes, and for a format that the model cannot have; NumericsError for NaN.
     """
     count = len(ids) - 1
     if count < 1:
@@ -86,12 +86,17 @@ def kv_quality(
         for rows in range(0, len(part), step := max(AT_ONCE // model.config.vocab_size, 1)):
             some = slice(rows, rows + step)
             reference = torch.log_softmax(model.logits(hidden[0][some]).float(), dim=-1)
-            for of_format, states in zip(found, hidden[1:], strict=True):
-                of_format.append(_compared(reference, model.logits(states[some]), following[some]))
+            for rows_of, states in zip(found, hidden[1:], strict=True):
+                rows_of.append(_compared(reference, model.logits(states[some]), following[some]))
         advance(min(first + chunk, count), count)
+    compared = [torch.cat(rows).double().cpu() for rows in found]
+    for each, of_format in zip(kept, compared, strict=True):
+        if len(bad := of_format.isnan().any(1).nonzero()):
+            raise NumericsError(f"behind token {int(bad[0]):,} the next one's distribution is no number, with "
+                                f"{' '.join(each.options) or 'a plain cache'} or without")  # fmt: skip
     return [
-        KvQuality(each.kv_cache_dtype, each.kv_cache_layout, *_summed(torch.cat(rows).double().cpu()))
-        for each, rows in zip(kept, found, strict=True)
+        KvQuality(each.kv_cache_dtype, each.kv_cache_layout, *_summed(of_format))
+        for each, of_format in zip(kept, compared, strict=True)
     ]
 
 
@@ -100,7 +105,8 @@ def _compared(reference: Tensor, logits: Tensor, following: Tensor) -> Tensor:
     the log probability of `following` [n] by the format and by the reference.
     """
     own = torch.log_softmax(logits.float(), dim=-1)
-    divergence = (reference.exp() * (reference - own)).nan_to_num(0.0).sum(-1)  # a token that is never chosen: 0 * inf
+    # Of a token that is never chosen 0 * inf would be asked. A NaN stays.
+    divergence = torch.where(reference.isneginf(), 0.0, reference.exp() * (reference - own)).sum(-1)
     same = reference.argmax(-1) == own.argmax(-1)
     said = (-table.gather(1, following[:, None]).squeeze(1) for table in (own, reference))
     return torch.stack((divergence.clamp(min=0), same.float(), *said), dim=1)

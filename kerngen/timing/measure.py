@@ -115,12 +115,12 @@ def check_case(kernel: Kernel, case: Case, config: Any = None, arch: Arch | None
 
 
 def compare(kernel: Kernel, case: Case, outputs: dict[str, Any], expected: dict[str, Any]) -> CheckResult:
-    """Compare outputs with `expected` (fp32, same names, tensors or tuples) under kernel.reference.tolerance."""
-    tolerance = kernel.reference.tolerance(case.problem)
+    """Compare outputs with `expected` (fp32, same names, tensors or tuples) under kernel.tolerance_of."""
     worst_abs = worst_rel = 0.0
     message = ""
     given = {shown: value for _, shown, value in spread(outputs)}
     for name, shown, its in spread(expected):
+        tolerance = kernel.tolerance_of(case.problem, name)
         got, want = (kernel.values_of(case.problem, name, x) for x in (given[shown], its))
         got = got.reshape(want.shape)
         largest, scale, num_bad, first = _differences(got.reshape(-1), want.reshape(-1), tolerance)

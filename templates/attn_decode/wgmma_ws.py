@@ -16,7 +16,7 @@ L2_PREFETCH_TILES = 8  # their 32 chunks' pages are known once the pipeline has 
 FRAGMENT_BYTES_IN_FLIGHT = 80 * 1024  # of a block with fragment partials, once its pipeline has been filled
 SPARE_REGS = 24  # of a thread, beside the accumulators and statistics of its warpgroup
 PRODUCER_REGS, CONVERTING_REGS = 32, 64  # with setmaxnreg: of a thread of the producer warpgroup; of one that converts
-RAW_BYTES_IN_FLIGHT = 48 * 1024  # of codes and scales that a producer warpgroup has on their way
+RAW_BYTES_IN_FLIGHT = 64 * 1024  # of codes and scales that a producer warpgroup has on their way
 UNIFORM_SPARE_REGS = 30  # without setmaxnreg: with 24 one of 300 builds spilled
 # With fragment partials: warps of a block of attn_combine; its share of an SM's registers beside a block of attn_decode
 # (1 / COMBINE_SHARE), for two of its blocks; above so many splits for one, whose weights take more.
@@ -34,12 +34,12 @@ def stage_bytes(p: Problem, c: Config) -> int:
 
 
 def raw_stages(p: Problem, c: Config) -> tuple[int, int]:
-    """(raw stages, bytes of each), in which codes arrive that the producer warpgroup converts: codes, and four bytes of
+    """(raw stages, bytes of each), in which codes arrive that the producer warpgroup converts: codes, and 16 bytes of
     scales for each 16. None of a cache that is multiplied as it lies.
     """
     if p.kv_format == "plain":
         return 0, 0
-    size = stage_bytes(p, c) // 2 // 16 * 20
+    size = stage_bytes(p, c) // 2 // 16 * 32
     return max(2, RAW_BYTES_IN_FLIGHT // size) + 1, size
 
 

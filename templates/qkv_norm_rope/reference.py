@@ -33,8 +33,12 @@ def values(problem: Problem, name: str, tensor: Tensor) -> Tensor:
 
 
 def tolerance(problem: Problem) -> Tolerance:
-    """Flips of the norm, of sine or cosine, of the products and of the sum, absolute because the sum may cancel; in
-    int8 a code may flip with them.
-    """
-    plain = tolerance_of_flips(problem.dtype, 4.0, 1)
-    return replace(plain, atol=plain.atol + CODE_FLIP) if KV_FORMATS[problem.kv_format].group else plain
+    """Flips of the norm, of sine or cosine, of the products and of the sum, absolute because the sum may cancel."""
+    return tolerance_of_flips(problem.dtype, 4.0, 1)
+
+
+def tolerance_of(problem: Problem, name: str) -> Tolerance:
+    """Of a cache in int8 a code may flip with them."""
+    plain = tolerance(problem)
+    flips = name != "q" and KV_FORMATS[problem.kv_format].group > 0
+    return replace(plain, atol=plain.atol + CODE_FLIP) if flips else plain

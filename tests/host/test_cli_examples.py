@@ -23,6 +23,7 @@ LESS = {
     "compile": ("--kernel", "embed", "--jobs", "1"),
     "release": ("--kernel", "embed", "--jobs", "1"),
     "run": ("--max-new-tokens", "4"),
+    "eval kv": ("--tokens", "256"),
 }
 
 
@@ -63,8 +64,9 @@ def test_every_command_has_an_example() -> None:
 def test_the_example_runs(kerngen: Kerngen, name: str) -> None:
     (args,) = _examples(COMMANDS[name])
     assert " ".join(args).startswith(name)
-    if name == "run":  # a small checkpoint under the large one's name
-        (kerngen.folder / args[1]).symlink_to(ROOT / "examples" / "tiny" / "gemma-4-tiny-w4a16")
+    if name in ("run", "eval kv"):  # a small checkpoint under the large one's name
+        (kerngen.folder / args[len(name.split())]).symlink_to(ROOT / "examples" / "tiny" / "gemma-4-tiny-w4a16")
+        (kerngen.folder / "book.txt").write_text((ROOT / "README.md").read_text())
     for line in FIRST.get(name, ()):
         kerngen.ok(*shlex.split(line))
     code, out, err = kerngen(*args, *LESS.get(name, ()))

@@ -16,7 +16,7 @@ from command import Kerngen
 
 from kerngen.arch import ARCHES, Target, find_arch
 from kerngen.compiler.render import render
-from kerngen.errors import ConfigRefused, ProblemError, UsageError
+from kerngen.errors import ConfigRefused, NumericsError, ProblemError, UsageError
 from kerngen.quality.kv import kv_quality
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
@@ -45,6 +45,7 @@ from kerngen.templates.kernel import Case, Kernel
 from kerngen.templates.qkv_norm_rope.op import qkv_norm_rope
 from kerngen.templates.values import INT8, KV_FORMATS, SHARED, SHARED_INT8, AttnBatch, HeadNorms, KVView
 from kerngen.timing.measure import compare
+from kerngen.workload.workload import find_model
 
 TINY = Path(__file__).resolve().parents[2] / "examples" / "tiny"
 MODEL, ASSISTANT = TINY / "gemma-4-tiny-w4a16", TINY / "gemma-4-tiny-assistant"
@@ -203,6 +204,7 @@ def test_qkv_norm_rope_stores_what_the_reference_does(case: Case, tmp_path: Path
     config = kernel.default_config(case.problem, target)
     library = kernel_on_cpu.on_cpu(render(kernel, case.problem, config, target), kernel.name, tmp_path)
     inputs = kernel.cases.inputs(case, "cpu")
+    inputs["qkv"][2, -1] = torch.nan  # which stays one: whoever reads the head shall see it
     expected = kernel.reference.expected(case.problem, inputs)
     (launch,), (args,) = kernel.launches(case.problem, config, target), kernel.body(config, target.arch).args.values()
     kinds: dict[str, Any] = {"ptr": ctypes.c_void_p, "i32": ctypes.c_int, "f32": ctypes.c_float}
@@ -210,9 +212,12 @@ def test_qkv_norm_rope_stores_what_the_reference_does(case: Case, tmp_path: Path
     library.run(launch.grid[0], launch.block[0], 0, *(kinds[a.kind](x) for a, x in zip(args, given, strict=True)))
     result = compare(kernel, case, inputs, expected)
     assert result.ok, result.message
+    slot, size = int(inputs["slot_mapping"][2]), case.problem.page_size
+    stored = kernel.values_of(case.problem, "v_cache", inputs["v_cache"])[slot // size, -1, slot % size]
+    assert bool(stored[: case.problem.head_dim].isnan().all())
     for name in ("k_cache", "v_cache"):  # a sum in another order may flip a rounding, and that a code
-        same = inputs[name].view(torch.uint8) == expected[name].to(inputs[name].dtype).view(torch.uint8)
-        assert float(same.float().mean()) > 0.998, name
+        got, want = (kernel.values_of(case.problem, name, of[name]) for of in (inputs, expected))
+        assert float(((got == want) | want.isnan()).float().mean()) > 0.998, name
 
 
 @NO_COMPILER
@@ -359,6 +364,12 @@ def test_heads_that_have_no_whole_scales_are_refused(tmp_path: Path) -> None:
     apart = replace(config, layers=tuple(replace(layer, v_is_k=False) for layer in config.layers))
     with pytest.raises(UsageError, match="for layers whose K is V, and this model has none"):
         apart.keeping(Keeping(kv_cache_layout="shared"))
+    reads = replace(config, layers=tuple(replace(layer, kv_source=0) for layer in config.layers))
+    with pytest.raises(UsageError, match="not for layers that read another's K and V"):
+        reads.keeping(Keeping(kv_cache_layout="shared"))
+    for kept in KEPT[1:]:
+        with pytest.raises(UsageError, match="inside vLLM caches are vLLM's"):
+            find_model("gemma-4-31b", kept=kept).on("vllm")
     assert Keeping("int4", "int8", "shared").options == (
         "--draft-weights", "int4", "--kv-cache-dtype", "int8", "--kv-cache-layout", "shared",
     )  # fmt: skip
@@ -383,6 +394,10 @@ def test_eval_says_what_a_format_costs(kerngen: Kerngen) -> None:
     assert "39 tokens, torch on cpu, float32" in shown
     assert "\nauto, shared\n" in shown
     assert "same token" in shown
+    broken = load(MODEL, draft=False, device="cpu", backend="torch").model
+    broken.weights.layers[0].q_norm.fill_(torch.nan)
+    with pytest.raises(NumericsError, match=r"behind token 0 .* with --kv-cache-dtype int8 or without"):
+        kv_quality(broken, range(9, 30), KEPT[2:3])
     itself = kv_quality(load(MODEL, draft=False, device="cpu", backend="torch").model, range(9, 60), [Keeping()])[
         0
     ].whole

@@ -19,7 +19,7 @@ from torch import Tensor
 from kerngen.arch import find_arch
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
-from kerngen.runtime.config import read_drafter_config, read_model_config
+from kerngen.runtime.config import Keeping, read_drafter_config, read_model_config
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.executors.collectives import Collectives
 from kerngen.runtime.executors.reference import Reference
@@ -301,7 +301,7 @@ def test_a_steps_exchanges_are_two_a_layer_and_one_of_the_choice(name: str, size
     of_draft = Counter({(size, text.hidden_size, 0, 1): len(text.layers)})  # its MLP is whole on every rank
     chosen = [BestProblem(size, text.hidden_size)]
     assert exchanged(Step.draft(1, 512)) == (Counter(), of_draft, chosen)
-    rank = find_model(name, None, "int4").divided(World(size - 1, size))
+    rank = find_model(name, None, Keeping("int4")).divided(World(size - 1, size))
     assert exchanged(Step.draft(1, 512)) == (Counter(), Counter(["decode_layers"]), chosen)
 
 

@@ -34,7 +34,7 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"kv_len": 8192, "batch": 1},
         {"head_dim": 128, "num_q_heads": 32, "num_kv_heads": 8, "q_len": 1, "page_size": 64, "window": 0,
          "dtype": "bf16", "logit_cap": False, "source": "q", "num_rotated_pairs": 0,
-         "page_heads": 0},
+         "page_heads": 0, "kv_format": "plain"},
         {"block_m": 8, "block_n": 16, "split_d": 1, "num_warps": 4, "num_stages": 2, "num_splits": 1,
          "warpgroups": False, "cluster": 1, "key_parts": 2, "push_bits": 0, "in_flight": 0,
          "prefetch": 0},
@@ -42,7 +42,7 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "attn_prefill": (
         {"num_tokens": 8192, "batch": 1, "kv_len": 8192},
         {"head_dim": 256, "num_q_heads": 32, "num_kv_heads": 16, "page_size": 0, "window": 0, "causal": True,
-         "dtype": "bf16", "logit_cap": False, "page_heads": 0, "ends": False},
+         "dtype": "bf16", "logit_cap": False, "page_heads": 0, "ends": False, "kv_format": "plain"},
         {"block_m": 128, "block_n": 64, "num_warps": 8, "warps_d": 1, "num_stages": 1, "q_in_regs": False,
          "wgmma": False, "ping_pong": False, "boxes": False, "cluster": 1, "split": False},
     ),
@@ -153,7 +153,7 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qkv_norm_rope": (
         {"num_tokens": 1},
         {"num_q_heads": 32, "num_kv_heads": 16, "head_dim": 256, "num_rotated_pairs": 128, "page_size": 64,
-         "dtype": "bf16", "k_eq_v": False, "q_only": False, "page_heads": 0},
+         "dtype": "bf16", "k_eq_v": False, "q_only": False, "page_heads": 0, "kv_format": "plain"},
         {"num_warps": 4, "heads_per_group": 1},
     ),
     "rmsnorm": (

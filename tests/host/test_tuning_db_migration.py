@@ -92,7 +92,8 @@ ADDED_SINCE = {
     *(("w4a16_gemm", name)
       for name in ("gated", "gemv", "row_invariant", "split_k", "stream", "warpgroups", "cluster", "prefetch",
                    "in_flight", "shared_ring", "throughout")),
-    *((name, "page_heads") for name in ("attn_decode", "attn_prefill", "qkv_norm_rope")),
+    *((kernel, name) for kernel in ("attn_decode", "attn_prefill", "qkv_norm_rope")
+      for name in ("page_heads", "kv_format")),
 }  # fmt: skip
 
 

@@ -34,6 +34,7 @@ def _kernel(name: str, made: list[str]) -> Any:
         cases=SimpleNamespace(inputs=inputs, case_for=lambda p: Case("case", p)),
         reference=SimpleNamespace(expected=expected),
         outputs_of=lambda problem: ("out", "state"),
+        values_of=lambda problem, name, tensor: tensor,
     )
 
 
@@ -121,7 +122,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     made: list[str] = []
     kernel = _kernel("adds", made)
-    kernel.reference.tolerance = lambda problem: Tolerance(0.0, 0.0, "exact")
+    kernel.tolerance_of = lambda problem, name: Tolerance(0.0, 0.0, "exact")
     monkeypatch.setattr("kerngen.templates.find_kernel", lambda name: kernel)
     monkeypatch.setattr("kerngen.runtime.launcher.Function", _Function)
     monkeypatch.setattr(kerngen.timing.measure, "target_here", lambda: None)

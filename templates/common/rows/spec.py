@@ -78,8 +78,10 @@ def require_kv_format(kv_format: str, head_dim: int, page_size: int, page_heads:
 
 def require_shared(kv_format: str, k_eq_v: bool, num_rotated_pairs: int) -> None:
     """Raises ProblemError where heads are made for a shared cache whose K is not V but for 64 pairs."""
-    fits = not is_shared(kv_format) or (k_eq_v and num_rotated_pairs == 64)
-    require(fits, f"kv_format={kv_format} is for K that is V but for 64 pairs that turn, not {num_rotated_pairs}")
+    if is_shared(kv_format):
+        require(k_eq_v, f"kv_format={kv_format} is for heads whose K is V")
+        turn = f"kv_format={kv_format} is for heads of which 64 pairs turn"
+        require(num_rotated_pairs == 64, f"{turn}, not {num_rotated_pairs}")
 
 
 def kv_row_bytes(kv_format: str, head_dim: int, dtype: str) -> int:

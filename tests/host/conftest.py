@@ -132,14 +132,38 @@ FIRST = (
 # What takes long and what few changes break, in `make test-slow` alone. Seconds are of a worker of three on two cores.
 SLOW = (
     "test_centroid_head.py::test_sums_of_the_cases_are_exact_in_any_order",  # 13 s
+    "test_cli_exit_codes.py::test_a_kernel_that_does_not_compile_fails_the_command",  # 16 s
+    "test_cluster_examples.py::test_the_local_one_tunes",  # 10 s
+    "test_docs.py::test_the_guide_is_what_kernel_new_makes",  # 38 s
+    "test_doctor.py::test_a_models_problems_are_counted_by_who_chose_for_them[H200-exact device]",  # 18 s
+    *(
+        f"test_draft_weights.py::test_its_steps_ask_for_int4_products[{arch}-gemma-4-{model}]"  # 21 s
+        for arch in ("sm70", "sm90")
+        for model in ("12b", "26b-a4b", "e4b")
+    ),
+    "test_everyday.py::test_torchs_threads_sleep_while_they_wait",  # 5 s
+    "test_examples.py::test_the_training_script_runs_anywhere",  # 14 s
+    "test_exchange_best_on_cpu.py::test_two_phases_are_enough_and_one_is_not",  # 10 s
+    "test_exchange_on_cpu.py::test_two_phases_are_enough_and_one_is_not",  # 10 s
+    *(
+        f"test_kernel_folders.py::test_every_case_builds_within_the_limits[{arch}-"  # 73 s
+        for arch in ("sm75", "sm86", "sm89", "sm100")
+    ),
+    "test_library.py::test_the_wheel_carries_its_types",  # 16 s
     "test_media_end_to_end.py::test_an_image_that_a_model_cannot_embed_ends_no_server[divided]",  # 14 s
     "test_merge.py::test_any_order_any_number_of_times",  # 13 s
+    *(
+        f"test_prebuilt.py::test_what_is_predicted_or_carried_holds_today[{device}]"  # 29 s
+        for device in ("A100", "B200", "H100", "L4", "RTX3090", "RTX4090")
+    ),
     "test_replay.py::test_on_an_h200_what_is_learned_finds_the_best",  # 15 s
     "test_report_browser.py::test_it_can_be_read[phone",  # 5 s
     "test_report_browser.py::test_it_can_be_read[desk-dark]",  # 3 s
     "test_results_file.py::test_what_is_written_is_read_back",  # 9 s
     "test_rough_ends.py::test_a_hundred_slow_readers_and_an_end_on_sigterm",  # 15 s
     "test_sealed.py::test_every_flipped_byte_is_found_and_no_other_row_is_served",  # 13 s
+    "test_serve_fuzz.py::test_every_request_has_an_answer[2]",  # 4 s
+    "test_serve_fuzz.py::test_every_request_has_an_answer[3]",  # 4 s
     "test_serve_guided.py::test_a_grammar_that_takes_too_much_memory_is_refused",  # 13 s
     "test_serve_hostile.py::test_answers_that_nobody_reads_have_an_end_together",  # 30 s
     *(
@@ -149,8 +173,20 @@ SLOW = (
     "test_serve_output.py::test_tools_that_grow_without_bound_are_refused",  # 12 s
     "test_serve_output.py::test_what_the_template_writes_is_read_back",  # 10 s
     "test_shipped.py::test_64_processes_at_once_make_it_once",  # 11 s
+    "test_soak.py::test_every_answer_is_the_one_that_its_request_gets_alone[as is]",  # 12 s
+    "test_soak.py::test_the_command_on_a_divided_model",  # 21 s
+    "test_soak.py::test_the_command_on_the_tiny_model[generated]",  # 9 s
     "test_space.py::test_the_largest_space_is_known_whole",  # 18 s
     "test_step_plan.py::test_another_process_makes_the_same_tokens_of_the_plans",  # 18 s
+    *(
+        f"test_tensor_parallel.py::test_a_divided_model_makes_one_ranks_tokens[{of}]"  # 14 s
+        for of in ("3-dense", "4-dense", "4-k_eq_v")
+    ),
+    "test_tensor_parallel.py::test_every_rank_embeds_what_it_needs[4]",  # 8 s
+    "test_tensor_parallel_cli.py::test_a_server_starts_a_divided_model_again_whose_rank_has_died",  # 12 s
+    "test_tensor_parallel_cli.py::test_doctor_knows_the_problems_of_uneven_ranks",  # 9 s
+    "test_tensor_parallel_ends.py::test_a_rank_that_hangs_ends_the_group[stuck]",  # 5 s
+    "test_tensor_parallel_ends.py::test_rank_0_does_not_stay_in_a_library_that_waits_for_a_dead_rank[idle]",  # 10 s
     "test_torture.py::test_64_writers_lose_nothing",  # 19 s
     "test_tuning_db_damage.py::test_flipped_bits_never_raise_past_lookup",  # 9 s
     "test_warpgroup_bodies.py",  # 24 s: NVRTC, 12 large ones

@@ -16,7 +16,7 @@ DEVICE uint16_t load2_l2(const void* p) {
 
 template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Groups {
     typedef int8_t Element;
-    static constexpr bool IS_BYTES = false;
+    static constexpr bool IS_BYTES = false, IS_ROWS = false;
     static constexpr int GROUP = 64, GROUPS = HEAD_DIM / GROUP;
     static constexpr int HEAD_PAGE = PAGE_SIZE * (HEAD_DIM + 2 * GROUPS);  // Elements of a head's page
     static_assert(HEAD_DIM % (2 * GROUP) == 0, "whole groups in each half of a head, which lanes hold apart");
@@ -140,26 +140,4 @@ template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Gro
     // What is read of it, as `load` would.
     static DEVICE uint4 low(const Codes& x) { return converted(x.low, x.low_scale); }
     static DEVICE uint4 high(const Codes& x) { return converted(x.high, x.high_scale); }
-};
-
-template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE>
-struct KvRows<Int8Groups<BF16, HEAD_DIM, PAGE_HEADS, PAGE_SIZE>, HEAD_DIM, PAGE_HEADS, PAGE_SIZE> {
-    typedef Int8Groups<BF16, HEAD_DIM, PAGE_HEADS, PAGE_SIZE> Format;
-    typedef typename Format::Element Element;
-    const Element* base;   // this head's first page of the cache
-    const int32_t* pages;  // this sequence's row of the block table, read where it lies
-    KeySpan keys;
-    static_assert(PAGE_SIZE > 0, "codes lie in pages");
-
-    DEVICE typename Format::Chunk origin() const { return {base, nullptr}; }
-    DEVICE bool readable(int position) const { return keys.has(position); }
-    DEVICE bool all_readable(int first, int count) const { return keys.has_all(first, count); }
-
-    // As that of rows of elements.
-    template <int TILE, int STEP> DEVICE typename Format::Chunk at(int first, int mine, int step, int chunk) const {
-        constexpr bool ONE_PAGE = PAGE_SIZE % TILE == 0, ONE_A_STEP = TILE % PAGE_SIZE == 0 && PAGE_SIZE % STEP == 0;
-        const int position = first + mine + step;
-        const int64_t page = pages[(ONE_PAGE ? first : ONE_A_STEP ? first + step : position) / PAGE_SIZE];
-        return Format::at(base, Format::place_of(page * PAGE_HEADS, position % PAGE_SIZE, chunk));
-    }
 };

@@ -16,7 +16,7 @@ template <bool BF16, bool IS_INT8, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> 
     };
     typedef typename Types<IS_INT8>::Element Element;
     template <class Slice> using Stored = typename Types<IS_INT8>::template Stored<Slice>;
-    static constexpr bool IS_BYTES = !IS_INT8;
+    static constexpr bool IS_BYTES = !IS_INT8, IS_ROWS = false;
     static constexpr int ROTATED = 128, PART = ROTATED / 2 / 8;  // chunks of either half
     // Elements of a head's page, and where its parts begin.
     static constexpr int TURNED_AT = PAGE_SIZE * HEAD_DIM, SCALES_AT = TURNED_AT + PAGE_SIZE * ROTATED;
@@ -121,27 +121,5 @@ template <bool BF16, bool IS_INT8, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> 
             reinterpret_cast<uint4*>(to)[lane] = x.low.part[0];
             reinterpret_cast<uint4*>(to)[width / 16 + lane] = x.high.part[0];
         }
-    }
-};
-
-template <bool BF16, bool IS_INT8, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE>
-struct KvRows<SharedPages<BF16, IS_INT8, HEAD_DIM, PAGE_HEADS, PAGE_SIZE>, HEAD_DIM, PAGE_HEADS, PAGE_SIZE> {
-    typedef SharedPages<BF16, IS_INT8, HEAD_DIM, PAGE_HEADS, PAGE_SIZE> Format;
-    typedef typename Format::Element Element;
-    const Element* base;   // this head's first page of the cache
-    const int32_t* pages;  // this sequence's row of the block table, read where it lies
-    KeySpan keys;
-    bool is_key;
-
-    DEVICE typename Format::Chunk origin() const { return {base, 0, 0, is_key}; }
-    DEVICE bool readable(int position) const { return keys.has(position); }
-    DEVICE bool all_readable(int first, int count) const { return keys.has_all(first, count); }
-
-    // As that of rows of elements.
-    template <int TILE, int STEP> DEVICE typename Format::Chunk at(int first, int mine, int step, int chunk) const {
-        constexpr bool ONE_PAGE = PAGE_SIZE % TILE == 0, ONE_A_STEP = TILE % PAGE_SIZE == 0 && PAGE_SIZE % STEP == 0;
-        const int position = first + mine + step;
-        const int64_t page = pages[(ONE_PAGE ? first : ONE_A_STEP ? first + step : position) / PAGE_SIZE];
-        return {base + page * (PAGE_HEADS * Format::HEAD_PAGE), position % PAGE_SIZE, chunk, is_key};
     }
 };

@@ -41,8 +41,10 @@ DEVICE int64_t cache_row(int64_t slot, int kv_head, int page_heads, int page_siz
     return (slot / page_size * page_heads + kv_head) * page_size + slot % page_size;
 }
 
-// The same in a cache of such pages. HEAD_PAGE: Elements of a head's page. Place: where a row of a page begins.
+// The same in a cache of such pages. HEAD_PAGE: Elements of a head's page. IS_ROWS: it is rows of elements and nothing
+// else. Place: where a row of a page begins.
 template <int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Elements16In : Elements16 {
+    static constexpr bool IS_ROWS = true;
     static constexpr int HEAD_PAGE = PAGE_SIZE * HEAD_DIM;
     typedef int64_t Place;
     typedef const Element* Chunk;
@@ -63,19 +65,33 @@ template <int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Elements16In : Ele
 template <class Format_, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct KvRows {
     typedef Format_ Format;
     typedef typename Format::Element Element;
+    typedef typename Format::Chunk Chunk;
     const Element* base;   // dense: position 0; paged: this head's first page of the cache
     const int32_t* pages;  // this sequence's row of the block table, read where it lies
     KeySpan keys;
+    bool is_key;  // K or V
 
-    DEVICE const Element* origin() const { return base; }
+    // What may be named where nothing is read.
+    DEVICE Chunk origin() const {
+        if constexpr (Format::IS_ROWS)
+            return base;
+        else
+            return Format::at(base, Format::place(0, 0, 0, 0), is_key);
+    }
     DEVICE bool readable(int position) const { return keys.has(position); }
     DEVICE bool all_readable(int first, int count) const { return keys.has_all(first, count); }
 
     // Chunk `chunk` of the row at `first` + `mine` + `step`: `first` is the same for all threads, `mine` is below STEP,
     // `step` is a constant multiple of STEP. Where pages allow it, the page depends on `first` and `step` alone, and
     // `step` ends up in the constant part of the address.
-    template <int TILE, int STEP> DEVICE const Element* at(int first, int mine, int step, int chunk) const {
-        if constexpr (PAGE_SIZE == 0) {
+    template <int TILE, int STEP> DEVICE Chunk at(int first, int mine, int step, int chunk) const {
+        if constexpr (!Format::IS_ROWS) {
+            static_assert(PAGE_SIZE > 0, "it lies in pages");
+            constexpr bool ONE_PAGE = PAGE_SIZE % TILE == 0, ONE_A_STEP = TILE % PAGE_SIZE == 0 && PAGE_SIZE % STEP == 0;
+            const int position = first + mine + step;
+            const int64_t page = pages[(ONE_PAGE ? first : ONE_A_STEP ? first + step : position) / PAGE_SIZE];
+            return Format::at(base, Format::place(page, position, 0, chunk), is_key);
+        } else if constexpr (PAGE_SIZE == 0) {
             const Element* start = base + (int64_t(first + mine) * (PAGE_HEADS * HEAD_DIM) + chunk * 8);
             return start + step * (PAGE_HEADS * HEAD_DIM);
         } else if constexpr (PAGE_SIZE % TILE == 0) {

@@ -16,6 +16,7 @@ import click
 import kerngen
 from kerngen.cli.process import settle_home, settle_notes, settle_streams, settle_threads, stopped_by
 from kerngen.errors import KerngenError, printable
+from kerngen.system.environment import is_set
 from kerngen.system.leaving import leave
 from kerngen.system.logs import settle_logging
 
@@ -98,7 +99,7 @@ def run_command(command: click.Command | None = None, name: str = "kerngen") -> 
     """Run what sys.argv asks of `command`, by default of kerngen's, and turn deliberate errors into one clear message.
     Returns the exit code. name: as usage messages have it.
     """
-    debug = os.environ.get("KERNGEN_DEBUG", "") not in ("", "0")
+    debug = is_set("KERNGEN_DEBUG")
     with stopped_by() as received:
         try:
             settle_streams()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import click
 
 from kerngen.cli.model_options import BACKEND_OPTIONS
+from kerngen.cli.option_groups import with_options
 from kerngen.errors import UsageError
 from kerngen.runtime.config import KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, Keeping
 
@@ -18,12 +18,6 @@ MOST_BYTES = 64 << 20  # of a text
 @click.group()
 def eval() -> None:
     """Say what an approximation costs on a text."""
-
-
-def _backend(command: Any) -> Any:
-    for option in reversed(BACKEND_OPTIONS):
-        command = option(command)
-    return command
 
 
 @eval.command()
@@ -52,7 +46,7 @@ def _backend(command: Any) -> Any:
 @click.option("--tokens", type=click.IntRange(2), default=None, help="Read no more than so many.")
 @click.option("--chunk", type=click.IntRange(1), default=256, show_default=True, help="Tokens read at once.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@_backend
+@with_options(BACKEND_OPTIONS)
 def kv(
     model: Path, dtypes: str, layout: str, text: Path | None, tokens: int | None, chunk: int, as_json: bool,
     backend: str, dtype: str | None, device: str | None, db_url: str | None, bundle: str | None,

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from kerngen.cli.option_groups import with_options
 from kerngen.runtime.config import DRAFT_WEIGHTS, KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, Keeping
 
 _OPTIONS = (
@@ -36,6 +37,4 @@ def keeping_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_kept(*args: Any, draft_weights: str, kv_cache_dtype: str, kv_cache_layout: str, **others: Any) -> Any:
         return command(*args, kept=Keeping(draft_weights, kv_cache_dtype, kv_cache_layout), **others)
 
-    for option in reversed(_OPTIONS):
-        option(with_kept)
-    return with_kept
+    return with_options(_OPTIONS)(with_kept)

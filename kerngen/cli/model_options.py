@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from kerngen.cli.keeping_options import keeping_options
+from kerngen.cli.option_groups import with_options
 from kerngen.errors import UsageError
 from kerngen.runtime.config import Keeping
 
@@ -57,9 +58,7 @@ _OPTIONS = (
 
 def load_options(command: _F) -> _F:
     """Gives `command` them all, as arguments of `load_arguments`."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+    return with_options(_OPTIONS)(command)
 
 
 def load_arguments(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
@@ -14,6 +14,7 @@ from kerngen.cli import soak_server
 from kerngen.cli.bench_serve import URL
 from kerngen.cli.keeping_options import keeping_options
 from kerngen.cli.model_options import BACKEND_OPTIONS, tensor_parallel_option
+from kerngen.cli.option_groups import Decorator, with_options
 from kerngen.runtime.config import Keeping
 
 MAX_PROMPT = 32_768
@@ -21,8 +22,7 @@ MAX_GROWTH = 256.0  # MB
 SHOWN_DIFFERENCES = 10
 REPRODUCIBLE_DRAFTS = 3
 
-_Decorator = Callable[[Any], Any]
-_BOTH: Sequence[_Decorator] = (
+_BOTH: Sequence[Decorator] = (
     click.option("--minutes", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True,
                  help="How long requests come."),
     click.option("--max-growth", type=click.FloatRange(0), default=None,
@@ -30,7 +30,7 @@ _BOTH: Sequence[_Decorator] = (
     click.option("--seed", default=0, show_default=True, help="Of requests and when they come; of generated weights."),
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),
 )  # fmt: skip
-_OF_A_MODEL: Sequence[_Decorator] = (
+_OF_A_MODEL: Sequence[Decorator] = (
     click.option("--check-minutes", type=click.FloatRange(0), default=5.0, show_default=True,
                  help="How long answers are then asked for again, one by one. 0 for none."),
     click.option("--max-batch", type=click.IntRange(1), default=64, show_default=True, help="Sequences at once."),
@@ -59,27 +59,18 @@ _OF_A_MODEL: Sequence[_Decorator] = (
 )  # fmt: skip
 
 
-def _with(*options: Sequence[_Decorator]) -> _Decorator:
-    def decorate(command: Any) -> Any:
-        for option in reversed([o for group in options for o in group]):
-            command = option(command)
-        return command
-
-    return decorate
-
-
-def _names(options: Sequence[_Decorator]) -> set[str]:
+def _names(options: Sequence[Decorator]) -> set[str]:
     """Of the parameters that they make."""
 
     def none() -> None: ...
 
-    made = _with(options)(none)
+    made: Any = with_options(options)(none)
     return {p.name for p in made.__click_params__}
 
 
 @click.command()
 @click.argument("target", metavar="MODEL|URL")
-@_with(_BOTH, _OF_A_MODEL, soak_server.OPTIONS)
+@with_options(_BOTH, _OF_A_MODEL, soak_server.OPTIONS)
 @click.pass_context
 def soak(context: click.Context, target: str, **options: Any) -> None:
     """Load MODEL, or the server at URL, with random requests for minutes, and check what comes of it.
@@ -105,7 +96,7 @@ def soak(context: click.Context, target: str, **options: Any) -> None:
         _soak_model(target, **{n: value for n, value in options.items() if n not in of_servers})
 
 
-def _require_of(context: click.Context, whose: str, options: Sequence[_Decorator]) -> None:
+def _require_of(context: click.Context, whose: str, options: Sequence[Decorator]) -> None:
     """Raises UsageError where one of these, which are of another kind of target, was given."""
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
@@ -115,7 +106,7 @@ def _require_of(context: click.Context, whose: str, options: Sequence[_Decorator
 
 @click.command("soak", hidden=True)
 @click.argument("target", metavar="URL", default=URL)
-@_with(_BOTH, soak_server.OPTIONS)
+@with_options(_BOTH, soak_server.OPTIONS)
 def bench_soak(target: str, **options: Any) -> None:
     """`kerngen soak URL`, as it was called before."""
     soak_server.soak_server(target, **options)

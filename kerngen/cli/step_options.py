@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from kerngen.cli.option_groups import with_options
+
 if TYPE_CHECKING:
     from kerngen.workload.steps import Step
 
@@ -26,9 +28,7 @@ _OPTIONS = (
 
 def step_options(command: C) -> C:
     """--phase, --batch, --context and --tokens: the arguments of step_of."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+    return with_options(_OPTIONS)(command)
 
 
 def step_of(phase: str, batch: int, context: int, tokens: int | None) -> Step:

@@ -45,6 +45,7 @@ from kerngen.compiler.compile import (
     source_key,
 )
 from kerngen.errors import CacheError, CompileCancelled, CompileError, ToolchainError, TuningMiss
+from kerngen.system.environment import is_set
 from kerngen.system.files import cache_dir, open_regular, publish
 from kerngen.system.interrupts import held
 from kerngen.system.owner import TRUST_HINT, why_distrusted
@@ -60,7 +61,7 @@ _Image = TypeVar("_Image", Cubin, Ptx)
 
 def compiling_is_forbidden() -> bool:
     """True where KERNGEN_NO_COMPILE is set (to anything but "" or "0"): every miss is then an error."""
-    return os.environ.get("KERNGEN_NO_COMPILE", "") not in ("", "0")
+    return is_set("KERNGEN_NO_COMPILE")
 
 
 class CompileCache:

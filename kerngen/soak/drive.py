@@ -21,6 +21,7 @@ from kerngen.soak.faults import Faults
 from kerngen.soak.models import Opened
 from kerngen.soak.requests import Arrivals, RandomRequests
 from kerngen.soak.samples import Memory, Sample
+from kerngen.system.environment import is_set
 
 # Of the pages that max_batch requests hold on average when they are as long as they get: at times so many run, and at
 # times some wait and are preempted.
@@ -182,7 +183,7 @@ def run_phase(
     except KeyboardInterrupt:
         phase.stopped = True
     except (KerngenError, RuntimeError) as e:
-        if os.environ.get("KERNGEN_DEBUG", "") not in ("", "0"):
+        if is_set("KERNGEN_DEBUG"):
             raise
         phase.broken = True
         frame = traceback.extract_tb(e.__traceback__)[-1]

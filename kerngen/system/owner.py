@@ -14,12 +14,14 @@ import stat
 from functools import cache
 from pathlib import Path
 
+from kerngen.system.environment import is_set
+
 TRUST_HINT = "if it is meant to be read: chown and chmod go-w it, or export KERNGEN_TRUST_FILES=1"
 
 
 def trusts_all() -> bool:
     """True where KERNGEN_TRUST_FILES is set (to anything but "" or "0"): nobody is asked whose a file is."""
-    return os.environ.get("KERNGEN_TRUST_FILES", "") not in ("", "0")
+    return is_set("KERNGEN_TRUST_FILES")
 
 
 def why_distrusted(place: str | os.PathLike[str] | int) -> str | None:

@@ -23,6 +23,7 @@ from kerngen.runtime.cache import KINDS, KVCache
 from kerngen.runtime.config import ModelConfig
 from kerngen.runtime.engine.prefill_graphs import SEQUENCES, SIZES
 from kerngen.runtime.ops import Ops
+from kerngen.system.environment import is_set
 from kerngen.templates.check_pages.spec import FIELDS, LENGTH, NOBODY, NULL_PAGE, PAGE, SHARED
 from kerngen.templates.values import PageLimits, PagesInUse
 
@@ -36,7 +37,7 @@ DECODE_ROW = 1 << 16  # what row 0 of the decode step counts as: chunks count fr
 
 def is_wanted() -> bool:
     """True where KERNGEN_CHECK_PAGES is set (to anything but "" or "0")."""
-    return os.environ.get(VARIABLE, "") not in ("", "0")
+    return is_set(VARIABLE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kerngen.errors import TrustError
+from kerngen.system.environment import is_set
 from kerngen.system.files import open_regular, publish
 from kerngen.system.owner import TRUST_HINT, why_distrusted
 
@@ -173,7 +174,7 @@ def _why(path: Path, fd: int | None = None) -> str | None:
 
 def trusts_unsigned() -> bool:
     """True where KERNGEN_TRUST_UNSIGNED is set (to anything but "" or "0")."""
-    return os.environ.get("KERNGEN_TRUST_UNSIGNED", "") not in ("", "0")
+    return is_set("KERNGEN_TRUST_UNSIGNED")
 
 
 def signed_message(digest: str) -> bytes:

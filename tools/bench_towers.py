@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import product
 from statistics import median
 
 import click
@@ -95,13 +96,13 @@ def measure(
     return Row(model, batch, items[0].num_tokens, ms, host_ms, eager, flop)
 
 
-def table(rows: list[Row]) -> str:
-    lines = [f"{'model':18} {'images':>6} {'tokens':>6} {'ms':>9} {'host':>9} {'eager':>9} {'TFLOP/s':>8}"]
-    for r in rows:
-        eager = "-" if r.eager_ms is None else f"{r.eager_ms:.2f}"
-        rate = r.tflop / r.ms * 1e3
-        lines.append(f"{r.model:18} {r.batch:6} {r.tokens:6} {r.ms:9.2f} {r.host_ms:9.2f} {eager:>9} {rate:8.1f}")
-    return "\n".join(lines)
+HEADER = f"{'model':18} {'images':>6} {'tokens':>6} {'ms':>9} {'host':>9} {'eager':>9} {'TFLOP/s':>8}"
+
+
+def line(r: Row) -> str:
+    eager = "-" if r.eager_ms is None else f"{r.eager_ms:.2f}"
+    rate = r.tflop / r.ms * 1e3
+    return f"{r.model:18} {r.batch:6} {r.tokens:6} {r.ms:9.2f} {r.host_ms:9.2f} {eager:>9} {rate:8.1f}"
 
 
 @click.command()
@@ -123,7 +124,9 @@ def main(models: tuple[str, ...], tokens: str, batch: str, samples: int, dtype: 
          backend: str, as_json: bool) -> None:  # fmt: skip
     """Time what embeds images of MODELS: released models, or folders with a config.json."""
     budgets, batches = ([int(n) for n in option.split(",")] for option in (tokens, batch))
-    rows = []
+    rows: list[Row] = []
+    if not as_json:
+        click.echo(HEADER)
     for model in models:
         found = find_media(model)
         config = found.only(["vision"]) if found else None
@@ -133,8 +136,12 @@ def main(models: tuple[str, ...], tokens: str, batch: str, samples: int, dtype: 
         tower = synthetic_towers(config, ops).vision
         if not isinstance(tower, VisionTower | PatchEmbedder):
             raise TypeError(f"{type(tower)} has another input")
-        rows += [measure(model, tower, config.hidden_size, n, b, samples) for b in budgets for n in batches]
-    click.echo(json.dumps([asdict(r) for r in rows]) if as_json else table(rows))
+        for budget, count in product(budgets, batches):
+            rows.append(measure(model, tower, config.hidden_size, count, budget, samples))
+            if not as_json:
+                click.echo(line(rows[-1]))
+    if as_json:
+        click.echo(json.dumps([asdict(r) for r in rows]))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,9 @@ _TIMES = ("ttft_ms", "itl_ms", "tpot_ms", "e2el_ms")
               help="Both lengths are drawn from so much below to so much above.")  # fmt: skip
 @click.option("--as", "way", type=click.Choice(["ids", "text", "chat"]), default="ids", show_default=True,
               help="Send prompts as random tokens, as their text, or as what a user says.")  # fmt: skip
+@click.option("--image", "image_size", default=None, metavar="WIDTHxHEIGHT",
+              help="With --as chat: show a random picture of so many pixels in each prompt.")  # fmt: skip
+@click.option("--same-image", is_flag=True, help="The same picture in all prompts, the warm-up's included.")
 @click.option("--vocab", "vocab_size", type=click.IntRange(2), default=32_000, show_default=True,
               help="Random tokens are below it.")  # fmt: skip
 @click.option("--concurrency", type=click.IntRange(1), default=None,
@@ -45,9 +48,10 @@ _TIMES = ("ttft_ms", "itl_ms", "tpot_ms", "e2el_ms")
 @click.option("--seed", default=0, show_default=True, help="Of prompts and of when they come.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def serve(
-    url: str, prompt_tokens: int, answer_tokens: int, spread: float, way: str, vocab_size: int,
-    concurrency: int | None, rates: str, sweep: int | None, requests: int, seconds: float, warmup: int | None,
-    temperature: float, timeout_s: float, model: str | None, api_key: str | None, seed: int, as_json: bool,
+    url: str, prompt_tokens: int, answer_tokens: int, spread: float, way: str, image_size: str | None,
+    same_image: bool, vocab_size: int, concurrency: int | None, rates: str, sweep: int | None, requests: int,
+    seconds: float, warmup: int | None, temperature: float, timeout_s: float, model: str | None,
+    api_key: str | None, seed: int, as_json: bool,
 ) -> None:  # fmt: skip
     """Put the server at URL under load, and print its throughput and latencies: any server of OpenAI's API.
 
@@ -66,7 +70,10 @@ def serve(
     if sweep and rates != "inf":
         raise UsageError("--sweep finds its rates, and --rate names them: one of the two")
     server = Server.at(url, api_key)
-    shape = Shape(prompt_tokens, answer_tokens, spread, way, vocab_size, temperature, seed)
+    image = _image(image_size)
+    if (image or same_image) and (way != "chat" or image is None):
+        raise UsageError("pictures are shown in chats: --as chat --image WIDTHxHEIGHT")
+    shape = Shape(prompt_tokens, answer_tokens, spread, way, vocab_size, temperature, seed, image, same_image)
     plan = Plan(
         shape, concurrency, requests, seconds, (concurrency or 8) if warmup is None else warmup, timeout_s, model
     )
@@ -128,6 +135,17 @@ def _spread(ms: dict[str, float] | None) -> str:
         return "-"
     digits = 1 if ms["p99"] < 1000 else 0
     return "/".join(f"{value:.{digits}f}" for name, value in ms.items() if name.startswith("p"))
+
+
+def _image(text: str | None) -> tuple[int, int] | None:
+    from kerngen.errors import UsageError
+
+    if text is None:
+        return None
+    width, _, height = text.partition("x")
+    if not (width.isdecimal() and height.isdecimal() and int(width) > 0 and int(height) > 0):
+        raise UsageError(f"--image {text!r} is no size of a picture", hint="--image 1920x1080")
+    return int(width), int(height)
 
 
 def _rates(text: str) -> list[float | None]:

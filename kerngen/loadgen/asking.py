@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import random
 import time
@@ -21,7 +23,8 @@ Leaves = Callable[[int], bool]
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Tokens of prompts and answers. spread: each is drawn from its length times 1 - spread to 1 + spread, as vLLM's
-    --random-range-ratio has it. way: see WAYS. vocab_size: prompts are of tokens below it.
+    --random-range-ratio has it. way: see WAYS. vocab_size: prompts are of tokens below it. image: width and height of
+    the picture that each prompt shows, another one each, or with same_image one for all.
     """
 
     prompt_tokens: int
@@ -31,6 +34,8 @@ class Shape:
     vocab_size: int = 32_000
     temperature: float = 0.0
     seed: int = 0
+    image: tuple[int, int] | None = None
+    same_image: bool = False
 
     def draw(self, number: int) -> tuple[list[int], int]:
         """(prompt, tokens of the answer) of request `number`: a function of these fields and of it alone."""
@@ -74,7 +79,28 @@ async def _prepared(server: Server, model: str, shape: Shape, number: int) -> As
         raise UsageError(f"/detokenize answered no text: {said[:80]!r}", hint="--as ids sends tokens") from None
     if shape.way == "text":
         return Asked("/v1/completions", {**body, "prompt": text}, len(ids))
-    return Asked("/v1/chat/completions", {**body, "messages": [{"role": "user", "content": text}]}, len(ids))
+    content: Any = text
+    if shape.image:
+        picture = _picture(shape.image, 0 if shape.same_image else number)
+        content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": text}]
+    return Asked("/v1/chat/completions", {**body, "messages": [{"role": "user", "content": content}]}, len(ids))
+
+
+def _picture(size: tuple[int, int], number: int) -> str:
+    """A data: URL of JPEG: random shades in 40 by 40 fields and a little noise, about as large as a photograph's."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise UsageError("--image draws pictures with Pillow, which is not installed",
+                         hint="pip install 'kerngen[media]'") from None  # fmt: skip
+    import numpy as np
+
+    draw = np.random.default_rng(number)
+    shades = Image.fromarray(draw.integers(0, 256, (40, 40, 3), np.uint8)).resize(size, Image.Resampling.BICUBIC)
+    pixels = np.asarray(shades, np.int16) + draw.integers(-8, 9, (size[1], size[0], 1), np.int16)
+    into = io.BytesIO()
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(into, "JPEG", quality=90)
+    return "data:image/jpeg;base64," + base64.b64encode(into.getvalue()).decode()
 
 
 @dataclass(slots=True)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
+from io import BytesIO
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from command import Kerngen
 from stub_server import Stub, stubbed
 
-from kerngen.cli.bench_serve import print_runs
+from kerngen.cli.bench_serve import print_runs, serve
 from kerngen.errors import UsageError
 from kerngen.loadgen import arrivals
 from kerngen.loadgen.arrivals import Plan, delays
-from kerngen.loadgen.asking import Leaves, Outcome, Shape
+from kerngen.loadgen.asking import Leaves, Outcome, Shape, _picture
 from kerngen.loadgen.figures import figures
 from kerngen.loadgen.http import Answer, Server, ServerGone, _Chunks
 from kerngen.loadgen.metrics import drafting
@@ -75,6 +78,27 @@ def test_prompts_are_what_was_asked() -> None:
     assert len({len(ids) for ids, _ in drawn}) > 50
     assert {i for ids, _ in drawn for i in ids} <= set(range(550, 1100))
     assert all((len(ids), count) == (7, 9) for ids, count in map(Shape(7, 9).draw, range(9)))
+
+
+def test_pictures_are_another_one_for_each_prompt() -> None:
+    from PIL import Image
+
+    urls = [_picture((96, 40), number) for number in (1, 2, 1)]
+    assert urls[0] == urls[2] != urls[1]
+    with Image.open(BytesIO(base64.b64decode(urls[0].partition(",")[2]))) as picture:
+        assert (picture.size, picture.format) == ((96, 40), "JPEG")
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    (["--image", "1920"], "--image '1920' is no size of a picture"),
+    (["--image", "0x5", "--as", "chat"], "--image '0x5' is no size"),
+    (["--image", "3x5"], "pictures are shown in chats"),
+    (["--same-image", "--as", "chat"], "pictures are shown in chats"),
+])  # fmt: skip
+def test_pictures_that_cannot_be_shown_are_refused(options: list[str], says: str) -> None:
+    found = CliRunner().invoke(serve, options)
+    assert isinstance(found.exception, UsageError)
+    assert says in str(found.exception)
 
 
 def test_chunks_are_taken_apart_wherever_they_are_cut() -> None:

@@ -13,7 +13,14 @@ from math import ceil
 
 from kerngen.arch import Target
 from kerngen.errors import ProblemError
-from kerngen.templates.attn_decode.spec import MAX_ACCUMULATORS, Config, Problem, resident_cluster_blocks, why_invalid
+from kerngen.templates.attn_decode.spec import (
+    MAX_ACCUMULATORS,
+    Config,
+    Problem,
+    resident_cluster_blocks,
+    tile_bytes,
+    why_invalid,
+)
 from kerngen.templates.attn_decode.wgmma_ws import TILE
 
 PIPELINE_BYTES = 128 * 1024  # of stages of a block with body=mma: more only delay the first tile
@@ -110,7 +117,8 @@ def _default_shape(p: Problem, target: Target) -> Config:
         need = block_m * p.head_dim // 32
         split_d = need // MAX_ACCUMULATORS if need >= 192 and arch.has_ldmatrix else max(1, need // 64)
         for num_warps in (8, 6, 4, 3, 2, 1):
-            most = min(4, max(2, PIPELINE_BYTES * split_d // (num_warps * block_n * p.head_dim * 2)))
-            for fitting in _most_stages(p, Config(block_m, block_n, split_d, num_warps), target, most):
+            shape = Config(block_m, block_n, split_d, num_warps)
+            most = min(4, max(2, PIPELINE_BYTES // (num_warps * tile_bytes(p, shape))))
+            for fitting in _most_stages(p, shape, target, most):
                 return fitting
     raise ProblemError(f"no shape of attn_decode fits {arch} for head_dim={p.head_dim} and {p.rows} rows")

@@ -20,6 +20,8 @@ from typing import ClassVar
 from kerngen.arch import Arch, Target
 from kerngen.templates.attn_decode import wgmma_ws
 from kerngen.templates.common.rows.spec import (
+    KV_GROUPS,
+    is_shared,
     kv_row_bytes,
     require,
     require_dtypes,
@@ -211,14 +213,12 @@ def expected_registers(p: Problem, c: Config, target: Target) -> int:
     return 64 + 2 * (c.block_m * p.head_dim // c.split_d // 32)
 
 
-def tensor_map(p: Problem, c: Config, of: str, shape: tuple[int, ...]) -> TensorMap | None:
+def tensor_map(p: Problem, c: Config, of: str, shape: tuple[int, ...]) -> TensorMap:
     """Of the caches as 64 columns, 8 rows, blocks of columns, blocks of rows, and the heads of all pages, those between
     two pages' included. So a box of
     block_n rows, which no page boundary divides, has the layout that wgmma reads. One of all columns, as for values, is
-    contiguous in the cache. None where rows are converted.
+    contiguous in the cache.
     """
-    if p.kv_format != "plain":
-        return None
     pages, heads, size, dim = shape
     last = (pages - 1) * (p.page_heads or heads) + heads
     dims, row = (64, 8, dim // 64, size // 8, last), dim * 2
@@ -269,11 +269,20 @@ def smem_bytes(p: Problem, c: Config, target: Target) -> int:
     if not target.arch.has_ldmatrix:
         merge, probabilities = teams * 8 * 128 * c.split_d * 4, c.num_warps * c.block_m * 80
         return queries + stats + turns + merge + probabilities + 2 * scores
-    ring = teams * c.num_stages * c.block_n * p.head_dim * 2
+    ring = c.num_warps * max(c.num_stages * tile_bytes(p, c), 8 * p.head_dim // c.split_d * 4)
     dealt = c.split_d > 1 and c.block_m // 8 % c.split_d == 0  # rows, to the warps of a team
     exchange = scores + teams * c.block_m * (c.block_n * 2 + 4) if dealt else 2 * scores
     meeting = 16 if target.arch.has_cp_async and c.split_d > 1 and teams > 1 else 0
     return queries + stats + turns + ring + exchange + meeting
+
+
+def tile_bytes(p: Problem, c: Config) -> int:
+    """What block_n keys of a warp take in its stages, with body=mma: of int8 its codes, and all scales of a head."""
+    dim = p.head_dim // c.split_d
+    if not (group := KV_GROUPS[p.kv_format]):
+        return c.block_n * dim * 2
+    groups = p.head_dim // group + (2 if is_shared(p.kv_format) else 0)
+    return c.block_n * (dim + 2 * groups)
 
 
 def partials(c: Config) -> int:

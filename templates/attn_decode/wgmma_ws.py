@@ -6,7 +6,6 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from kerngen.arch import Arch
-from kerngen.templates.common.rows.spec import is_shared
 
 if TYPE_CHECKING:
     from kerngen.templates.attn_decode.spec import Config, Problem
@@ -15,8 +14,7 @@ TILE = 64  # keys that a warpgroup multiplies at once
 L2_PREFETCH_TILES = 8  # their 32 chunks' pages are known once the pipeline has been filled
 FRAGMENT_BYTES_IN_FLIGHT = 80 * 1024  # of a block with fragment partials, once its pipeline has been filled
 SPARE_REGS = 24  # of a thread, beside the accumulators and statistics of its warpgroup
-PRODUCER_REGS, CONVERTING_REGS = 32, 64  # with setmaxnreg: of a thread of the producer warpgroup; of one that converts
-RAW_BYTES_IN_FLIGHT = 64 * 1024  # of codes and scales that a producer warpgroup has on their way
+PRODUCER_REGS = 32  # with setmaxnreg: of a thread of the producer warpgroup
 UNIFORM_SPARE_REGS = 30  # without setmaxnreg: with 24 one of 300 builds spilled
 # With fragment partials: warps of a block of attn_combine; its share of an SM's registers beside a block of attn_decode
 # (1 / COMBINE_SHARE), for two of its blocks; above so many splits for one, whose weights take more.
@@ -31,16 +29,6 @@ def has_fragment_partials(c: Config) -> bool:
 def stage_bytes(p: Problem, c: Config) -> int:
     """K of a tile takes k_column_parts stages, by columns, and V as many, by keys."""
     return TILE * p.head_dim * 2 // c.k_column_parts
-
-
-def raw_stages(p: Problem, c: Config) -> tuple[int, int]:
-    """(raw stages, bytes of each), in which codes arrive that the producer warpgroup converts: codes, and 16 bytes of
-    scales for each 16. None of a cache that is multiplied as it lies.
-    """
-    if p.kv_format == "plain":
-        return 0, 0
-    size = stage_bytes(p, c) // 2 // 16 * 32
-    return max(2, RAW_BYTES_IN_FLIGHT // size) + 1, size
 
 
 def max_inflight_stages(p: Problem, c: Config) -> int:
@@ -73,16 +61,14 @@ def fragment_combine(p: Problem, c: Config) -> tuple[int, int, int, int, int, in
 
 def smem_bytes(p: Problem, c: Config) -> int:
     """Queries; the stages; each warpgroup's probabilities, or rotations before; new keys and values; the receive
-    buffer; statistics; barriers. Behind the new values what is to be converted.
+    buffer; statistics; barriers.
     """
     row, warpgroups = p.head_dim * 2, c.num_warps // 4
     turns, new = 0 if p.source == "q" else p.q_len * row, 2 * p.q_len * row if p.owns_kv else 0
     stages, probabilities = c.num_stages * stage_bytes(p, c), warpgroups * c.block_m * TILE * 2
     stats = warpgroups * c.block_m * (4 + (4 if has_fragment_partials(c) else 0) + 1) * 4
     barriers = 8 * (c.num_stages * (c.num_warps // c.split_d + 1) + 1)
-    raw, size = raw_stages(p, c)
-    own = max(probabilities, turns) + new + raw * size
-    return c.block_m * row + stages + own + receive_buffer(p, c)[1] + stats + barriers
+    return c.block_m * row + stages + max(probabilities, turns) + new + receive_buffer(p, c)[1] + stats + barriers
 
 
 def registers_held(p: Problem, c: Config) -> int:
@@ -97,22 +83,19 @@ def register_split(p: Problem, c: Config, arch: Arch) -> tuple[int, int, int, in
     warpgroups by setmaxnreg, and the one that copies has a whole one. A block takes registers by four warps.
     """
     held, threads = registers_held(p, c), 32 * (c.num_warps + 4)
-    converts = p.kv_format != "plain"
-    producer = CONVERTING_REGS if converts else PRODUCER_REGS
 
     def dealt(registers: int) -> int:  # of a consumer thread, if every thread starts with so many
-        return min(232, (registers // 8 * 8 * (c.num_warps + 4) - 4 * producer) // c.num_warps // 8 * 8)
+        return min(232, (registers // 8 * 8 * (c.num_warps + 4) - 4 * PRODUCER_REGS) // c.num_warps // 8 * 8)
 
     two = 2 * (smem_bytes(p, c) + arch.reserved_smem_bytes) <= arch.smem_per_sm
     if has_fragment_partials(c) and not two:
         left = arch.regs_per_sm * (COMBINE_SHARE - 1) // COMBINE_SHARE // threads // 8 * 8
         if held + SPARE_REGS <= dealt(left):
-            alone = held + SPARE_REGS <= left and not converts
-            warps, registers = (1, left) if alone else (4, dealt(left))
+            warps, registers = (1, left) if held + SPARE_REGS <= left else (4, dealt(left))
             return 1, warps, registers, max(threads, arch.bound_for(left))
     for blocks in (2, 1) if two else (1,):
         same = min(255, arch.regs_per_sm // (blocks * threads) // 8 * 8)
-        if held + UNIFORM_SPARE_REGS <= same and not converts:
+        if held + UNIFORM_SPARE_REGS <= same:
             return blocks, 1, same, threads
         if held + SPARE_REGS <= dealt(same):
             break
@@ -122,10 +105,7 @@ def register_split(p: Problem, c: Config, arch: Arch) -> tuple[int, int, int, in
 def constants(p: Problem, c: Config, arch: Arch) -> dict[str, int]:
     names = "BLOCKS_PER_SM", "PRODUCER_WARPS", "REGISTERS", "BOUND_THREADS", "UNIT_COLUMNS", "DSMEM_BYTES"
     found = dict(zip(names, register_split(p, c, arch) + receive_buffer(p, c), strict=True))
-    found |= {"SMEM_BYTES": smem_bytes(p, c), "COMBINE_WARPS": COMBINE_WARPS}
-    found["PRODUCER_REGISTERS"] = PRODUCER_REGS if p.kv_format == "plain" else CONVERTING_REGS
-    raw, size = raw_stages(p, c)
-    found |= {"RAW_STAGES": raw, "RAW_BYTES": raw * size}
+    found |= {"SMEM_BYTES": smem_bytes(p, c), "PRODUCER_REGISTERS": PRODUCER_REGS, "COMBINE_WARPS": COMBINE_WARPS}
     blocks, loads, _, _, lanes, span = fragment_combine(p, c)
     found |= {"COMBINE_BLOCKS": blocks, "COMBINE_AHEAD": loads, "CHUNK_LANES": lanes, "SPAN": span}
     return found | {"MAX_INFLIGHT_STAGES": max_inflight_stages(p, c)}
@@ -147,12 +127,8 @@ def why_not(p: Problem, c: Config, arch: Arch) -> str | None:
     """Why `c` cannot run, but for shared memory that is too small."""
     if not arch.has_wgmma:
         return f"body=wgmma_ws needs wgmma, which {arch} (number {arch.number}) lacks; body=mma"
-    if is_shared(p.kv_format):
-        return f"body=wgmma_ws brings rows as they lie, or converts codes; of kv_format={p.kv_format} use body=mma"
     if p.kv_format != "plain":
-        for name in ("prefetch_stages", "l2_prefetch_stages"):
-            if value := getattr(c, name):
-                return f"{name}={value} is for boxes; codes of kv_format={p.kv_format} come in raw stages; 0"
+        return f"body=wgmma_ws brings rows in boxes, as they lie; of kv_format={p.kv_format} use body=mma"
     for name, (values, why) in ALLOWED.items():
         if (value := getattr(c, name)) not in values:
             return f"{name}={value}: {why}"

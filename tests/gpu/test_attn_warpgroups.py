@@ -14,7 +14,6 @@ from bodies import valid_here, wrong_of
 from kerngen.runtime.launcher import Function
 from kerngen.templates import Case, find_kernel
 from kerngen.templates.attn_decode.spec import Config, Problem
-from kerngen.templates.common.rows.spec import is_shared
 from kerngen.timing.measure import check_function, compare, load
 
 KERNEL = find_kernel("attn_decode")
@@ -34,8 +33,6 @@ WINDOW = Problem(256, 32, 16, window=1024, kv_len=8192, source="qkv", num_rotate
 FULL = Problem(512, 32, 4, kv_len=8192, source="qk", num_rotated_pairs=64)
 PLAIN = Problem(512, 16, 2, kv_len=8192)
 MODEL = [replace(p, q_len=q_len) for p in (WINDOW, FULL, PLAIN) for q_len in (1, 4, 5, 8)]
-MODEL += [replace(p, q_len=q_len, kv_format="int8") for p in (WINDOW, FULL, PLAIN) for q_len in (1, 4)]
-SERVED = [case for case in KERNEL.cases.CASES if not is_shared(case.problem.kv_format)]
 READY = [Problem(256, 32, 16, q_len, window=1024, kv_len=8192) for q_len in (1, 4)]
 LENGTHS = (0, 1, 4, 5, 8, 15, 16, 17, 63, 64, 65, 79, 80, 81, 1023, 1024, 1025, 1029, 1087, 8192)
 
@@ -50,8 +47,7 @@ def _configs(case: Case, splits: tuple[int, int], count: int, first: int = 0, pa
         partial_bits = 0
     found = []
     for split_d, num_warps, num_stages, k_column_parts in TEAMS:
-        # Codes come in raw stages of the producer's own.
-        prefetch_stages = 0 if case.problem.kv_format != "plain" else min((0, 3, 1)[len(found) % 3], num_stages - 1)
+        prefetch_stages = min((0, 3, 1)[len(found) % 3], num_stages - 1)
         shapes = [
             Config(m, 16, split_d, num_warps, num_stages, num_splits, "wgmma_ws", cluster, k_column_parts, partial_bits,
                    prefetch_stages)
@@ -67,14 +63,14 @@ def _loaded(problem: Problem, config: Config) -> Function:
     return load(KERNEL, problem, config)
 
 
-@pytest.mark.parametrize(("turn", "case"), list(enumerate(SERVED)), ids=str)
+@pytest.mark.parametrize(("turn", "case"), list(enumerate(KERNEL.cases.CASES)), ids=str)
 def test_by_warpgroups(turn: int, case: Case) -> None:
     """Each case takes its turn of the shapes and of the splits: the numbers of both have no common divisor."""
     configs = _configs(case, SPLITS[turn % len(SPLITS)], 1, turn)
     assert wrong_of(KERNEL, case, configs) == []
 
 
-@pytest.mark.parametrize(("turn", "case"), list(enumerate(SERVED)), ids=str)
+@pytest.mark.parametrize(("turn", "case"), list(enumerate(KERNEL.cases.CASES)), ids=str)
 def test_pushed(turn: int, case: Case) -> None:
     """Each case in its turn, as above. No key at all, or fewer chunks than splits: then blocks push zeros and -inf."""
     configs = _configs(case, PUSHED[turn % len(PUSHED)], 1, turn, 16)
@@ -90,7 +86,7 @@ def _require_right_at_lengths(problem: Problem, configs: tuple[Config, ...]) -> 
             assert result.ok, f"{config} kv_len={kv_len}: {result.message}"
 
 
-@pytest.mark.parametrize("problem", MODEL, ids=lambda p: f"{p.source}-d{p.head_dim}-q{p.q_len}-{p.kv_format}")
+@pytest.mark.parametrize("problem", MODEL, ids=lambda p: f"{p.source}-d{p.head_dim}-q{p.q_len}")
 def test_pushed_at_lengths_of_a_model(problem: Problem) -> None:
     """A window's and one more or less, and splits without keys among those of a cluster, or whole clusters of them."""
     full = KERNEL.cases.case_for(problem)
@@ -101,7 +97,7 @@ def test_pushed_at_lengths_of_a_model(problem: Problem) -> None:
     ))  # fmt: skip
 
 
-@pytest.mark.parametrize("problem", MODEL, ids=lambda p: f"{p.source}-d{p.head_dim}-q{p.q_len}-{p.kv_format}")
+@pytest.mark.parametrize("problem", MODEL, ids=lambda p: f"{p.source}-d{p.head_dim}-q{p.q_len}")
 def test_at_lengths_of_a_model(problem: Problem) -> None:
     """One Function at every length: splits without keys, tiles of fewer chunks, rows whose windows begin elsewhere."""
     full = KERNEL.cases.case_for(problem)
@@ -166,9 +162,7 @@ def test_groups_pages_and_ragged_batches(head_dim: int, group: int, q_len: int, 
         assert wrong_of(KERNEL, case, configs) == []
 
 
-@pytest.mark.parametrize(
-    "problem", [*MODEL, *READY], ids=lambda p: f"{p.source}-d{p.head_dim}-w{p.window}-q{p.q_len}-{p.kv_format}"
-)
+@pytest.mark.parametrize("problem", [*MODEL, *READY], ids=lambda p: f"{p.source}-d{p.head_dim}-w{p.window}-q{p.q_len}")
 def test_right_behind_another_with_the_same_bits(problem: Problem) -> None:
     """As in a forward: a launch begins while the one before it, of other inputs, still has the same workspace."""
     cases = [replace(KERNEL.cases.case_for(problem), seed=seed) for seed in range(3)]

@@ -8,11 +8,6 @@ DEVICE uint2 load8_l2(const void* p) {
     asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
     return v;
 }
-DEVICE uint16_t load2_l2(const void* p) {
-    uint16_t v;
-    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
-    return v;
-}
 
 template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Groups {
     typedef int8_t Element;
@@ -46,26 +41,39 @@ template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Gro
         return {from.codes + rows * HEAD_DIM + chunks * 8, from.scale + rows * GROUPS + chunks / 8};
     }
 
+    // Codes and scales apart (CodeTile). The scales of 16 keys, a multiple of 16 the first, are SCALE_PIECES of 16 bytes.
+    typedef Int8Groups Codes8;
+    static constexpr int SCALE_PIECES = 2 * GROUPS;
+    static DEVICE const Chunk& codes(const Chunk& c) { return c; }
+    // first: a chunk of the first key, of group `group`.
+    static DEVICE const uint16_t* scale_piece(const Chunk& first, int group, int i) { return first.scale - group + i * 8; }
+    static DEVICE int scale_at(int key, int group, bool is_key) { return key * GROUPS + group; }
+    static DEVICE int key_of_scale(int n) { return n / GROUPS; }
+
+    // Codes as they are converted: plus 128, each a byte without a sign.
+    static DEVICE uint32_t raised(uint32_t codes) { return codes ^ 0x80808080u; }
+    // Raised codes 2 i and 2 i + 1 of a word as they were, in fp16, which is exact: 1024 + 128 + code, and from it the code.
+    static constexpr uint32_t RAISE = 0x64646464u;
+    static DEVICE uint32_t integers(uint32_t codes, int i, uint32_t raise = RAISE) {
+        return Half<false>::sub2(__byte_perm(codes, raise, i ? 0x4342 : 0x4140), 0x64806480u);
+    }
     // Eight codes times their scale, each rounded once.
     static DEVICE uint4 converted(uint2 codes, uint16_t scale) {
-        const uint32_t c[2] = {codes.x ^ 0x80808080u, codes.y ^ 0x80808080u};  // code + 128
+        const uint32_t c[2] = {raised(codes.x), raised(codes.y)};
         uint32_t out[4];
         if constexpr (BF16) {
-            const float factor = Half<false>::to_float(scale);
+            // 2^15 + 128 + code, times the scale, less as much for 2^15 + 128; all exact: 32896 has 9 bits, a scale 11.
+            const float factor = Half<false>::to_float(scale), less = -32896.0f * factor;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                // 2^23 + 128 + code, and from it the code; all exact.
-                const float a = __uint_as_float(__byte_perm(c[i / 2], 0x4b000000u, i % 2 ? 0x7442 : 0x7440)) - 8388736.0f;
-                const float b = __uint_as_float(__byte_perm(c[i / 2], 0x4b000000u, i % 2 ? 0x7443 : 0x7441)) - 8388736.0f;
-                out[i] = Half<true>::pack(a * factor, b * factor);
+                const float a = __uint_as_float(__byte_perm(c[i / 2], 0x47000000u, i % 2 ? 0x7424 : 0x7404));
+                const float b = __uint_as_float(__byte_perm(c[i / 2], 0x47000000u, i % 2 ? 0x7434 : 0x7414));
+                out[i] = Half<true>::pack(fmaf(a, factor, less), fmaf(b, factor, less));
             }
         } else {
             const uint32_t factor = uint32_t(scale) * 0x10001u;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {  // 1024 + 128 + code, likewise
-                const uint32_t raised = __byte_perm(c[i / 2], 0x64646464u, i % 2 ? 0x4342 : 0x4140);
-                out[i] = Half<false>::mul2(Half<false>::sub2(raised, 0x64806480u), factor);
-            }
+            for (int i = 0; i < 4; ++i) out[i] = Half<false>::mul2(integers(c[i / 2], i % 2), factor);
         }
         return make_uint4(out[0], out[1], out[2], out[3]);
     }

@@ -57,6 +57,19 @@ template <bool BF16, bool IS_INT8, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> 
         return {reinterpret_cast<const int8_t*>(elements(c)), scales + group};
     }
 
+    // As Int8Groups: the scales of V, then those of turned dims.
+    static constexpr int GROUPS = HEAD_DIM / 64, TURNED_GROUPS = ROTATED / 64, V_PIECES = 2 * GROUPS;
+    static constexpr int SCALE_PIECES = V_PIECES + 2 * TURNED_GROUPS;
+    static DEVICE const uint16_t* scale_piece(const Chunk& first, int, int i) {
+        const bool of_v = i < V_PIECES;
+        const uint16_t* const all = reinterpret_cast<const uint16_t*>(first.page + (of_v ? SCALES_AT : TURNED_SCALES_AT));
+        return all + first.row * (of_v ? GROUPS : TURNED_GROUPS) + (of_v ? i : i - V_PIECES) * 8;
+    }
+    static DEVICE int scale_at(int key, int group, bool is_key) {
+        return is_key && group % (GROUPS / 2) == 0 ? 16 * GROUPS + key * TURNED_GROUPS + group / (GROUPS / 2) : key * GROUPS + group;
+    }
+    static DEVICE int key_of_scale(int n) { return n < 16 * GROUPS ? n / GROUPS : (n - 16 * GROUPS) / TURNED_GROUPS; }
+
     static DEVICE void copy(void* to, const Chunk& c) {
         if constexpr (IS_INT8)
             Codes8::copy(to, codes(c));

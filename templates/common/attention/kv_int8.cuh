@@ -16,6 +16,7 @@ DEVICE uint16_t load2_l2(const void* p) {
 
 template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Groups {
     typedef int8_t Element;
+    typedef Int8Groups Codes8;
     static constexpr bool IS_BYTES = false, IS_ROWS = false;
     static constexpr int GROUP = 64, GROUPS = HEAD_DIM / GROUP;
     static constexpr int HEAD_PAGE = PAGE_SIZE * (HEAD_DIM + 2 * GROUPS);  // Elements of a head's page
@@ -42,6 +43,9 @@ template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Gro
     static DEVICE Chunk at(const Element* cache, const Place& place, bool is_key = false) {
         return {cache + place.codes, reinterpret_cast<const uint16_t*>(cache + place.scales)};
     }
+    static DEVICE const Chunk& codes(const Chunk& c) { return c; }
+    // Which of a row's scales is that of 64 columns from `block` * 64 on.
+    static DEVICE int scale_of(int block, bool is_key) { return block; }
     static DEVICE Chunk after(const Chunk& from, int rows, int chunks) {
         return {from.codes + rows * HEAD_DIM + chunks * 8, from.scale + rows * GROUPS + chunks / 8};
     }
@@ -51,13 +55,13 @@ template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Gro
         const uint32_t c[2] = {codes.x ^ 0x80808080u, codes.y ^ 0x80808080u};  // code + 128
         uint32_t out[4];
         if constexpr (BF16) {
-            const float factor = Half<false>::to_float(scale);
+            // 2^15 + 128 + code, times the scale, less as much for 2^15 + 128; all exact: 32896 has 9 bits, a scale 11.
+            const float factor = Half<false>::to_float(scale), less = -32896.0f * factor;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                // 2^23 + 128 + code, and from it the code; all exact.
-                const float a = __uint_as_float(__byte_perm(c[i / 2], 0x4b000000u, i % 2 ? 0x7442 : 0x7440)) - 8388736.0f;
-                const float b = __uint_as_float(__byte_perm(c[i / 2], 0x4b000000u, i % 2 ? 0x7443 : 0x7441)) - 8388736.0f;
-                out[i] = Half<true>::pack(a * factor, b * factor);
+                const float a = __uint_as_float(__byte_perm(c[i / 2], 0x47000000u, i % 2 ? 0x7424 : 0x7404));
+                const float b = __uint_as_float(__byte_perm(c[i / 2], 0x47000000u, i % 2 ? 0x7434 : 0x7414));
+                out[i] = Half<true>::pack(fmaf(a, factor, less), fmaf(b, factor, less));
             }
         } else {
             const uint32_t factor = uint32_t(scale) * 0x10001u;

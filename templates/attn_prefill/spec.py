@@ -18,6 +18,7 @@ from typing import ClassVar
 
 from kerngen.arch import Arch, Target
 from kerngen.templates.common.rows.spec import (
+    KV_GROUPS,
     kv_row_bytes,
     require,
     require_dtypes,
@@ -32,6 +33,8 @@ HEAD_DIMS = (128, 256, 512)
 SPARE_REGS = 58
 WGMMA_SPARE_REGS = 30
 CHUNK_BYTES = 8192  # of keys or values, by wgmma_ws_split_d.cu.jinja
+RAW_STAGES = 4  # of a producer warp of body=wgmma_ws that converts codes (common/attention/wgmma_code_copy.cuh)
+RAW_STAGE_BYTES = 32 * (64 + 4)  # lines of 64 codes, each with the four bytes that its scale is in
 MAX_SPLITS = 16
 MAX_PARTIAL_BYTES = 64 << 20  # of partial results: more rows than that fill any GPU
 
@@ -201,7 +204,27 @@ def box_rows(problem: Problem, config: Config, of: str = "k") -> int:
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
     found = {"BOX_ROWS": box_rows(problem, config), "V_BOX_ROWS": box_rows(problem, config, "v")}
+    found |= {"RAW_STAGES": RAW_STAGES * is_converted(problem), "RAW_BYTES": raw_bytes(problem) // 4}
+    producer, consumer = registers(problem, config)
+    found |= {"PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
     return found | ({"MAX_SPLITS": MAX_SPLITS} if config.split_kv else {})
+
+
+def is_converted(problem: Problem) -> bool:
+    """Whether producer warps make elements of codes (common/attention/wgmma_code_copy.cuh)."""
+    return KV_GROUPS[problem.kv_format] > 0
+
+
+def raw_bytes(problem: Problem) -> int:
+    """Of four producer warps' stages of codes and scales."""
+    return 4 * RAW_STAGES * RAW_STAGE_BYTES if is_converted(problem) else 0
+
+
+def registers(problem: Problem, config: Config) -> tuple[int, int]:
+    """A thread's, of body=wgmma_ws: of the producer and of the consumer warpgroups."""
+    if config.num_warps == 12:
+        return 32, 160
+    return (56, 224) if is_converted(problem) else (40, 232)
 
 
 def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]) -> TensorMap | None:
@@ -284,7 +307,12 @@ def _why_not_split_m(problem: Problem, config: Config) -> str | None:
         return f"ping_pong=True takes turns between two warpgroups of num_warps=8; there are {c.num_warps} warps"
     if problem.head_dim > 256:
         return f"head_dim={problem.head_dim}: a warpgroup has 256 columns of the output at most; use warps_d=2"
-    held, limit = problem.head_dim // 2 + c.block_n * 3 // 4, 232 if c.num_warps == 8 else 160
+    if is_converted(problem) and (c.num_warps != 8 or problem.head_dim * c.block_n % 8192):
+        return (
+            f"num_warps={c.num_warps} block_n={c.block_n}: beside two warpgroups, 8 warps, four warps convert "
+            f"kv_format={problem.kv_format}, each as many times 32 lines of 64 codes of a tile"
+        )
+    held, limit = problem.head_dim // 2 + c.block_n * 3 // 4, registers(problem, c)[1]
     if held + WGMMA_SPARE_REGS > limit:
         return (
             f"output, scores and probabilities take {held} registers a thread; with {WGMMA_SPARE_REGS} for the rest "
@@ -338,9 +366,11 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     c, row = config, problem.head_dim * 2
     if c.wgmma and c.warps_d == 2:  # two rings, and for each of two warpgroups probabilities and their bases; barriers
         shown = c.block_m * c.block_n * 2 + c.block_m * 4
-        return c.block_m * row + 2 * (c.num_stages * CHUNK_BYTES + shown) + 8 * (1 + 4 * c.num_stages)
+        rings = 2 * (c.num_stages * CHUNK_BYTES + shown)
+        return c.block_m * row + rings + raw_bytes(problem) + 8 * (1 + 4 * c.num_stages)
     if c.wgmma:  # and the barriers
-        return c.block_m * row + 2 * c.num_stages * c.block_n * row + 8 * (1 + 4 * c.num_stages)
+        tiles = 2 * c.num_stages * c.block_n * row
+        return c.block_m * row + tiles + raw_bytes(problem) + 8 * (1 + 4 * c.num_stages)
     tiles = 2 * c.num_stages if target.arch.has_cp_async else 1
     probabilities = c.block_m * c.block_n * 2 if c.warps_d > 1 or not target.arch.has_ldmatrix else 0
     maxima = c.warps_d * c.block_m * 4 if c.warps_d > 1 else 0
@@ -358,6 +388,11 @@ _WGMMA_TILES = {
     256: (Config(128, 80, 8, 1, 2, body="wgmma_ws"), Config(128, 64, 8, 1, 2, body="wgmma_ws")),
     512: (Config(64, 64, 8, 2, 8, body="wgmma_ws", cluster=2),),
 }
+_CONVERTING_TILES = {  # of codes
+    128: (Config(128, 128, 8, 1, 2, body="wgmma_ws"), Config(128, 64, 8, 1, 2, body="wgmma_ws")),
+    256: (Config(128, 64, 8, 1, 2, body="wgmma_ws"),),
+    512: (Config(64, 64, 8, 2, 7, body="wgmma_ws"),),
+}
 
 
 def candidates(problem: Problem, target: Target) -> Sequence[Config]:
@@ -365,7 +400,8 @@ def candidates(problem: Problem, target: Target) -> Sequence[Config]:
     if not target.arch.has_wgmma:
         return [Config(*fields) for fields in _MMA_TILES[problem.head_dim]]
     found = []
-    for config in _WGMMA_TILES[problem.head_dim]:
+    tiles = _CONVERTING_TILES if is_converted(problem) else _WGMMA_TILES
+    for config in tiles[problem.head_dim]:
         boxed = replace(config, use_tma=True)
         config = boxed if box_rows(problem, boxed) else replace(config, cluster=1)
         # A tuned point's winner serves down to half as many tokens.

@@ -12,7 +12,7 @@ import ctypes
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -175,14 +175,16 @@ def _launching(source: str, entry: str, name: str) -> str:
     )
 
 
-def on_cpu(source: str, entry: str, folder: Path, others: Sequence[str] = ()) -> ctypes.CDLL:
+def on_cpu(
+    source: str, entry: str, folder: Path, others: Sequence[str] = (), bodies: Mapping[str, str] | None = None
+) -> ctypes.CDLL:
     """Compiles `source` with `run(blocks, threads, pause_us, ...)`, which launches `entry` with the arguments behind
     them and returns when all its threads have ended. pause_us: that each thread waits before it first polls. others:
-    entries that `run_ENTRY` launches.
+    entries that `run_ENTRY` launches. bodies: what more functions with inline PTX do.
     """
     half = source.find("template <> struct Half<false> {")
     source = source[:half] + _HALF + source[_matching(source, source.index("{", half), "{}") + 1 :]
-    for name, body in _BODIES.items():
+    for name, body in (_BODIES | dict(bodies or {})).items():
         if f" {name}(" not in source:
             continue
         found = list(re.finditer(rf"DEVICE \w+ {name}\([^)]*\) {{", source))

@@ -11,6 +11,7 @@ DEVICE uint2 load8_l2(const void* p) {
 
 template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Groups {
     typedef int8_t Element;
+    typedef Int8Groups Codes8;
     static constexpr bool IS_BYTES = false, IS_ROWS = false;
     static constexpr int GROUP = 64, GROUPS = HEAD_DIM / GROUP;
     static constexpr int HEAD_PAGE = PAGE_SIZE * (HEAD_DIM + 2 * GROUPS);  // Elements of a head's page
@@ -37,6 +38,9 @@ template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Gro
     static DEVICE Chunk at(const Element* cache, const Place& place, bool is_key = false) {
         return {cache + place.codes, reinterpret_cast<const uint16_t*>(cache + place.scales)};
     }
+    static DEVICE const Chunk& codes(const Chunk& c) { return c; }
+    // Which of a row's scales is that of 64 columns from `block` * 64 on.
+    static DEVICE int scale_of(int block, bool is_key) { return block; }
     static DEVICE Chunk after(const Chunk& from, int rows, int chunks) {
         return {from.codes + rows * HEAD_DIM + chunks * 8, from.scale + rows * GROUPS + chunks / 8};
     }

@@ -51,9 +51,14 @@ template <bool BF16, bool IS_INT8, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> 
         if (is_turned(c)) return c.page + TURNED_AT + c.row * ROTATED + turned(c) * 8;
         return c.page + c.row * HEAD_DIM + c.chunk * 8;
     }
+    // As Int8Groups has it, of V's rows or of those of turned dims.
+    static DEVICE int scale_of(int block, bool is_key) {
+        const Chunk c{nullptr, 0, block * 8, is_key};
+        return is_turned(c) ? turned(c) / 8 : block;
+    }
     static DEVICE typename Codes8::Chunk codes(const Chunk& c) {
         const uint16_t* const scales = reinterpret_cast<const uint16_t*>(c.page + (is_turned(c) ? TURNED_SCALES_AT : SCALES_AT));
-        const int group = is_turned(c) ? c.row * (ROTATED / 64) + turned(c) / 8 : c.row * (HEAD_DIM / 64) + c.chunk / 8;
+        const int group = c.row * (is_turned(c) ? ROTATED / 64 : HEAD_DIM / 64) + scale_of(c.chunk / 8, c.is_key);
         return {reinterpret_cast<const int8_t*>(elements(c)), scales + group};
     }
 

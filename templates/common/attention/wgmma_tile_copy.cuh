@@ -30,16 +30,6 @@ template <int COLUMNS, int ROWS, int THREADS = 128> struct BlockedCopy {
         }
     }
 
-    // This thread arrives at `barrier` once what it has copied by `start` is there.
-    template <class Rows> static DEVICE void arrive(uint64_t* barrier) {
-        if constexpr (Rows::Format::IS_BYTES) {
-            barrier_arrive_after_copies(barrier);
-        } else {
-            fence_async_proxy();
-            barrier_arrive(barrier);
-        }
-    }
-
     // Address of the chunk i * STEP rows further.
     static DEVICE uint32_t place(uint32_t mine, int i) { return (mine ^ (i * STEP % 8 * 16)) + i * STEP * 128; }
 };

@@ -46,9 +46,7 @@ template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Gro
     }
 
     // Codes and scales apart (CodeTile). The scales of 16 keys, a multiple of 16 the first, are SCALE_PIECES of 16 bytes.
-    typedef Int8Groups Codes8;
     static constexpr int SCALE_PIECES = 2 * GROUPS;
-    static DEVICE const Chunk& codes(const Chunk& c) { return c; }
     // first: a chunk of the first key, of group `group`.
     static DEVICE const uint16_t* scale_piece(const Chunk& first, int group, int i) { return first.scale - group + i * 8; }
     static DEVICE int scale_at(int key, int group, bool is_key) { return key * GROUPS + group; }

@@ -491,7 +491,7 @@ class Engine:
         config = self.model.config
         planned = tuple([prefill_chunk(c, config.eos_ids, config.vocab_size) for c in chunks])
         num_tokens = 0 if shape is None else shape.size
-        if choice is None and not any(c.targets or c.media for c in planned):
+        if choice is None and not any(c.targets for c in planned):
             num_tokens = self.runner.prefill_graphs.size_for(sum(len(c.tokens) for c in planned), len(planned))
         return StepPlan(
             num_running=len(running),

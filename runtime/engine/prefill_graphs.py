@@ -2,7 +2,8 @@
 
 While other sequences decode, a step prefills few tokens, and launching its kernels takes the host longer than running
 them takes the device: the host would set the inter-token latency. So forwards of a few sizes are captured, and a
-prefill runs in the next larger one. The padding is a dummy sequence: token 0, written to page 0.
+prefill runs in the next larger one. The padding is a dummy sequence: token 0, written to page 0. Where the model takes
+images or sounds each size is captured once more, for chunks with embeddings of theirs.
 
 Whether padding takes the device longer than launching takes the host depends on board and host, so Engine.make_ready
 times both (sizes_worth_padding). A plan says in which graph its prefill runs, so all ranks do what rank 0 has timed.
@@ -16,12 +17,14 @@ such a graph is there, so Ranks.close frees them first; where NCCL keeps the eng
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from kerngen.runtime.batch import Batch, ragged_layout
+from kerngen.runtime.batch import Batch, MediaRows, ragged_layout
 from kerngen.runtime.cache import KINDS, KVCache
 from kerngen.runtime.engine.graphs import Captured, Graphs
 from kerngen.runtime.engine.logit_processors import Send
@@ -56,6 +59,19 @@ def sizes_worth_padding(
     return frozenset(worth)
 
 
+@dataclass(frozen=True, slots=True)
+class MediaOfChunks:
+    """What stands in the chunks of a forward in place of tokens. rows: embeddings [m, H] together, on the device;
+    places: of the forward's tokens, which those are; ends: the last position that each token sees in sliding layers,
+    its own or that of its image's last token; see_themselves: whether any is another's.
+    """
+
+    rows: list[Tensor]
+    places: Sequence[int]
+    ends: Sequence[int]
+    see_themselves: bool
+
+
 class PrefillGraphs:
     """Those of one engine, each captured for contexts of any length."""
 
@@ -63,12 +79,17 @@ class PrefillGraphs:
         """max_kv_len: tokens that tables have room for. send: brings values to the device without waiting for it."""
         self._model, self._cache, self._graphs, self._max_kv_len = model, cache, graphs, max_kv_len
         self._send = send
-        self._captured: dict[tuple[int, str], Captured] = {}
+        self._captured: dict[tuple[int, str, bool], Captured] = {}  # of (tokens, outputs, whether they have media)
         self.padded: frozenset[int] | None = None  # sizes that fewer tokens are padded to; None: all, none was timed
         device = cache.tables.device
         self._tables = torch.zeros(len(KINDS), SEQUENCES, cache.tables.shape[2], dtype=torch.int32, device=device)
         self._lengths = torch.zeros(2 * SEQUENCES + 1, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(3, SIZES[-1], dtype=torch.int64, device=device)
+        self._media: MediaRows | None = None
+        if model.media is not None:
+            rows = torch.zeros(SIZES[-1], model.config.hidden_size, dtype=model.ops.dtype, device=device)
+            self._media = MediaRows(rows, torch.zeros(SIZES[-1], dtype=torch.int64, device=device))
+        self._ends = torch.zeros(SIZES[-1], dtype=torch.int32, device=device)
 
     @property
     def sizes(self) -> list[int]:
@@ -77,7 +98,12 @@ class PrefillGraphs:
 
     @property
     def captured_sizes(self) -> list[int]:
-        return sorted({size for size, _ in self._captured})
+        return sorted({size for size, _, _ in self._captured})
+
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """Of forwards of each size: without media, and with them if the model takes any."""
+        return (False,) if self._media is None else (False, True)
 
     def size_for(self, tokens: int, chunks: int) -> int:
         """Tokens of the graph that a prefill of so many tokens in so many chunks runs in; 0: it runs eagerly."""
@@ -85,10 +111,13 @@ class PrefillGraphs:
         serves = size == tokens or self.padded is None or size in self.padded
         return size if serves and chunks < SEQUENCES else 0
 
-    def forward(self, size: int, outputs: str) -> Tensor:
+    def forward(self, size: int, outputs: str, has_media: bool) -> Tensor:
         """What a graph of `size` tokens does: of the `last` tokens [SEQUENCES, H], in the order of the sequences."""
         self._model.ops.row_invariant = False
         batch, cache = self.batch(size)
+        if has_media and self._media is not None and self._model.media is not None:
+            media = MediaRows(self._media.rows[:size], self._media.places[:size])
+            batch = replace(batch, media=media, ends=self._ends[:size] if self._model.media.bidirectional else None)
         return self._model.forward(batch, cache, outputs=outputs)
 
     def batch(self, size: int) -> tuple[Batch, KVCache]:
@@ -100,21 +129,25 @@ class PrefillGraphs:
     def capture(self, size: int) -> None:
         """Have it at hand; `run` uses no others."""
         self.clear(size)
-        for outputs in OUTPUTS:
-            if (size, outputs) not in self._captured:
-                self._captured[size, outputs] = self._graphs.capture(partial(self.forward, size, outputs), [])
+        for kind in product((size,), OUTPUTS, self.kinds):
+            if kind not in self._captured:
+                self._captured[kind] = self._graphs.capture(partial(self.forward, *kind), [])
 
     def run(
-        self, ids: Sequence[int], starts: Sequence[int], sizes: Sequence[int], tables: Tensor, size: int, outputs: str
-    ) -> Tensor | None:
+        self, ids: Sequence[int], starts: Sequence[int], sizes: Sequence[int], tables: Tensor, size: int, outputs: str,
+        media: MediaOfChunks | None = None,
+    ) -> Tensor | None:  # fmt: skip
         """The forward of these chunks, as Runner.chunks has them, in the graph of `size` tokens, and the hidden states
         of their last tokens, [chunks, H], where `outputs` says so: valid until any graph of this pool is replayed. None
         where there is no such graph. tables: on the host.
         """
-        if (size, outputs) not in self._captured or len(sizes) >= SEQUENCES:
+        captured = self._captured.get((size, outputs, media is not None))
+        if captured is None or len(sizes) >= SEQUENCES:
             return None
         self.put(ids, starts, sizes, tables, size)
-        graph, hidden = self._captured[size, outputs]
+        if media is not None:
+            self._put_media(media, size)
+        graph, hidden = captured
         graph.replay()
         return hidden[: len(sizes)]
 
@@ -124,6 +157,17 @@ class PrefillGraphs:
         known = torch.zeros(self._tables.shape, dtype=torch.int32)
         known[:, : len(sizes), : tables.shape[2]] = tables
         self._tables.copy_(self._send(known, torch.int32))
+
+    def _put_media(self, media: MediaOfChunks, size: int) -> None:
+        """What is left of the rows stands for the first one once more: in its place, with the same values."""
+        if self._media is None:
+            raise TypeError("a model of text alone has graphs of text alone")
+        count = len(media.places)
+        torch.cat(media.rows, out=self._media.rows[:count])
+        self._media.rows[count:size] = self._media.rows[0]
+        places = [*media.places, *[media.places[0]] * (size - count)]
+        self._media.places[:size].copy_(self._send(places, torch.int64))
+        self._ends[:size].copy_(self._send([*media.ends, *range(size - len(media.ends))], torch.int32))
 
     def clear(self, size: int) -> None:
         """Have it be of nobody's tokens."""

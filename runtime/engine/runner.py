@@ -37,7 +37,7 @@ from kerngen.runtime.engine.plan import (
     SamplingMode,
     StepPlan,
 )
-from kerngen.runtime.engine.prefill_graphs import SEQUENCES, STRIDE, PrefillGraphs
+from kerngen.runtime.engine.prefill_graphs import SEQUENCES, STRIDE, MediaOfChunks, PrefillGraphs
 from kerngen.runtime.executors.layer_dedup import OneOfEachKind
 from kerngen.runtime.logprobs import logprob_words
 from kerngen.runtime.media.values import Media
@@ -311,8 +311,16 @@ class Runner:
 
     def with_media(self, batch: Batch, chunks: Sequence[PrefillChunk]) -> Batch:
         """`batch`, which is a forward of `chunks`, with what stands there in place of tokens."""
-        if not any(c.media for c in chunks):
+        if (found := self._media_of(chunks)) is None:
             return batch
+        media = MediaRows(torch.cat(found.rows), self._sent(found.places, torch.int64))
+        ends = self._sent(found.ends, torch.int32) if found.see_themselves else None
+        return replace(batch, media=media, ends=ends)
+
+    def _media_of(self, chunks: Sequence[PrefillChunk]) -> MediaOfChunks | None:
+        """None where a forward of them has tokens alone."""
+        if not any(c.media for c in chunks):
+            return None
         rows, places, ends, first = list[Tensor](), list[int](), list[int](), 0
         for chunk in chunks:
             for part in chunk.media:
@@ -323,9 +331,7 @@ class Runner:
                 own[begin - chunk.start : end - chunk.start] = [end - 1] * (end - begin)
             ends += own
             first += len(chunk.tokens)
-        media = MediaRows(torch.cat(rows), self._sent(places, torch.int64))
-        see_themselves = any(c.blocks for c in chunks)
-        return replace(batch, media=media, ends=self._sent(ends, torch.int32) if see_themselves else None)
+        return MediaOfChunks(rows, places, ends, any(c.blocks for c in chunks))
 
     def _slice(self, part: MediaSlice) -> Tensor:
         if (rows := self._embeddings.get(part.digest)) is None or part.first + part.count > len(rows):
@@ -385,9 +391,10 @@ class Runner:
             states = self.forward(batch, cache)
             prompt_logprobs = tuple(self._prompt_words(c, states[end:]) for c, end in zip(chunks, ends, strict=False))
             hidden = states[self._sent([end - 1 for end in ends[1:]], torch.int64)]
-        elif not has_media and (
-            (short := self.prefill_graphs.run(ids, starts, sizes, tables, plan.num_tokens, outputs)) is not None
-        ):
+        elif plan.num_tokens and (
+            (short := self.prefill_graphs.run(
+                ids, starts, sizes, tables, plan.num_tokens, outputs, self._media_of(chunks))) is not None
+        ):  # fmt: skip
             hidden, tokens = short, plan.num_tokens
         else:
             batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32))

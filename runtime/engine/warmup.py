@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
 import torch
 
@@ -30,8 +31,8 @@ def warm_up_captured(runner: Runner, draft_lengths: Sequence[int], *, mixed: boo
             for mode in (SamplingMode(), SamplingMode(sampled=True)):
                 runner.step(batch, num_drafts, mode, longest)
     for size in runner.short_sizes:
-        for outputs in OUTPUTS:
-            runner.prefill_graphs.forward(size, outputs)
+        for outputs, has_media in product(OUTPUTS, runner.prefill_graphs.kinds):
+            runner.prefill_graphs.forward(size, outputs, has_media)
     for shape in runner.mixed_shapes_to_capture([SamplingMode()]) if mixed else ():
         runner.mixed_step_of(shape)
 

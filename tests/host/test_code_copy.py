@@ -1,4 +1,4 @@
-"""Producer warps of attn_prefill make the right elements of codes, at the right places (wgmma_code_copy.cuh), on a CPU."""
+"""Producer warps of attn_prefill make the right elements of codes, in their places (wgmma_code_copy.cuh), on a CPU."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ struct Written : CodeSteps {
     DEVICE void end() const {}
     DEVICE void advance() { CodeSteps::advance(), to += Copy::LINES * 128; }
 };
-extern "C" __global__ void probe(void* out, const KvFormat::Element* k, const KvFormat::Element* v, const int32_t* pages,
-                                 int first, int end) {
+extern "C" __global__ void
+probe(void* out, const KvFormat::Element* k, const KvFormat::Element* v, const int32_t* pages, int first, int end) {
     const KeySpan keys{first, end};
     const Rows k_rows{k, pages, keys, true}, v_rows{v, pages, keys, false};
     const int warp = threadIdx.x / 32;
@@ -126,8 +126,9 @@ def test_lines_are_the_values_of_codes(
     library.run(1, 128, 0, *(ctypes.c_void_p(t.data_ptr()) for t in (out, *pools, pages)), first, end)
 
     keys = torch.arange(first, end)
+    at = pages[keys // page_size].long(), keys % page_size
     values = {
-        is_key: read_rows(pool, kv_format, TORCH_DTYPE[dtype], pages[keys // page_size].long(), keys % page_size, 0, keys=is_key)
+        is_key: read_rows(pool, kv_format, TORCH_DTYPE[dtype], *at, 0, keys=is_key)
         for is_key, pool in zip((True, False), pools, strict=True)
     }  # fmt: skip
     for warp in range(NUM_WARPS):

@@ -550,26 +550,41 @@ def test_log_probabilities_of_a_prompt_with_an_image(made: dict[str, Made]) -> N
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
-def test_a_chunk_with_an_image_runs_in_no_graph(made: dict[str, Made], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs have no embeddings; prompts without any run in them as before, also beside those."""
-    model = opened(made, "dense")
-    requests = [asked(9, LONG, 3, count=6), *[asked(7 + i, count=9, seed=i) for i in range(3)]]
+@pytest.mark.parametrize("variant", ["dense", "shared_ple"])
+def test_chunks_with_media_run_in_graphs_of_their_own(
+    made: dict[str, Made], monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    """Filled up to a graph's size, alone and beside others, each prompt gets the tokens that it has alone."""
+    model = opened(made, variant)
+    requests = [
+        asked(9, LONG, 3, count=6),
+        *[asked(7 + i, count=9, seed=i) for i in range(3)],
+        asked(2, LONG, 2, count=6),
+    ]
     expected = alone(model, requests)
     monkeypatch.setattr(prefill_graphs, "SIZES", (4, 8, 16, 32))
     monkeypatch.setattr(prefill_budget, "MULTIPLE", 4)
     engine = engine_of(model, num_draft_tokens=0, prefill_chunk=32, max_batch=4, buckets=(1, 2, 4), async_depth=1,
                        prefix_caching=False)  # fmt: skip
-    graphs, recorded = Graphless(engine, monkeypatch), Recorded(engine)
+    graphs, recorded, ran = Graphless(engine, monkeypatch), Recorded(engine), list[tuple[int, str, bool]]()
+    plain = prefill_graphs.PrefillGraphs.forward
+
+    def noted(short: prefill_graphs.PrefillGraphs, size: int, outputs: str, has_media: bool) -> Tensor:
+        ran.append((size, outputs, has_media))
+        return plain(short, size, outputs, has_media)
+
+    monkeypatch.setattr(prefill_graphs.PrefillGraphs, "forward", noted)
     engine.make_ready()
     engine.runner.prefill_graphs.padded = None
     recorded.plans.clear()
+    ran.clear()
     for order in (requests, requests[::-1]):
         assert tokens_of(engine, order) == (expected if order is requests else expected[::-1])
     assert graphs.num_replayed > 0
     media = [plan for plan in recorded.plans if any(c.media for c in plan.chunks)]
-    assert media
-    assert all(plan.decode is None and plan.num_tokens == 0 for plan in media), "a forward of its own"
-    assert any(plan.num_tokens for plan in recorded.plans)
+    assert any(plan.num_tokens for plan in media)
+    assert all(plan.decode is None for plan in media), "a forward of its own"
+    assert {has_media for _, _, has_media in ran} == {False, True}
 
 
 # -- refusals

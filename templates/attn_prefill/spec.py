@@ -133,12 +133,19 @@ WGMMA_SPACE = {
 }
 
 SPLIT_D_SPACE = {
-    "block_m": (64,),
     "block_n": (64,),
     "num_warps": (8,),
     "num_stages": (7, 8, 9),
     "use_tma": (False, True),
     "cluster": (1, 2, 4),
+}
+
+CLUSTER_SPACE = {
+    "block_n": (64,),
+    "num_warps": (8,),
+    "num_stages": (5, 6, 7, 8, 9, 10),
+    "use_tma": (False, True),
+    "cluster": (2,),
 }
 
 # k, v: dense [total_k, num_kv_heads, head_dim] or the paged caches. cu_seqlens_k is null when paged, kv_lens and
@@ -173,11 +180,19 @@ BODIES = (
     ),
     Body(
         "wgmma_ws_split_d.cu.jinja", WGMMA_ARGS, SPLIT_D_SPACE, serves=lambda arch: arch.has_wgmma,
-        when={"body": "wgmma_ws", "warps_d": 2, "split_kv": False},
+        when={"body": "wgmma_ws", "warps_d": 2, "block_m": 64, "split_kv": False},
     ),
     Body(
         "wgmma_ws_split_d.cu.jinja", SPLIT_ARGS, SPLIT_D_SPACE, serves=lambda arch: arch.has_wgmma,
-        when={"body": "wgmma_ws", "warps_d": 2, "split_kv": True},
+        when={"body": "wgmma_ws", "warps_d": 2, "block_m": 64, "split_kv": True},
+    ),
+    Body(
+        "wgmma_ws_cluster.cu.jinja", WGMMA_ARGS, CLUSTER_SPACE, serves=lambda arch: arch.has_wgmma,
+        when={"body": "wgmma_ws", "warps_d": 2, "block_m": 128, "split_kv": False}, proven=False,
+    ),
+    Body(
+        "wgmma_ws_cluster.cu.jinja", SPLIT_ARGS, CLUSTER_SPACE, serves=lambda arch: arch.has_wgmma,
+        when={"body": "wgmma_ws", "warps_d": 2, "block_m": 128, "split_kv": True}, proven=False,
     ),
     Body(
         "volta.cu.jinja", ARGS, SPACE, serves=lambda arch: not arch.has_ldmatrix,
@@ -195,11 +210,21 @@ def box_rows(problem: Problem, config: Config, of: str = "k") -> int:
     block's part of one) has fewer. 0: no TMA."""
     together = config.block_n
     if config.warps_d == 2:
-        together = CHUNK_BYTES // problem.head_dim if of == "v" else config.block_n // config.cluster
+        together = CHUNK_BYTES // problem.head_dim if of == "v" else config.block_n // sharers(config)
     rows = gcd(problem.page_size, together)  # no box crosses the end of a page
     if problem.kv_format != "plain":  # boxes bring rows as they lie
         return 0
     return rows if config.use_tma and rows and rows % 8 == 0 else 0
+
+
+def split_by_cluster(config: Config) -> bool:
+    """Whether the two warpgroups that share rows and split head_dim are of two blocks (wgmma_ws_cluster.cu.jinja)."""
+    return config.wgmma and config.warps_d == 2 and config.block_m == 128
+
+
+def sharers(config: Config) -> int:
+    """Blocks that have adjacent row tiles and share key tiles."""
+    return 1 if split_by_cluster(config) else config.cluster
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
@@ -267,7 +292,7 @@ def _why_not_wgmma(problem: Problem, config: Config, target: Target) -> str | No
         return f"use_tma=True brings rows as they lie, {made}; use use_tma=False"
     if c.use_tma and not (box_rows(problem, c) and box_rows(problem, c, "v")):
         return f"use_tma=True: page_size={problem.page_size} is no multiple of 8 rows"
-    if c.cluster > 1 and not c.use_tma:
+    if sharers(c) > 1 and not c.use_tma:
         return f"cluster={c.cluster} copies to all its blocks in boxes; use use_tma=True"
     return None
 
@@ -277,11 +302,13 @@ def _why_not_split_d(problem: Problem, config: Config) -> str | None:
     c = config
     if problem.head_dim != 512:
         return f"body=wgmma_ws with warps_d=2 is for head_dim=512, not {problem.head_dim}; use warps_d=1"
-    if (c.block_m, c.block_n, c.num_warps) != (64, 64, 8):
+    if c.block_m not in (64, 128) or (c.block_n, c.num_warps) != (64, 8):
         return (
             f"block_m={c.block_m} block_n={c.block_n} num_warps={c.num_warps}: with warps_d=2 two warpgroups, 8 warps, "
-            "share 64 rows and take turns at tiles of 64 keys"
+            "share 64 rows, or each 64 of 128 with one of another block, and take turns at tiles of 64 keys"
         )
+    if c.block_m == 128 and c.cluster != 2:
+        return f"cluster={c.cluster}: block_m=128 with warps_d=2 is of two blocks; use cluster=2"
     if c.num_stages < 4:
         return f"num_stages={c.num_stages}: products of two chunks are under way while others come; it takes 4"
     if c.ping_pong:
@@ -364,10 +391,12 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     """Q, the K and V stages (one tile for both where there is no cp.async), and what warps of a row exchange."""
     c, row = config, problem.head_dim * 2
-    if c.wgmma and c.warps_d == 2:  # two rings, and for each of two warpgroups probabilities and their bases; barriers
-        shown = c.block_m * c.block_n * 2 + c.block_m * 4
-        rings = 2 * (c.num_stages * CHUNK_BYTES + shown)
-        return c.block_m * row + rings + raw_bytes(problem) + 8 * (1 + 4 * c.num_stages)
+    if c.wgmma and c.warps_d == 2:  # rings, and for each of two warpgroups probabilities and their bases; barriers
+        shown = 64 * c.block_n * 2 + 64 * 4
+        num_rings, told = (1, 16) if split_by_cluster(c) else (2, 0)
+        rings = num_rings * c.num_stages * CHUNK_BYTES
+        barriers = 8 * (1 + 2 * num_rings * c.num_stages + told)
+        return c.block_m * row + rings + 2 * shown + raw_bytes(problem) + barriers
     if c.wgmma:  # and the barriers
         tiles = 2 * c.num_stages * c.block_n * row
         return c.block_m * row + tiles + raw_bytes(problem) + 8 * (1 + 4 * c.num_stages)
@@ -429,7 +458,7 @@ def num_splits(problem: Problem, config: Config, target: Target) -> int:
 def _row_tiles(problem: Problem, config: Config) -> int:
     """Of a kv head: clusters' tiles of packed rows, the sequences taken together."""
     group = problem.num_q_heads // problem.num_kv_heads
-    return -(-problem.num_tokens * group // (config.block_m * config.cluster))
+    return -(-problem.num_tokens * group // (config.block_m * sharers(config)))
 
 
 def _blocks(problem: Problem, config: Config) -> int:

@@ -33,8 +33,9 @@ HEAD_DIMS = (128, 256, 512)
 SPARE_REGS = 58
 WGMMA_SPARE_REGS = 30
 CHUNK_BYTES = 8192  # of keys or values, by wgmma_ws_split_d.cu.jinja
-RAW_STAGES = 4  # of a producer warp of body=wgmma_ws that converts codes (common/attention/wgmma_code_copy.cuh)
-RAW_STAGE_BYTES = 32 * (64 + 4)  # lines of 64 codes, each with the four bytes that its scale is in
+# Of a producer warp of body=wgmma_ws that converts codes (common/attention/wgmma_code_copy.cuh): two stages of 64 lines
+# of 64 codes, with the four bytes each that a scale is in.
+RAW_BYTES = 2 * 64 * (64 + 4)
 MAX_SPLITS = 16
 MAX_PARTIAL_BYTES = 64 << 20  # of partial results: more rows than that fill any GPU
 
@@ -229,7 +230,7 @@ def sharers(config: Config) -> int:
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
     found = {"BOX_ROWS": box_rows(problem, config), "V_BOX_ROWS": box_rows(problem, config, "v")}
-    found |= {"RAW_STAGES": RAW_STAGES * is_converted(problem), "RAW_BYTES": raw_bytes(problem) // 4}
+    found |= {"RAW_BYTES": raw_bytes(problem) // 4}
     producer, consumer = registers(problem, config)
     found |= {"PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
     return found | ({"MAX_SPLITS": MAX_SPLITS} if config.split_kv else {})
@@ -242,7 +243,7 @@ def is_converted(problem: Problem) -> bool:
 
 def raw_bytes(problem: Problem) -> int:
     """Of four producer warps' stages of codes and scales."""
-    return 4 * RAW_STAGES * RAW_STAGE_BYTES if is_converted(problem) else 0
+    return 4 * RAW_BYTES * is_converted(problem)
 
 
 def registers(problem: Problem, config: Config) -> tuple[int, int]:
@@ -334,10 +335,10 @@ def _why_not_split_m(problem: Problem, config: Config) -> str | None:
         return f"ping_pong=True takes turns between two warpgroups of num_warps=8; there are {c.num_warps} warps"
     if problem.head_dim > 256:
         return f"head_dim={problem.head_dim}: a warpgroup has 256 columns of the output at most; use warps_d=2"
-    if is_converted(problem) and (c.num_warps != 8 or problem.head_dim * c.block_n % 8192):
+    if is_converted(problem) and (c.num_warps != 8 or problem.head_dim * c.block_n != 16384):
         return (
-            f"num_warps={c.num_warps} block_n={c.block_n}: beside two warpgroups, 8 warps, four warps convert "
-            f"kv_format={problem.kv_format}, each as many times 32 lines of 64 codes of a tile"
+            f"num_warps={c.num_warps} block_n={c.block_n}: kv_format={problem.kv_format} is converted beside two "
+            f"warpgroups, 8 warps, in tiles of {16384 // problem.head_dim} keys"
         )
     held, limit = problem.head_dim // 2 + c.block_n * 3 // 4, registers(problem, c)[1]
     if held + WGMMA_SPARE_REGS > limit:
@@ -418,7 +419,7 @@ _WGMMA_TILES = {
     512: (Config(64, 64, 8, 2, 8, body="wgmma_ws", cluster=2),),
 }
 _CONVERTING_TILES = {  # of codes
-    128: (Config(128, 128, 8, 1, 2, body="wgmma_ws"), Config(128, 64, 8, 1, 2, body="wgmma_ws")),
+    128: (Config(128, 128, 8, 1, 2, body="wgmma_ws"),),
     256: (Config(128, 64, 8, 1, 2, body="wgmma_ws"),),
     512: (Config(64, 64, 8, 2, 7, body="wgmma_ws"),),
 }

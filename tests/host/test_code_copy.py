@@ -45,8 +45,8 @@ _PROBE = """
 struct Written : CodeSteps {
     uint32_t to;
     DEVICE uint32_t begin() const { return to; }
-    DEVICE void end() const {}
-    DEVICE void advance() { CodeSteps::advance(), to += Copy::LINES * 128; }
+    DEVICE uint64_t* full() const { return nullptr; }
+    DEVICE void advance() { CodeSteps::advance(), to += Copy::CHUNK * 128; }
 };
 typedef const KvFormat::Element* Pool;
 extern "C" __global__ void probe(void* out, Pool k, Pool v, const int32_t* pages, int first, int end) {
@@ -59,7 +59,7 @@ extern "C" __global__ void probe(void* out, Pool k, Pool v, const int32_t* pages
     if (threadIdx.x % 32 == 0) memcpy((char*)out + warp * (1 << 22), arena + at, 1 << 22);
 }
 """
-_TILES = "{k_rows, v_rows, Tiles(keys), nullptr, 0, warp * 32, Tiles(keys).first, warp * 32}"
+_TILES = "{k_rows, v_rows, Tiles(keys), nullptr, 0, Tiles(keys).first, warp * 64}"
 _CHUNKS = "{k_rows, v_rows, 0, nullptr, nullptr, (end - 1) / 64, ((end - 1) / 64 - first / 64 + 2) / 2, MINE, TURN}"
 
 
@@ -69,7 +69,7 @@ def _lines_of_tiles(head_dim: int, block_n: int, first: int, end: int, warp: int
     for tile in range((end - 1) // block_n, first // block_n - 1, -1):
         for is_key in (True, False):
             lines = [(is_key, tile * block_n + row, b) for b in range(head_dim // 64) for row in range(block_n)]
-            found += [line for at in range(warp * 32, len(lines), 128) for line in lines[at : at + 32]]
+            found += lines[warp * 64 : warp * 64 + 64]
     return found
 
 

@@ -433,7 +433,7 @@ def candidates(problem: Problem, target: Target) -> Sequence[Config]:
     tiles = _CONVERTING_TILES if is_converted(problem) else _WGMMA_TILES
     for config in tiles[problem.head_dim]:
         boxed = replace(config, use_tma=True)
-        config = boxed if box_rows(problem, boxed) else replace(config, cluster=1)
+        config = boxed if box_rows(problem, boxed) else replace(config, cluster=config.cluster // sharers(config))
         # A tuned point's winner serves down to half as many tokens.
         split_kv = config.warps_d == 2 and _blocks(problem, config) <= 2 * target.device.num_sms
         found.append(replace(config, split_kv=split_kv))

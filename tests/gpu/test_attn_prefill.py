@@ -23,13 +23,22 @@ KERNEL = find_kernel("attn_prefill")
 # (block_m, block_n, num_warps, warps_d, num_stages)
 TILES = {
     128: ((128, 128, 8, 1, 2), (192, 80, 12, 1, 2), (128, 176, 8, 1, 1)),
-    256: ((128, 80, 8, 1, 2), (128, 64, 8, 1, 1)),
-    512: ((64, 64, 8, 2, 9), (64, 64, 8, 2, 8), (64, 64, 8, 2, 4)),
+    256: ((128, 80, 8, 1, 2), (128, 64, 8, 1, 2), (128, 64, 8, 1, 1)),
+    512: (
+        *((64, 64, 8, 2, stages) for stages in (9, 8, 7, 4)),
+        *((128, 64, 8, 2, stages) for stages in (10, 6, 4)),
+    ),
 }
 WAYS = tuple(product((False, True), (False, True), (1, 2)))  # ping_pong, use_tma, cluster
 HALVES_WAYS = tuple(product((False,), (False, True), (1, 2, 4)))
 SPLIT = KERNEL.config_type(64, 64, 8, 2, 8, body="wgmma_ws", use_tma=True, cluster=2, split_kv=True)
-SPLITS = (SPLIT, replace(SPLIT, use_tma=False, cluster=1))
+SPLITS = (
+    SPLIT,
+    replace(SPLIT, use_tma=False, cluster=1),
+    replace(SPLIT, use_tma=False, cluster=1, num_stages=7),  # beside codes
+    replace(SPLIT, block_m=128),
+    replace(SPLIT, use_tma=False, block_m=128, num_stages=6),
+)
 
 
 def _configs(case: Case) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Producer warps of attn_prefill make the right elements of codes, in their places (wgmma_code_copy.cuh), on a CPU."""
+"""On a CPU: producer warps of attn_prefill make the right elements of codes, at their places (wgmma_code_copy.cuh)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from kerngen.arch import Target, find_arch
 from kerngen.compiler.render import render
 from kerngen.templates import find_kernel
-from kerngen.templates.attn_prefill.spec import Problem
+from kerngen.templates.attn_prefill.spec import Problem, split_by_cluster
 from kerngen.templates.common.attention.kv_formats_torch import codes_and_scales, read_rows
 from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
 from kerngen.templates.values import KV_FORMATS
@@ -45,11 +45,11 @@ _PROBE = """
 struct Written : CodeSteps {
     uint32_t to;
     DEVICE uint32_t begin() const { return to; }
-    DEVICE void end() const {}
-    DEVICE void advance() { CodeSteps::advance(), to += Copy::LINES * 128; }
+    DEVICE uint64_t* full() const { return nullptr; }
+    DEVICE void advance() { CodeSteps::advance(), to += Copy::CHUNK * 128; }
 };
-extern "C" __global__ void
-probe(void* out, const KvFormat::Element* k, const KvFormat::Element* v, const int32_t* pages, int first, int end) {
+typedef const KvFormat::Element* Pool;
+extern "C" __global__ void probe(void* out, Pool k, Pool v, const int32_t* pages, int first, int end) {
     const KeySpan keys{first, end};
     const Rows k_rows{k, pages, keys, true}, v_rows{v, pages, keys, false};
     const int warp = threadIdx.x / 32;
@@ -59,10 +59,8 @@ probe(void* out, const KvFormat::Element* k, const KvFormat::Element* v, const i
     if (threadIdx.x % 32 == 0) memcpy((char*)out + warp * (1 << 22), arena + at, 1 << 22);
 }
 """
-_TILES = "{k_rows, v_rows, Tiles(keys), nullptr, 0, warp * 32, Tiles(keys).first, warp * 32}"
-_CHUNKS = (
-    "{k_rows, v_rows, 0, nullptr, nullptr, (end - 1) / 64, ((end - 1) / 64 - first / 64 + 2) / 2, warp / 2, warp % 2}"
-)
+_TILES = "{k_rows, v_rows, Tiles(keys), nullptr, 0, Tiles(keys).first, warp * 64}"
+_CHUNKS = "{k_rows, v_rows, 0, nullptr, nullptr, (end - 1) / 64, ((end - 1) / 64 - first / 64 + 2) / 2, MINE, TURN}"
 
 
 def _lines_of_tiles(head_dim: int, block_n: int, first: int, end: int, warp: int) -> list[tuple[bool, int, int]]:
@@ -71,13 +69,13 @@ def _lines_of_tiles(head_dim: int, block_n: int, first: int, end: int, warp: int
     for tile in range((end - 1) // block_n, first // block_n - 1, -1):
         for is_key in (True, False):
             lines = [(is_key, tile * block_n + row, b) for b in range(head_dim // 64) for row in range(block_n)]
-            found += [line for at in range(warp * 32, len(lines), 128) for line in lines[at : at + 32]]
+            found += lines[warp * 64 : warp * 64 + 64]
     return found
 
 
-def _lines_of_chunks(first: int, end: int, warp: int) -> list[tuple[bool, int, int]]:
-    """Likewise of wgmma_ws_split_d.cu.jinja: every other chunk of a ring."""
-    mine, turn, top = warp // 2, warp % 2, (end - 1) // 64
+def _lines_of_chunks(first: int, end: int, mine: int) -> list[list[tuple[bool, int, int]]]:
+    """Likewise of each chunk of the pipeline of one of two warpgroups that split head_dim."""
+    top = (end - 1) // 64
     pairs = (top - first // 64 + 2) // 2
     chunks = []
     for pair in range(pairs + 1):
@@ -91,22 +89,35 @@ def _lines_of_chunks(first: int, end: int, warp: int) -> list[tuple[bool, int, i
                     [(False, tile + c * 16 + row, mine * 4 + b) for b in range(4) for row in range(16)]
                     for c in range(4)
                 ]
-    return [line for chunk in chunks[turn::2] for line in chunk]
+    return chunks
 
 
 @pytest.mark.skipif(kernel_on_cpu.COMPILER is None, reason="no C++ compiler")
-@pytest.mark.parametrize(("kv_format", "head_dim", "page_size", "dtype", "span"), [
-    ("int8", 128, 16, "fp16", (37, 300)), ("int8", 256, 64, "bf16", (0, 129)), ("int8", 512, 16, "bf16", (70, 331)),
-    ("shared_int8", 512, 16, "bf16", (70, 331)), ("shared_int8", 512, 64, "fp16", (0, 64)),
+@pytest.mark.parametrize(("kv_format", "head_dim", "page_size", "dtype", "span", "changes"), [
+    ("int8", 128, 16, "fp16", (37, 300), {}), ("int8", 256, 64, "bf16", (0, 129), {}),
+    ("int8", 512, 16, "bf16", (70, 331), {"block_m": 64, "cluster": 1}),
+    ("shared_int8", 512, 16, "bf16", (70, 331), {"block_m": 64, "cluster": 1}),
+    ("int8", 512, 64, "fp16", (3, 64), {"block_m": 128, "num_stages": 6, "cluster": 2}),
+    ("shared_int8", 512, 64, "bf16", (0, 200), {"block_m": 128, "num_stages": 6, "cluster": 2}),
 ])  # fmt: skip
 def test_lines_are_the_values_of_codes(
-    kv_format: str, head_dim: int, page_size: int, dtype: str, span: tuple[int, int], tmp_path: Path
+    kv_format: str,
+    head_dim: int,
+    page_size: int,
+    dtype: str,
+    span: tuple[int, int],
+    changes: dict[str, int],
+    tmp_path: Path,
 ) -> None:
     """Keys outside of `span` are zeros, and pages without any of it are not looked up."""
     problem = Problem(head_dim, 4, 2, page_size, dtype=dtype, kv_format=kv_format)
-    config = KERNEL.default_config(problem, H200)
-    source = str(render(KERNEL, problem, replace(config, split_kv=False), H200))
-    steps = "CodeSteps" + (_CHUNKS if config.warps_d == 2 else _TILES)
+    config = replace(KERNEL.default_config(problem, H200), **changes)
+    by_cluster, by_chunks = split_by_cluster(config), config.warps_d == 2
+    source = str(render(KERNEL, problem, config, H200))
+    chunks = _CHUNKS.replace("MINE", "1" if by_cluster else "warp / 2").replace(
+        "TURN", "warp" if by_cluster else "warp % 2"
+    )
+    steps = "CodeSteps" + (chunks if by_chunks else _TILES)
     source = _HOST + source[: source.index('extern "C" __global__')] + _PROBE.replace("STEPS", steps)
     library = kernel_on_cpu.on_cpu(source, "probe", tmp_path, bodies=_BODIES)
 
@@ -126,21 +137,23 @@ def test_lines_are_the_values_of_codes(
     library.run(1, 128, 0, *(ctypes.c_void_p(t.data_ptr()) for t in (out, *pools, pages)), first, end)
 
     keys = torch.arange(first, end)
-    at = pages[keys // page_size].long(), keys % page_size
+    at = pages[keys // page_size].long(), keys % page_size, 0
     values = {
-        is_key: read_rows(pool, kv_format, TORCH_DTYPE[dtype], *at, 0, keys=is_key)
+        is_key: read_rows(pool, kv_format, TORCH_DTYPE[dtype], *at, keys=is_key)
         for is_key, pool in zip((True, False), pools, strict=True)
-    }  # fmt: skip
+    }
     for warp in range(NUM_WARPS):
-        if config.warps_d == 2:
-            lines = _lines_of_chunks(first, end, warp)
+        if by_cluster:
+            lines = [x for chunk in _lines_of_chunks(first, end, 1)[warp::4] for x in chunk]
+        elif by_chunks:
+            lines = [x for chunk in _lines_of_chunks(first, end, warp // 2)[warp % 2 :: 2] for x in chunk]
         else:
             lines = _lines_of_tiles(head_dim, config.block_n, first, end, warp)
         got = out[warp, : len(lines) * LINE_BYTES].view(TORCH_DTYPE[dtype]).view(-1, 8, 8)
         assert not bool(out[warp, len(lines) * LINE_BYTES :].any())
-        for at, (is_key, key, block) in enumerate(lines):
-            line = torch.cat([got[at, c ^ key % 8] for c in range(8)])
+        for i, (is_key, key, block) in enumerate(lines):
+            line = torch.cat([got[i, c ^ key % 8] for c in range(8)])
             wanted = torch.zeros(64, dtype=TORCH_DTYPE[dtype])
             if first <= key < end:
                 wanted = values[is_key][key - first, block * 64 :][:64].to(TORCH_DTYPE[dtype])
-            assert torch.equal(line, wanted), (warp, at, is_key, key, block)
+            assert torch.equal(line, wanted), (warp, i, is_key, key, block)

@@ -39,7 +39,8 @@ template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Gro
         return {cache + place.codes, reinterpret_cast<const uint16_t*>(cache + place.scales)};
     }
     static DEVICE const Chunk& codes(const Chunk& c) { return c; }
-    // Which of a row's scales is that of 64 columns from `block` * 64 on.
+    // Where columns `block` * 64 on lie: in rows of so many codes, and which of a row's scales is theirs.
+    static DEVICE int row_width(int block, bool is_key) { return HEAD_DIM; }
     static DEVICE int scale_of(int block, bool is_key) { return block; }
     static DEVICE Chunk after(const Chunk& from, int rows, int chunks) {
         return {from.codes + rows * HEAD_DIM + chunks * 8, from.scale + rows * GROUPS + chunks / 8};

@@ -52,13 +52,16 @@ template <bool BF16, bool IS_INT8, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> 
         return c.page + c.row * HEAD_DIM + c.chunk * 8;
     }
     // As Int8Groups has it, of V's rows or of those of turned dims.
+    static DEVICE int row_width(int block, bool is_key) {
+        return is_turned({nullptr, 0, block * 8, is_key}) ? ROTATED : HEAD_DIM;
+    }
     static DEVICE int scale_of(int block, bool is_key) {
         const Chunk c{nullptr, 0, block * 8, is_key};
         return is_turned(c) ? turned(c) / 8 : block;
     }
     static DEVICE typename Codes8::Chunk codes(const Chunk& c) {
         const uint16_t* const scales = reinterpret_cast<const uint16_t*>(c.page + (is_turned(c) ? TURNED_SCALES_AT : SCALES_AT));
-        const int group = c.row * (is_turned(c) ? ROTATED / 64 : HEAD_DIM / 64) + scale_of(c.chunk / 8, c.is_key);
+        const int block = c.chunk / 8, group = c.row * (row_width(block, c.is_key) / 64) + scale_of(block, c.is_key);
         return {reinterpret_cast<const int8_t*>(elements(c)), scales + group};
     }
 

@@ -1,14 +1,17 @@
 """Decodes what requests name in processes that may be killed for it: a file can be made to take any time and memory.
 
 Each file is decoded in a fork of a process that holds torch and the decoders, under limits on its time and memory, and
-gone with it is all that the file did there. What it writes into its pipe is a line of JSON and an array's bytes.
+gone with it is all that the file did there. What it writes into its pipe is a line of JSON and an array's bytes. A fork
+waits for the next file, since to fork and to touch the first pages takes longer than to decode a photograph.
 """
 
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
+import pickle
 import resource
 import signal
 import traceback
@@ -17,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from math import prod
@@ -29,6 +32,7 @@ import torch
 
 from kerngen.errors import KerngenError, ToolchainError, UsageError
 from kerngen.runtime.media.decoded import Decoded, key_of
+from kerngen.runtime.media.decoding import file_pixels
 from kerngen.runtime.media.fetch import read_url
 from kerngen.runtime.media.images import ImageRule, check_budget, image_media
 from kerngen.runtime.media.limits import MediaLimits
@@ -65,7 +69,7 @@ class Decoders:
         most = num_processes or min(MAX_PROCESSES, usable_cores())
         self._processes = Processes(most, gives_up=False)
         for _ in range(most):  # which takes its seconds while a model is loaded
-            self._processes.submit(_prepare)
+            self._processes.submit(_make_ready)
 
     def decode_all(self, sources: Sequence[Source], cancellation: Cancellation | None = None) -> list[Media]:
         """What the model is given of each item of a request, in order; items are fetched and decoded side by side, and
@@ -152,62 +156,121 @@ def _names(sources: Sequence[Source]) -> list[str]:
 # -- in such a process
 
 
+@dataclass(frozen=True, slots=True)
+class _Fork:
+    """A process that decodes one file. work, answer: the ends of its pipes here."""
+
+    pid: int
+    work: int
+    answer: int
+
+
+_waiting: list[_Fork] = []  # for a file; one at most
+_answered: list[int] = []  # pids that are to be waited for
+
+
 @cache
-def _prepare() -> None:
-    """Load what forks need, and start no thread: a fork has none of them."""
+def _prepare() -> bytes:
+    """Load what forks need, and start no thread: a fork has none. Returns a picture for a fork to begin with."""
     torch.set_num_threads(1)
     for module in (*(f"PIL.{name}ImagePlugin" for name in ("Gif", "Mpo", "Png", "WebP")), "soundfile", "soxr", "av"):
         with suppress(ImportError):  # whose decoder says what to install
             import_module(module)
     image_media(np.zeros((1, 1, 3), np.uint8), ImageRule())  # what torch does when it first scales
+    picture = io.BytesIO()
+    with suppress(ImportError):
+        from PIL import Image
+
+        Image.new("RGB", (960, 540)).save(picture, "JPEG")
     gc.collect()
     gc.freeze()  # so that forks share it
+    return picture.getvalue()
+
+
+def _make_ready() -> None:
+    _prepare()
+    if not _waiting:
+        _waiting.append(_fork())
+
+
+def _fork(*others: int) -> _Fork:
+    """One more process, which waits for its file. others: pipes of this process that are none of its business."""
+    (its_work, work), (answer, its_answer) = os.pipe(), os.pipe()
+    try:
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # the other thread here only waits
+            pid = os.fork()
+    except OSError:
+        for pipe in (its_work, work, answer, its_answer):
+            os.close(pipe)
+        raise
+    if pid == 0:
+        for pipe in (work, answer, *others):
+            os.close(pipe)
+        _decode_and_exit(its_work, its_answer)
+    os.close(its_work)
+    os.close(its_answer)
+    return _Fork(pid, work, answer)
+
+
+def _hand_over(work: bytes) -> _Fork:
+    """A process that has been given it."""
+    while True:
+        fork, was_waiting = (_waiting.pop(), True) if _waiting else (_fork(), False)
+        try:
+            with os.fdopen(fork.work, "wb") as pipe:
+                pipe.write(work)
+            return fork
+        except BrokenPipeError:  # it has died: while it waited anything may have killed it
+            os.close(fork.answer)
+            os.waitpid(fork.pid, 0)
+            if not was_waiting:
+                raise
 
 
 def _decoded(decode: Decode, source: Source, limits: MediaLimits) -> Media:
     _prepare()
-    ours, theirs = os.pipe()
-    try:
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # the other thread here only waits
-            child = os.fork()
-    except OSError:
-        os.close(ours)
-        os.close(theirs)
-        raise
-    if child == 0:
-        os.close(ours)
-        _decode_and_exit(decode, source, limits, theirs)
-    os.close(theirs)
-    with os.fdopen(ours, "rb") as pipe:
-        if is_dropped := cancelled() in wait([ours, cancelled()]):  # before it says anything, which takes no time then
-            os.kill(child, signal.SIGKILL)
+    _answered[:] = [pid for pid in _answered if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+    fork = _hand_over(pickle.dumps((decode, source, limits)))
+    if not _waiting:
+        with suppress(OSError):  # the next file tries again, and says so
+            _waiting.append(_fork(fork.answer))
+    with os.fdopen(fork.answer, "rb") as pipe:
+        if is_dropped := cancelled() in wait([fork.answer, cancelled()]):  # before it says anything: that takes no time
+            os.kill(fork.pid, signal.SIGKILL)
         line = pipe.readline(_MAX_HEAD_BYTES)
         told = json.loads(line) if line.endswith(b"\n") else {}
         kind, dtype, shape, grid, num_tokens, digest, times = told.get("media", ("", "u1", (0,), (0, 0), 0, "", ()))
-        data = pipe.read(prod(shape) * np.dtype(dtype).itemsize)
-    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        data = pipe.read(size := prod(shape) * np.dtype(dtype).itemsize)
+    if "media" in told and len(data) == size and not is_dropped:  # its end is waited for later: it takes some time
+        os.kill(fork.pid, signal.SIGKILL)
+        _answered.append(fork.pid)
+        array = np.frombuffer(data, dtype).reshape(shape)
+        return Media(kind, array, (grid[0], grid[1]), num_tokens, bytes.fromhex(digest), tuple(times))
+    ended = os.waitstatus_to_exitcode(os.waitpid(fork.pid, 0)[1])
     if is_dropped:
         raise CancelledError
     if ended == -signal.SIGALRM:
         raise UsageError(f"the file takes more than {limits.seconds(source.kind):g} s to decode")
-    if ended != 0:
+    if ended != 0 or "media" in told:
         raise UsageError(f"the file takes more than {limits.decode_bytes >> 20} MB to decode, or breaks its decoder")
-    if "media" in told:
-        array = np.frombuffer(data, dtype).reshape(shape)
-        return Media(kind, array, (grid[0], grid[1]), num_tokens, bytes.fromhex(digest), tuple(times))
     if "bug" in told:
         raise RuntimeError(told["bug"])
     raise (UsageError if told["usage"] else ToolchainError)(told["error"], hint=told["hint"])
 
 
-def _decode_and_exit(decode: Decode, source: Source, limits: MediaLimits, pipe: int) -> NoReturn:
+def _decode_and_exit(work: int, answer: int) -> NoReturn:
     """In the fork, which ends here: by a signal where it takes too long, in any code where it gets no more memory."""
     try:
+        gc.disable()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        most = _data_bytes() + limits.decode_bytes
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # decoders' warnings
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        with suppress(KerngenError):  # without Pillow, whose decoder says so
+            image_media(file_pixels(_prepare()), ImageRule())
+        with os.fdopen(work, "rb") as pipe:
+            decode, source, limits = pickle.load(pipe)  # EOFError: its parent is gone
+        most = _data_bytes() + limits.decode_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         signal.setitimer(signal.ITIMER_REAL, limits.seconds(source.kind))
         media, told = None, dict[str, object]()
         try:
@@ -220,7 +283,7 @@ def _decode_and_exit(decode: Decode, source: Source, limits: MediaLimits, pipe: 
             if isinstance(e, MemoryError) or "can't allocate memory" in str(e):  # the latter is torch's
                 os._exit(1)
             told = {"bug": traceback.format_exc()}
-        with os.fdopen(pipe, "wb") as file:
+        with os.fdopen(answer, "wb") as file:
             file.write(json.dumps(told).encode() + b"\n")
             if media is not None:
                 file.write(media.data.data)

@@ -34,6 +34,8 @@ def candidates(p: Problem, target: Target) -> Iterator[Config]:
     sms, shape = target.device.num_sms, _default_shape(p, target)
     if not target.arch.has_wgmma or p.head_dim == 128 or p.kv_format != "plain":
         yield from _mma(p, target, shape, 1 / 4, 1 / 2, 1, 2, 4)
+        if target.arch.has_wgmma and "int8" in p.kv_format:
+            yield from _of_codes(p, target)
         return
     groups, eights, quarters = p.groups(shape.block_m), p.groups(8), Config(8, 16, 4, 8, 3)
     yield from _mma(p, target, shape, *((1 / 2, 1) if 2 * groups <= sms else (2,)))
@@ -58,6 +60,19 @@ def candidates(p: Problem, target: Target) -> Iterator[Config]:
         yield from _clusters(p, target)
     if p.rows > 8 and eights <= sms:  # not all SMs, so that the next launch begins beside them
         yield from _mma(p, target, Config(8, 16, 4, 8, 5) if eights >= 8 else Config(8, 16, 8, 8, 3), 0.73)
+
+
+def _of_codes(p: Problem, target: Target) -> Iterator[Config]:
+    """Warps with long parts of a head each, since what a tile costs beside its codes is then spread over more of them;
+    as many as fill an SM's registers, in one block or in two.
+    """
+    rows = 8 if p.rows <= 8 else 16 if p.rows <= 16 else 32
+    split_d = max(1, p.head_dim // 256) * max(1, rows // 16)
+    for warps in (6, 12, 8, 4):
+        if warps % split_d == 0:
+            yield from _mma(p, target, Config(rows, 16, split_d, warps, 4 if warps == 6 else 2), 1, 2)
+    if p.rows > 8:
+        yield from _mma(p, target, Config(8, 16, max(1, p.head_dim // 256), 12, 2), 1)
 
 
 def _fragment_partials(p: Problem, target: Target) -> Iterator[Config]:

@@ -28,7 +28,7 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct Eleme
 
     // 16 keys, from key `at` of the tile on. src: the first chunk of the first one. part: which DIM of the head they are.
     // Zeros for what may not be read.
-    static DEVICE void fetch(uint16_t* tile, int at, typename Format::Chunk src, const KeysToFetch& keys, int, int lane) {
+    static DEVICE void fetch(uint16_t* tile, int at, typename Format::Chunk src, const KeysToFetch& keys, int, bool, int lane) {
         constexpr int CHUNKS = DIM / 8, KEYS_PER_COPY = CHUNKS >= 32 ? 1 : 32 / CHUNKS;
         constexpr int COPIES = 16 * DIM / 8 / 32;  // of a lane
         uint16_t* const dst = tile + at * DIM;
@@ -110,28 +110,26 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct CodeT
     static DEVICE uint16_t* scales(uint16_t* tile, int at) { return tile + (SCALES_AT + at / 16 * SCALE_BYTES) / 2; }
 
     // Codes of keys that may not be read can be anything: their scales are zeros.
-    static DEVICE void fetch(uint16_t* tile, int at, typename Format::Chunk src, const KeysToFetch& keys, int part, int lane) {
+    static DEVICE void fetch(uint16_t* tile, int at, typename Format::Chunk src, const KeysToFetch& keys, int part, bool is_key, int lane) {
         constexpr int CHUNKS = DIM / 16, AT_ONCE = 32 / CHUNKS;  // keys
-        const bool whole = keys.whole();
-        const int first = lane / CHUNKS, chunk = lane % CHUNKS, to = place(first, chunk);
-        const typename Format::Chunk from = Format::after(src, first, chunk * 2);
-#pragma unroll
-        for (int i = 0; i < 16 / AT_ONCE; ++i) {
-            const int key = i * AT_ONCE;
-            if (whole || (keys.readable(first + key) && !keys.skipped(first + key)))
-                copy16(bytes(tile) + (to ^ flip(key)) + line(at + key), Format::codes(Format::after(from, key, 0)).codes);
-        }
+        const int first = lane / CHUNKS, chunk = lane % CHUNKS;
+        const int group = part * (DIM / 64), width = Format::row_width(group + chunk / 4, is_key);
+        const int8_t* const from = Format::codes(Format::after(src, first, chunk * 2)).codes;
+        const int to = place(first, chunk);
         uint16_t* const scale = scales(tile, at);
-        const int group = part * (DIM / 64);
-        if (whole) {
+        auto copy = [&](int key) { copy16(bytes(tile) + (to ^ flip(key)) + line(at + key), from + key * width); };
+        if (keys.whole()) {
+#pragma unroll
+            for (int i = 0; i < 16 / AT_ONCE; ++i) copy(i * AT_ONCE);
             if (lane < Format::SCALE_PIECES) copy16(scale + lane * 8, Format::scale_piece(src, group, lane));
-        } else {
-            for (int n = lane; n < Format::SCALE_PIECES * 8; n += 32) {
-                const int key = Format::key_of_scale(n);
-                if (!keys.skipped(key))
-                    scale[n] = keys.readable(key) ? load2_l2(Format::scale_piece(src, group, n / 8) + n % 8) : uint16_t(0);
-            }
+            return;
         }
+#pragma unroll
+        for (int i = 0; i < 16 / AT_ONCE; ++i)
+            if (const int key = first + i * AT_ONCE; keys.readable(key) && !keys.skipped(key)) copy(i * AT_ONCE);
+        for (int n = lane; n < Format::SCALE_PIECES * 8; n += 32)
+            if (const int key = Format::key_of_scale(n); !keys.skipped(key))
+                scale[n] = keys.readable(key) ? load2_l2(Format::scale_piece(src, group, n / 8) + n % 8) : uint16_t(0);
     }
     template <class Stored>
     static DEVICE void put(uint16_t* tile, int row, int chunk, const Stored& x, bool high, bool is_key) {

@@ -1,8 +1,9 @@
 """What a row of a cache holds in each format (values.KVFormat), once, in torch.
 
 int8, of each 64 values x of a head: scale = fp16(max |x| / 127), code = x * (1 / scale) in fp32, to the nearest
-integer, ties to even, within -127 .. 127; all codes are 0 where the scale is. The divisions are fp32's. A code that is
-read is code * scale, rounded to the activations' dtype, which is what tensor cores multiply.
+integer, ties to even, within -127 .. 127; all codes are 0 where the scale is. The divisions are fp32's. What is stored
+of a code is code + 128, as an unsigned byte: so it goes into the mantissa of a float as it is. What is read is code *
+scale, rounded to the activations' dtype; attn_decode's body=mma multiplies codes and scales apart, without that rounding.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from kerngen.templates.values import KV_FORMATS, ROTATED, KVFormat, KVView
 
+RAISED = -128  # of a code, xor: the sign bit of its byte
 CODE_FLIP = 6 / 127  # by which a value of 6 and less differs where its code is the next one
 
 
@@ -43,17 +45,17 @@ def codes_and_scales(pool: Tensor, form: KVFormat, keys: bool = False) -> tuple[
 
 
 def quantized(x: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
-    """Codes [..., head_dim] int8 and scales [..., head_dim / group] fp16 of x [..., head_dim]."""
+    """Codes [..., head_dim], as they are stored, int8, and scales [..., head_dim / group] fp16 of x [..., head_dim]."""
     groups = x.float().unflatten(-1, (-1, form.group))
     scales = (groups.abs().amax(-1) / 127).half()
     inverse = torch.where(scales > 0, 1 / scales.float(), 0)
     codes = (groups * inverse[..., None]).round().clamp(-127, 127)
-    return codes.flatten(-2).to(torch.int8), scales
+    return codes.flatten(-2).to(torch.int8) ^ RAISED, scales
 
 
 def values_of(codes: Tensor, scales: Tensor, form: KVFormat, dtype: torch.dtype) -> Tensor:
-    """What codes [..., head_dim] and scales [..., head_dim / group] stand for: fp32, in values of `dtype`."""
-    return (codes.float().unflatten(-1, (-1, form.group)) * scales.float()[..., None]).flatten(-2).to(dtype).float()
+    """What stored codes [..., head_dim] and scales [..., head_dim / group] stand for: fp32, in values of `dtype`."""
+    return ((codes ^ RAISED).float().unflatten(-1, (-1, form.group)) * scales.float()[..., None]).flatten(-2).to(dtype).float()
 
 
 def turned_dims(x: Tensor) -> Tensor:

@@ -53,16 +53,14 @@ template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Gro
     static DEVICE int scale_at(int key, int group, bool is_key) { return key * GROUPS + group; }
     static DEVICE int key_of_scale(int n) { return n / GROUPS; }
 
-    // Codes as they are converted: plus 128, each a byte without a sign.
-    static DEVICE uint32_t raised(uint32_t codes) { return codes ^ 0x80808080u; }
-    // Raised codes 2 i and 2 i + 1 of a word as they were, in fp16, which is exact: 1024 + 128 + code, and from it the code.
+    // Codes 2 i and 2 i + 1 of a word, which are stored with 128 more, in fp16, exactly: 1024 + 128 + code, less 1152.
     static constexpr uint32_t RAISE = 0x64646464u;
     static DEVICE uint32_t integers(uint32_t codes, int i, uint32_t raise = RAISE) {
         return Half<false>::sub2(__byte_perm(codes, raise, i ? 0x4342 : 0x4140), 0x64806480u);
     }
     // Eight codes times their scale, each rounded once.
     static DEVICE uint4 converted(uint2 codes, uint16_t scale) {
-        const uint32_t c[2] = {raised(codes.x), raised(codes.y)};
+        const uint32_t c[2] = {codes.x, codes.y};
         uint32_t out[4];
         if constexpr (BF16) {
             // 2^15 + 128 + code, times the scale, less as much for 2^15 + 128; all exact: 32896 has 9 bits, a scale 11.
@@ -124,7 +122,7 @@ template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Gro
             const int code = __float2int_rn(fminf(fmaxf(x[i] * inverse, -127.0f), 127.0f));
             codes[i / 4] |= (uint32_t(code) & 0xffu) << (i % 4 * 8);
         }
-        return make_uint2(codes[0], codes[1]);
+        return make_uint2(codes[0] ^ 0x80808080u, codes[1] ^ 0x80808080u);  // 128 more, each a byte without a sign
     }
 
     // What a lane holds of a head (HeadSlice) as it is stored. Made by all lanes that hold the head.

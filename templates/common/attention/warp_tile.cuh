@@ -165,8 +165,8 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct CodeT
                 for (int h = 0; h < 2; ++h) {
                     const char* const from = bytes(tile) + (here ^ group % 2 * 64) + group / 2 * 128 + line(at + h * 8);
                     const uint4 x = *reinterpret_cast<const uint4*>(from);
-                    codes[h][0] = Codes8::raised(x.x), codes[h][1] = Codes8::raised(x.y);
-                    codes[h][2] = Codes8::raised(x.z), codes[h][3] = Codes8::raised(x.w);
+                    codes[h][0] = x.x, codes[h][1] = x.y;
+                    codes[h][2] = x.z, codes[h][3] = x.w;
                     scale[h] = Half<false>::to_float(scales(tile, at)[Format::scale_at(g + h * 8, part * (DIM / 64) + group, true)]);
                 }
             }
@@ -196,10 +196,10 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct CodeT
                         x[n] = *reinterpret_cast<const uint2*>(from);
                         its[n] = scales(tile, at)[Format::scale_at(first + key, part * (DIM / 64) + group, false)];
                     }
-                    codes[h][0] = Codes8::raised(__byte_perm(x[0].x, x[1].x, 0x5140));
-                    codes[h][1] = Codes8::raised(__byte_perm(x[0].x, x[1].x, 0x7362));
-                    codes[h][2] = Codes8::raised(__byte_perm(x[0].y, x[1].y, 0x5140));
-                    codes[h][3] = Codes8::raised(__byte_perm(x[0].y, x[1].y, 0x7362));
+                    codes[h][0] = __byte_perm(x[0].x, x[1].x, 0x5140);
+                    codes[h][1] = __byte_perm(x[0].x, x[1].x, 0x7362);
+                    codes[h][2] = __byte_perm(x[0].y, x[1].y, 0x5140);
+                    codes[h][3] = __byte_perm(x[0].y, x[1].y, 0x7362);
                     scale[h] = its[0] | uint32_t(its[1]) << 16;
                 }
             }

@@ -63,16 +63,13 @@ def candidates(p: Problem, target: Target) -> Iterator[Config]:
 
 
 def _of_codes(p: Problem, target: Target) -> Iterator[Config]:
-    """Warps with long parts of a head each, since what a tile costs beside its codes is then spread over more of them;
-    as many as fill an SM's registers, in one block or in two.
+    """Blocks of eight rows whose warps have long parts of a head each, since what a tile costs beside its codes is then
+    spread over more of them. As many warps as fill an SM's registers, in one block or in several.
     """
-    rows = 8 if p.rows <= 8 else 16 if p.rows <= 16 else 32
-    split_d = max(1, p.head_dim // 256) * max(1, rows // 16)
+    split_d = max(1, p.head_dim // 256)
     for warps in (6, 12, 8, 4):
         if warps % split_d == 0:
-            yield from _mma(p, target, Config(rows, 16, split_d, warps, 4 if warps == 6 else 2), 1, 2)
-    if p.rows > 8:
-        yield from _mma(p, target, Config(8, 16, max(1, p.head_dim // 256), 12, 2), 1)
+            yield from _mma(p, target, Config(8, 16, split_d, warps, 4 if warps == 6 else 2), 1, 2)
 
 
 def _fragment_partials(p: Problem, target: Target) -> Iterator[Config]:

@@ -277,12 +277,16 @@ def smem_bytes(p: Problem, c: Config, target: Target) -> int:
 
 
 def tile_bytes(p: Problem, c: Config) -> int:
-    """What block_n keys of a warp take in its stages, with body=mma: of int8 its codes, and all scales of a head."""
+    """What block_n keys of a warp take in a stage, with body=mma: of int8 its codes, and all scales of a head; where it
+    is shared also K's codes of the groups that are turned, 64 of each of the 256 dims.
+    """
     dim = p.head_dim // c.split_d
     if not (group := KV_GROUPS[p.kv_format]):
         return c.block_n * dim * 2
-    groups = p.head_dim // group + (2 if is_shared(p.kv_format) else 0)
-    return c.block_n * (dim + 2 * groups)
+    groups = p.head_dim // group
+    if not is_shared(p.kv_format):
+        return c.block_n * (dim + 2 * groups)
+    return c.block_n * (dim + 2 * (groups + 2) + group * max(1, dim // 256))
 
 
 def partials(c: Config) -> int:

@@ -55,7 +55,12 @@ def quantized(x: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
 
 def values_of(codes: Tensor, scales: Tensor, form: KVFormat, dtype: torch.dtype) -> Tensor:
     """What stored codes [..., head_dim] and scales [..., head_dim / group] stand for: fp32, in values of `dtype`."""
-    return ((codes ^ RAISED).float().unflatten(-1, (-1, form.group)) * scales.float()[..., None]).flatten(-2).to(dtype).float()
+    return (
+        ((codes ^ RAISED).float().unflatten(-1, (-1, form.group)) * scales.float()[..., None])
+        .flatten(-2)
+        .to(dtype)
+        .float()
+    )
 
 
 def turned_dims(x: Tensor) -> Tensor:

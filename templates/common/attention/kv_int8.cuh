@@ -47,16 +47,17 @@ template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Gro
     }
 
     // Codes and scales apart (CodeTile). The scales of 16 keys, a multiple of 16 the first, are SCALE_PIECES of 16 bytes.
-    static constexpr int SCALE_PIECES = 2 * GROUPS;
+    static constexpr int SCALE_PIECES = 2 * GROUPS, TURNED_GROUPS = 0;
     // first: a chunk of the first key, of group `group`.
     static DEVICE const uint16_t* scale_piece(const Chunk& first, int group, int i) { return first.scale - group + i * 8; }
     static DEVICE int scale_at(int key, int group, bool is_key) { return key * GROUPS + group; }
     static DEVICE int key_of_scale(int n) { return n / GROUPS; }
 
-    // Codes 2 i and 2 i + 1 of a word, which are stored with 128 more, in fp16, exactly: 1024 + 128 + code, less 1152.
-    static constexpr uint32_t RAISE = 0x64646464u;
+    // Codes 2 i and 2 i + 1 of a word, which are stored with 128 more, in fp16, exactly: with 1152 more, and as they are.
+    static constexpr uint32_t RAISE = 0x64646464u, LESS = 0xe480e480u;  // 1024 in the upper bytes; -1152, twice
+    static DEVICE uint32_t more(uint32_t codes, int i, uint32_t raise = RAISE) { return __byte_perm(codes, raise, i ? 0x4342 : 0x4140); }
     static DEVICE uint32_t integers(uint32_t codes, int i, uint32_t raise = RAISE) {
-        return Half<false>::sub2(__byte_perm(codes, raise, i ? 0x4342 : 0x4140), 0x64806480u);
+        return Half<false>::add2(more(codes, i, raise), LESS);
     }
     // Eight codes times their scale, each rounded once.
     static DEVICE uint4 converted(uint2 codes, uint16_t scale) {

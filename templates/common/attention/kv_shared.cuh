@@ -73,6 +73,10 @@ template <bool BF16, bool IS_INT8, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> 
         const uint16_t* const all = reinterpret_cast<const uint16_t*>(first.page + (of_v ? SCALES_AT : TURNED_SCALES_AT));
         return all + first.row * (of_v ? GROUPS : TURNED_GROUPS) + (of_v ? i : i - V_PIECES) * 8;
     }
+    // The 64 codes of K of a turned group, of the key `row` rows after `first`.
+    static DEVICE const int8_t* turned_codes(const Chunk& first, int row, int group) {
+        return reinterpret_cast<const int8_t*>(first.page + TURNED_AT + (first.row + row) * ROTATED + group / (GROUPS / TURNED_GROUPS) * 64);
+    }
     static DEVICE int scale_at(int key, int group, bool is_key) {
         return is_key && group % (GROUPS / 2) == 0 ? 16 * GROUPS + key * TURNED_GROUPS + group / (GROUPS / 2) : key * GROUPS + group;
     }

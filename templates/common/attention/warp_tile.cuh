@@ -23,6 +23,7 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct Eleme
     static constexpr int BYTES = KEYS * DIM * 2;
     static constexpr bool BF16_OPERANDS = BF16;
     static constexpr int GROUP_STEPS = DIM / 16;  // of 16 elements, with the same scales
+    static constexpr int ITEMS = 2;               // of a tile that are fetched apart, each into a stage of BYTES: K, then V
 
     DEVICE ElementTile(int) {}
 
@@ -60,14 +61,20 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct Eleme
     }
     // 16 keys from key `at` on, for S^T.
     struct Keys {
-        DEVICE void load(uint32_t (&a)[4], const ElementTile&, const uint16_t* tile, int at, int step, int, int lane) {
+        template <bool> DEVICE void load(uint32_t (&a)[4], const ElementTile&, const uint16_t* tile, int at, int step, int, int lane) {
             ldmatrix4(a, tile + (at + lane % 16) * DIM + swizzle(lane, step * 2 + lane / 16) * 8);
         }
-        // Adds the products of the last GROUP_STEPS steps to S^T, or begins with them, and clears them.
-        DEVICE void add(float (&s)[4], float (&product)[4], bool first) const {
+        // Adds the products of the last GROUP_STEPS steps to S^T, or begins with them.
+        DEVICE void add(float (&s)[4], const float (&product)[4], bool first) const {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) s[e] = first ? product[e] : s[e] + product[e], product[e] = 0.0f;
+            for (int e = 0; e < 4; ++e) s[e] = first ? product[e] : s[e] + product[e];
         }
+    };
+    // What the products of so many tiles of 8 rows of Q begin with, in each group.
+    template <int Q_TILES> struct Offsets {
+        static constexpr bool ARE_USED = false;
+        DEVICE Offsets(const uint16_t*, int, int) {}
+        DEVICE float of(int, int, int) const { return 0.0f; }
     };
     // Likewise for O^T.
     struct Values {
@@ -86,18 +93,22 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct Eleme
 // Codes, each a byte, and behind them the scales of all groups of a head, of each 16 keys (Int8Groups). Lane 4 g + t has
 // 16 codes of two keys, or 8 codes of four. They are multiplied as they are, in fp16, which holds them, whatever the
 // activations are in; scales go to the products and to P.
+//
+// K of a shared cache is V but for the groups that RoPE turns (SharedPages): a tile is one item then, V's codes, the
+// scales of both, and K's codes of the turned groups that lie in DIM.
 template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct CodeTile {
     typedef typename Format::Codes8 Codes8;
-    static constexpr bool BF16_OPERANDS = false;
-    static constexpr int GROUP_STEPS = 4;
-    const uint32_t raise;  // for integers()
+    static constexpr bool BF16_OPERANDS = false, IS_SHARED_TILE = Format::TURNED_GROUPS > 0;
+    static constexpr int GROUP_STEPS = 4, GROUPS_HERE = DIM / 64, ITEMS = IS_SHARED_TILE ? 1 : 2;
+    static constexpr int TURNED_EVERY = IS_SHARED_TILE ? HEAD_DIM / 64 / Format::TURNED_GROUPS : HEAD_DIM;  // group
+    static constexpr int TURNED_HERE = IS_SHARED_TILE ? max_of(GROUPS_HERE / TURNED_EVERY, 1) : 0;          // at most
+    static constexpr int SCALE_BYTES = Format::SCALE_PIECES * 16, SCALES_AT = KEYS * DIM;
+    static constexpr int TURNED_AT = SCALES_AT + KEYS / 16 * SCALE_BYTES, BYTES = TURNED_AT + TURNED_HERE * KEYS * 64;
+    static_assert(DIM % 64 == 0, "whole groups");
+    const uint32_t raise;  // for Codes8::more()
 
     // not_negative: what the compiler does not know. With an immediate operand of PRMT it would load each selector.
     DEVICE CodeTile(int not_negative) : raise(Codes8::RAISE | uint32_t(not_negative >> 31)) {}
-
-    static constexpr int SCALE_BYTES = Format::SCALE_PIECES * 16, SCALES_AT = KEYS * DIM;
-    static constexpr int BYTES = SCALES_AT + KEYS / 16 * SCALE_BYTES;
-    static_assert(DIM % 64 == 0, "whole groups");
 
     // A line of all banks has two keys of 64 codes, or 128 codes of one. Units of 32 bytes change places in it so that
     // neither the eight lanes of two keys nor the sixteen of every other key meet in a bank: `flip` is that for a key, and
@@ -108,6 +119,10 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct CodeT
     static DEVICE int place(int key, int chunk) { return line(key) + chunk / 8 * 128 + (chunk % 8 * 16 ^ flip(key)); }
     static DEVICE char* bytes(uint16_t* tile) { return reinterpret_cast<char*>(tile); }
     static DEVICE uint16_t* scales(uint16_t* tile, int at) { return tile + (SCALES_AT + at / 16 * SCALE_BYTES) / 2; }
+    // Whether K of a group is in the tile's turned rows, each of 64 codes, and where 16 codes of a key are there.
+    static DEVICE bool is_turned(int group) { return IS_SHARED_TILE && group % TURNED_EVERY == 0; }
+    static DEVICE int turned_place(int key, int chunk) { return key / 2 * 128 + (chunk * 16 ^ flip(key)); }
+    static DEVICE constexpr int turned_rows(int group_here) { return TURNED_AT + group_here / TURNED_EVERY * KEYS * 64; }
 
     // Codes of keys that may not be read can be anything: their scales are zeros.
     static DEVICE void fetch(uint16_t* tile, int at, typename Format::Chunk src, const KeysToFetch& keys, int part, bool is_key, int lane) {
@@ -118,7 +133,20 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct CodeT
         const int to = place(first, chunk);
         uint16_t* const scale = scales(tile, at);
         auto copy = [&](int key) { copy16(bytes(tile) + (to ^ flip(key)) + line(at + key), from + key * width); };
-        if (keys.whole()) {
+        const bool whole = keys.whole();
+        auto is_copied = [&](int key) { return whole || (keys.readable(key) && !keys.skipped(key)); };
+        if constexpr (IS_SHARED_TILE) {
+#pragma unroll
+            for (int n = 0; n < TURNED_HERE; ++n) {
+                if (!is_turned(group)) break;  // the first one is if any is
+                const int row = lane / 4, its = turned_place(row, lane % 4) + turned_rows(n * TURNED_EVERY) + at * 64;
+                const int8_t* const turned = Format::turned_codes(src, row, group + n * TURNED_EVERY) + lane % 4 * 16;
+#pragma unroll
+                for (int i = 0; i < 16; i += 8)
+                    if (is_copied(row + i)) copy16(bytes(tile) + its + i * 64, turned + i * Format::ROTATED);
+            }
+        }
+        if (whole) {
 #pragma unroll
             for (int i = 0; i < 16 / AT_ONCE; ++i) copy(i * AT_ONCE);
             if (lane < Format::SCALE_PIECES) copy16(scale + lane * 8, Format::scale_piece(src, group, lane));
@@ -126,7 +154,7 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct CodeT
         }
 #pragma unroll
         for (int i = 0; i < 16 / AT_ONCE; ++i)
-            if (const int key = first + i * AT_ONCE; keys.readable(key) && !keys.skipped(key)) copy(i * AT_ONCE);
+            if (is_copied(first + i * AT_ONCE)) copy(i * AT_ONCE);
         for (int n = lane; n < Format::SCALE_PIECES * 8; n += 32)
             if (const int key = Format::key_of_scale(n); !keys.skipped(key))
                 scale[n] = keys.readable(key) ? load2_l2(Format::scale_piece(src, group, n / 8) + n % 8) : uint16_t(0);
@@ -134,7 +162,12 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct CodeT
     template <class Stored>
     static DEVICE void put(uint16_t* tile, int row, int chunk, const Stored& x, bool high, bool is_key) {
         const int here = chunk % (DIM / 8);
-        *reinterpret_cast<uint2*>(bytes(tile) + place(row, here / 2) + here % 2 * 8) = high ? x.high : x.low;
+        int to = place(row, here / 2);
+        if (IS_SHARED_TILE && is_key) {
+            if (!is_turned(chunk / 8)) return;
+            to = turned_rows(here / 8) + turned_place(row, here % 8 / 2);
+        }
+        *reinterpret_cast<uint2*>(bytes(tile) + to + here % 2 * 8) = high ? x.high : x.low;
         if (chunk % 8 == 0)
             scales(tile, row)[Format::scale_at(row % 16, chunk / 8, is_key)] = high ? x.high_scale : x.low_scale;
     }
@@ -158,26 +191,56 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct CodeT
     struct Keys {
         uint32_t codes[2][4];  // of keys g and g + 8
         float scale[2];
-        DEVICE void load(uint32_t (&a)[4], const CodeTile& kv, uint16_t* tile, int at, int step, int part, int lane) {
+        template <bool WITH_OFFSETS> DEVICE void load(uint32_t (&a)[4], const CodeTile& kv, uint16_t* tile, int at, int step, int part, int lane) {
             const int word = step % 4, group = step / 4, g = lane / 4, here = place(g, lane % 4);
             if (word == 0) {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    const char* const from = bytes(tile) + (here ^ group % 2 * 64) + group / 2 * 128 + line(at + h * 8);
-                    const uint4 x = *reinterpret_cast<const uint4*>(from);
+                    int from = (here ^ group % 2 * 64) + group / 2 * 128 + line(at + h * 8);
+                    if (is_turned(part * GROUPS_HERE + group))
+                        from = turned_rows(group) + turned_place(g, lane % 4) + (at + h * 8) * 64;
+                    const uint4 x = *reinterpret_cast<const uint4*>(bytes(tile) + from);
                     codes[h][0] = x.x, codes[h][1] = x.y;
                     codes[h][2] = x.z, codes[h][3] = x.w;
                     scale[h] = Half<false>::to_float(scales(tile, at)[Format::scale_at(g + h * 8, part * (DIM / 64) + group, true)]);
                 }
             }
 #pragma unroll
-            for (int e = 0; e < 4; ++e) a[e] = Codes8::integers(codes[e % 2][word], e / 2, kv.raise);
+            for (int e = 0; e < 4; ++e) {
+                const uint32_t x = codes[e % 2][word];
+                a[e] = WITH_OFFSETS ? Codes8::more(x, e / 2, kv.raise) : Codes8::integers(x, e / 2, kv.raise);
+            }
         }
-        DEVICE void add(float (&s)[4], float (&product)[4], bool first) const {
+        DEVICE void add(float (&s)[4], const float (&product)[4], bool first) const {
 #pragma unroll
-            for (int e = 0; e < 4; ++e)
-                s[e] = first ? product[e] * scale[e / 2] : fmaf(product[e], scale[e / 2], s[e]), product[e] = 0.0f;
+            for (int e = 0; e < 4; ++e) s[e] = first ? product[e] * scale[e / 2] : fmaf(product[e], scale[e / 2], s[e]);
         }
+    };
+    // With few rows it takes less to multiply codes of K with 1152 more, as `more` makes them, and to begin the products
+    // of a group with -1152 times the sum of its elements of Q, which the same tensor cores make. (A product is up to 10^5
+    // times as large as an element of Q then, and fp32 has 24 bits. What is left of a long sum of V would be lost in it.)
+    template <int Q_TILES> struct Offsets {
+        static constexpr bool ARE_USED = GROUPS_HERE * Q_TILES <= 4;
+        float sum[ARE_USED ? GROUPS_HERE : 1][Q_TILES][2];  // of rows 2t and 2t + 1
+        DEVICE Offsets(const uint16_t* q, int part, int lane) {
+            if constexpr (!ARE_USED) return;
+            const uint32_t a[4] = {Codes8::LESS, Codes8::LESS, Codes8::LESS, Codes8::LESS};
+#pragma unroll
+            for (int group = 0; group < (ARE_USED ? GROUPS_HERE : 0); ++group)
+#pragma unroll
+                for (int qt = 0; qt < Q_TILES; ++qt) {
+                    float c[4] = {};
+#pragma unroll
+                    for (int k = 0; k < 2; ++k) {
+                        uint32_t b[4];
+                        load_q(b, q, qt, (part * GROUPS_HERE + group) * 8 + k * 4, lane);
+                        mma_16816<BF16_OPERANDS>(c, a, b[0], b[1]);
+                        mma_16816<BF16_OPERANDS>(c, a, b[2], b[3]);
+                    }
+                    sum[group][qt][0] = c[0], sum[group][qt][1] = c[1];
+                }
+        }
+        DEVICE float of(int group, int q_tile, int e) const { return ARE_USED ? sum[group][q_tile][e % 2] : 0.0f; }
     };
     struct Values {
         uint32_t codes[2][4];  // of keys 2t and 2t + 1, of 2t + 8 and 2t + 9: two elements of both

@@ -27,7 +27,7 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "add_norm": (
         {"num_tokens": 1},
         {"hidden": 5376, "dtype": "bf16", "residual_dtype": "bf16", "has_post": True, "has_scalar": False,
-         "has_next": True},
+         "has_next": True, "has_bounds": False},
         {"vecs_per_thread": 1, "rows_per_block": 1},
     ),
     "attn_decode": (
@@ -100,7 +100,7 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "gelu_gate": (
         {"num_tokens": 1},
-        {"width": 21504, "dtype": "bf16", "packed": True},
+        {"width": 21504, "dtype": "bf16", "packed": True, "has_bounds": False},
         {"threads": 128, "vecs_per_thread": 1},
     ),
     "greedy_head": (
@@ -154,6 +154,11 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"num_tokens": 1},
         {"num_q_heads": 32, "num_kv_heads": 16, "head_dim": 256, "num_rotated_pairs": 128, "page_size": 64,
          "dtype": "bf16", "k_eq_v": False, "q_only": False, "page_heads": 0, "kv_format": "plain"},
+        {"num_warps": 4, "heads_per_group": 1},
+    ),
+    "qkv_norm_rope_2d": (
+        {"num_tokens": 1},
+        {"num_heads": 16, "head_dim": 72, "dtype": "bf16", "has_bounds": False},
         {"num_warps": 4, "heads_per_group": 1},
     ),
     "rmsnorm": (

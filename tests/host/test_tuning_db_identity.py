@@ -42,7 +42,8 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "attn_prefill": (
         {"num_tokens": 8192, "batch": 1, "kv_len": 8192},
         {"head_dim": 256, "num_q_heads": 32, "num_kv_heads": 16, "page_size": 0, "window": 0, "causal": True,
-         "dtype": "bf16", "logit_cap": False, "page_heads": 0, "ends": False, "kv_format": "plain"},
+         "dtype": "bf16", "logit_cap": False, "page_heads": 0, "ends": False, "kv_format": "plain",
+         "lists": False},
         {"block_m": 128, "block_n": 64, "num_warps": 8, "warps_d": 1, "num_stages": 1, "q_in_regs": False,
          "wgmma": False, "ping_pong": False, "boxes": False, "cluster": 1, "split": False},
     ),

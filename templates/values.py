@@ -150,23 +150,29 @@ class Mask:
     kind: "causal", those at or before its own position; "full", all. window: of those the last so many up to its own
     position; 0 for no limit. ends [T] int32, of "causal": the position in its sequence of the last key that each query
     sees, which is its own or, of a token of an image, that image's last one. Ends never fall within a sequence; one
-    behind a sequence's keys means its last key. So query q sees q - window < k <= ends[q]. What needs more than that (a
-    list of tiles) is a kind of its own, and has its tensors here. An op refuses a mask that its kernel does not have.
-    Raises ProblemError for ends of another kind.
+    behind a sequence's keys means its last key. So query q sees q - window < k <= ends[q]. counts, lists int32, of
+    "causal" without a window: the tiles of keys that each block of queries sees, as tile_lists makes them; it sees no
+    others. What needs more than that is a kind of its own, and has its tensors here. An op refuses a mask that its
+    kernel does not have. Raises ProblemError for ends or lists of another kind.
     """
 
     kind: Literal["causal", "full"] = "causal"
     window: int = 0
     ends: Tensor | None = None
+    counts: Tensor | None = None
+    lists: Tensor | None = None
 
     def __post_init__(self) -> None:
         fits = self.ends is None or self.kind == "causal"
         require(fits, f"kind={self.kind!r}: only queries of a causal mask have ends")
+        require((self.counts is None) == (self.lists is None), "lists of tiles have counts, and counts have lists")
+        alone = self.kind == "causal" and not self.window and self.ends is None
+        require(self.lists is None or alone, "lists of tiles are for a causal mask without window and ends")
 
     @property
     def is_causal(self) -> bool:
-        """Whether no query sees a key behind itself."""
-        return self.kind == "causal" and self.ends is None
+        """Whether a query sees all keys up to itself, as far as the window goes, and no other."""
+        return self.kind == "causal" and self.ends is None and self.lists is None
 
 
 CAUSAL = Mask()

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     from kerngen.templates.exchange_norm import op as _exchange_norm
     from kerngen.templates.gelu_gate import op as _gelu_gate
     from kerngen.templates.greedy_head import op as _greedy_head
+    from kerngen.templates.key_means import op as _key_means
     from kerngen.templates.kv_write import op as _kv_write
     from kerngen.templates.moe_combine import op as _moe_combine
     from kerngen.templates.moe_route import op as _moe_route
@@ -44,6 +45,8 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     from kerngen.templates.qkv_norm_rope_2d import op as _qkv_norm_rope_2d
     from kerngen.templates.rmsnorm import op as _rmsnorm
     from kerngen.templates.softcap_argmax import op as _softcap_argmax
+    from kerngen.templates.tile_lists import op as _tile_lists
+    from kerngen.templates.tile_scores import op as _tile_scores
     from kerngen.templates.w4a16_gemm import op as _w4a16_gemm
     from kerngen.templates.w4a16_norm import op as _w4a16_norm
 
@@ -88,6 +91,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     gelu_gate = _run(_gelu_gate.gelu_gate)
     gelu_mul = _run(_gelu_gate.gelu_mul)
     greedy_head = _run(_greedy_head.greedy_head)
+    key_means = _flat(_key_means.key_means)
     kv_write = _flat(_kv_write.kv_write)
     moe_combine = _run(_moe_combine.moe_combine)
     moe_combine_functional = _run(_moe_combine.moe_combine_functional)
@@ -102,6 +106,8 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     qkv_norm_rope_2d = _run(_qkv_norm_rope_2d.qkv_norm_rope_2d)
     rmsnorm = _run(_rmsnorm.rmsnorm)
     softcap = _run(_softcap_argmax.softcap)
+    tile_lists = _flat(_tile_lists.tile_lists)
+    tile_scores = _flat(_tile_scores.tile_scores)
     w4a16_gated = _run(_w4a16_gemm.w4a16_gated)
     w4a16_exchange_norm = _flat(_w4a16_norm.w4a16_exchange_norm)
     w4a16_norm = _run(_w4a16_norm.w4a16_norm)
@@ -144,6 +150,7 @@ __all__ = [
     "gelu_mul",
     "greedy_head",
     "head_screen",
+    "key_means",
     "kv_write",
     "load_ahead",
     "moe_combine",
@@ -160,6 +167,8 @@ __all__ = [
     "qkv_norm_rope_2d",
     "rmsnorm",
     "softcap",
+    "tile_lists",
+    "tile_scores",
     "use_stores",
     "w4a16_exchange_norm",
     "w4a16_gated",

@@ -21,6 +21,7 @@ def _bench(name: str, **fields: Any) -> Case:
 _D128 = {"head_dim": 128, "num_q_heads": 32, "num_kv_heads": 8}
 _D256 = {"head_dim": 256, "num_q_heads": 32, "num_kv_heads": 16}
 _D512 = {"head_dim": 512, "num_q_heads": 32, "num_kv_heads": 4}
+_D512_GROUP8 = {"head_dim": 512, "num_q_heads": 16, "num_kv_heads": 2}  # the 26B-A4B's
 
 BENCH_CASES: tuple[Case, ...] = (
     _bench("d128-8k", **_D128),
@@ -31,13 +32,17 @@ BENCH_CASES: tuple[Case, ...] = (
     _bench("d256-8k-window-images", window=1024, page_size=16, ends=True, **_D256),
     _bench("d512-8k-paged", page_size=16, **_D512),
     _bench("d512-chunk2k-of-32k-paged", page_size=16, num_tokens=2048, kv_len=32768, **_D512),
+    # Lists of a quarter of the tiles, and the same with all of them; TFLOPS are those of all.
+    _bench("d512-chunk2k-of-32k-lists.25", page_size=64, num_tokens=2048, kv_len=32768, lists=True, **_D512),
+    _bench("d512-chunk2k-of-131k", page_size=64, num_tokens=2048, kv_len=131072, **_D512_GROUP8),
+    _bench("d512-chunk2k-of-131k-lists.25", page_size=64, num_tokens=2048, kv_len=131072, lists=True, **_D512_GROUP8),
 )
 
 
 def baselines(case: Case, inputs: dict[str, Any]) -> dict[str, Callable[[], object]]:
-    """torch's scaled_dot_product_attention where it says the same: whole sequences, causal, no window, cap or ends."""
+    """torch's scaled_dot_product_attention where it says the same: whole sequences under a causal mask alone."""
     p = case.problem
-    same = p.causal and not (p.window or p.logit_cap or p.ends) and p.num_tokens == p.batch * p.kv_len
+    same = p.causal and not (p.window or p.logit_cap or p.ends or p.lists) and p.num_tokens == p.batch * p.kv_len
     if not same or p.head_dim > 256:  # above 256 torch has only its unfused path, which holds all scores at once
         return {}
     if p.page_size:

@@ -15,6 +15,8 @@ from kerngen.templates.attn_prefill.spec import Problem
 from kerngen.templates.call import Op
 from kerngen.templates.common.attention.heads_torch import in_pages
 from kerngen.templates.common.attention.kv_formats_torch import in_format
+from kerngen.templates.common.attention.tile_lists import num_entries, num_lists, query_blocks
+from kerngen.templates.common.attention.tile_lists_torch import as_lists
 from kerngen.templates.kernel import Case, asking
 
 Images = tuple[tuple[int, int], ...]  # of a sequence, the first and the last position of each
@@ -31,13 +33,17 @@ def _case(
     seed: int = 0,
     into: bool = False,
     images: tuple[Images, ...] | None = None,
+    lists: str = "",
     **fields: Any,
 ) -> Case:
     """A case with one sequence for each entry of q_lens (new tokens) and kv_lens (keys, the new ones included). into:
     whether the op that asks for it is given where the result goes. images: of each sequence; None for a causal mask.
+    lists: of LISTS, how many tiles they have; none without it.
     """
-    problem = Problem(batch=len(q_lens), num_tokens=sum(q_lens), kv_len=max(kv_lens), ends=images is not None, **fields)
-    return Case(name, problem, seed, {"q_lens": q_lens, "kv_lens": kv_lens, "into": into, "images": images})
+    problem = Problem(batch=len(q_lens), num_tokens=sum(q_lens), kv_len=max(kv_lens), ends=images is not None,
+                      lists=bool(lists), **fields)  # fmt: skip
+    options = {"q_lens": q_lens, "kv_lens": kv_lens, "into": into, "images": images, "lists": lists}
+    return Case(name, problem, seed, options)
 
 
 def ends_of(q_lens: Sequence[int], kv_lens: Sequence[int], images: Sequence[Images]) -> list[int]:
@@ -151,8 +157,37 @@ def _formats() -> list[Case]:
     ]  # fmt: skip
 
 
+# Chunks behind prefixes, in which each way of making lists shows: some end within a tile, or begin within one.
+_LIST_Q = [128, 300, 1, 0, 129, 64, 40]
+_LIST_KV = [128, 1580, 900, 50, 385, 2112, 1000]
+
+
+def _with_lists() -> list[Case]:
+    cases = []
+    two: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2}
+    for lists in ("all", "half", "one", "holes"):
+        for dtype in ("fp16", "bf16"):
+            cases.append(_case(f"d512-{dtype}-lists-{lists}", _LIST_Q, _LIST_KV, 40, lists=lists, page_size=64,
+                               head_dim=512, dtype=dtype, **two))  # fmt: skip
+    group8: dict[str, Any] = {"head_dim": 512, "num_q_heads": 8, "num_kv_heads": 1, "lists": "half"}
+    return [
+        *cases,
+        _case("d128-fp16-lists", _LIST_Q, _LIST_KV, 41, lists="half", page_size=16, head_dim=128, dtype="fp16", **two),
+        _case("d256-fp16-lists-cap", _LIST_Q, _LIST_KV, 42, lists="holes", page_size=16, head_dim=256, dtype="fp16",
+              logit_cap=True, **two),
+        _case("d512-bf16-lists-dense", _LIST_Q, _LIST_KV, 43, lists="half", head_dim=512, dtype="bf16", **two),
+        _case("d512-fp16-lists-int8", _LIST_Q, _LIST_KV, 44, lists="half", page_size=64, head_dim=512, dtype="fp16",
+              kv_format="int8", **two),
+        _case("d512-bf16-lists-shared", _LIST_Q, _LIST_KV, 45, lists="half", page_size=64, head_dim=512, dtype="bf16",
+              kv_format="shared", **two),
+        _case("lists-group8", [256, 40], [1664, 3000], 46, page_size=64, dtype="bf16", **group8),
+        _case("lists-split", [64, 1, 0, 37], [5003, 300, 9, 1029], 47, page_size=64, dtype="fp16", **group8),
+    ]  # fmt: skip
+
+
 CASES: tuple[Case, ...] = (
     *_edges(),
+    *_with_lists(),
     *_formats(),
     # No key at all, and queries before the first key: zeros.
     _case("no-keys", [3, 5, 2], [0, 2, 2], 9, head_dim=128, num_q_heads=4, num_kv_heads=2, page_size=16, dtype="fp16"),
@@ -196,7 +231,39 @@ def case_for(problem: Problem) -> Case:
             tuple((at, at + IMAGE_TOKENS - 1) for at in range(0, kv_len - IMAGE_TOKENS + 1, IMAGE_EVERY))
             for kv_len in kv_lens
         )
+    if problem.lists:
+        options["lists"] = "quarter"
     return Case("tuning", problem, 0, options)
+
+
+# Of a list's tiles, how many it has: all; each with that chance, and the one of its last query; that one alone; each
+# with chance a half, and one at least: queries may then see no key.
+LISTS = {"all": 1.0, "half": 0.5, "quarter": 0.25, "one": 0.0, "holes": 0.5}
+
+
+def _lists(case: Case, num_kv_heads: int, device: torch.device | str) -> dict[str, Any]:
+    """counts, lists and max_tiles. Lists of nobody, and what is behind a list's end, are out of range."""
+    how, draw = case.options["lists"], torch.Generator("cpu").manual_seed(case.seed)
+    q_lens, kv_lens = case.options["q_lens"], case.options["kv_lens"]
+    max_tiles = num_entries(max(kv_lens))
+    shape = num_lists(sum(q_lens), len(q_lens)), num_kv_heads
+    counts = torch.full(shape, NO_PAGE, dtype=torch.int32)
+    lists = torch.full((*shape, max_tiles), NO_PAGE, dtype=torch.int32)
+    for at, s, first, count in query_blocks(q_lens):
+        tiles = num_entries(kv_lens[s] - q_lens[s] + first + count)
+        kept = torch.rand(num_kv_heads, tiles, generator=draw) < LISTS[how]
+        if how == "holes":
+            kept[:, 0] |= ~kept.any(1)
+        else:
+            kept[:, -1] = True
+        if how == "quarter":  # of all of them, whatever the draw: what is timed
+            kept = torch.zeros_like(kept)
+            for head in range(num_kv_heads):
+                kept[head, torch.randperm(tiles - 1, generator=draw)[: max(-(-tiles // 4) - 1, 0)]] = True
+            kept[:, -1] = True
+        counts[at], found = as_lists(kept)
+        lists[at, :, :tiles] = found.where(found >= 0, NO_PAGE)
+    return {"counts": counts.to(device), "lists": lists.to(device), "max_tiles": max_tiles}
 
 
 def inputs(case: Case, device: torch.device) -> dict[str, Any]:
@@ -222,6 +289,9 @@ def inputs(case: Case, device: torch.device) -> dict[str, Any]:
         "kv_lens": None,
         "block_table": None,
         "ends": None,
+        "counts": None,
+        "lists": None,
+        "max_tiles": 0,
         "sm_scale": case.options.get("sm_scale", 3 * p.head_dim**-0.5),
         "logit_cap": _LOGIT_CAP if p.logit_cap else 0.0,
         "batch": len(q_lens),
@@ -231,6 +301,8 @@ def inputs(case: Case, device: torch.device) -> dict[str, Any]:
     if p.ends:
         ends = ends_of(q_lens, kv_lens, case.options["images"])
         arguments["ends"] = torch.tensor(ends, dtype=torch.int32, device=device)
+    if p.lists:
+        arguments |= _lists(case, p.num_kv_heads, device)
     # Per sequence, the keys that some query sees.
     seen = [
         (max(0, kv - q - p.window + 1) if p.window and q else 0 if q else kv, kv)
@@ -275,12 +347,12 @@ def _paged(
 
 
 def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]] | None:
-    """The op that asks for this case, and its arguments. None where no op has that: later keys seen in pages; ends with
-    dense keys; a cache with scales.
+    """The op that asks for this case, and its arguments. None where no op has that: later keys seen in pages; ends or
+    lists with dense keys; a cache with scales.
     """
     p = case.problem
     if not p.page_size:
-        return None if p.ends else asking(attn_prefill_dense, case, inputs, max_seqlen_k=p.kv_len)
+        return None if p.ends or p.lists else asking(attn_prefill_dense, case, inputs, max_seqlen_k=p.kv_len)
     if not p.causal or p.kv_format != "plain":
         return None
     own = attn_prefill_into if case.options.get("into") else attn_prefill

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kerngen.templates.attn_prefill.spec import Problem
 from kerngen.templates.call import Call, op
+from kerngen.templates.common.attention.tile_lists import num_lists
 from kerngen.templates.common.rows.spec import require
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, empty
 from kerngen.templates.values import AttnBatch, KVView
@@ -20,11 +21,11 @@ _PAGED = {
     "kv_lens": "int32[B]",
     "cu_seqlens_q": "int32[B + 1]",
 }
-_ENDS = {"ends": "int32[T]"}
-_OPTIONAL = ("window", "max_kv_len", "sm_scale", "logit_cap", "ends")
+_MASK = {"ends": "int32[T]", "counts": "int32[L, NKV]", "lists": "int32[L, NKV, N]"}
+_OPTIONAL = ("window", "max_kv_len", "sm_scale", "logit_cap", *_MASK)
 
 
-@op(takes=_PAGED | _ENDS, required=(*_PAGED, "max_seqlen_q"), optional=_OPTIONAL)
+@op(takes=_PAGED | _MASK, required=(*_PAGED, "max_seqlen_q"), optional=_OPTIONAL)
 def attn_prefill(
     q: Tensor, kv: KVView, batch: AttnBatch, sm_scale: float = 1.0, logit_cap: float = 0.0
 ) -> Call[Tensor]:
@@ -32,14 +33,15 @@ def attn_prefill(
 
     q [T, nq, d], sequence s owning rows cu_seqlens_q[s] to cu_seqlens_q[s + 1] ([B + 1] int32), at most max_seqlen_q of
     them; the rest as in attn_decode. ends [T] int32: the position of the last key that each query sees (values.Mask);
-    None for its own. Returns [T, nq, d].
+    None for its own. counts [T // 128 + B, nkv], lists [T // 128 + B, nkv, n] int32: of each 128 queries of a sequence
+    the tiles of 128 keys that they see, as tile_lists makes them; None for all. Returns [T, nq, d].
     """
     return _paged_call(q, empty(q, *q.shape), kv, batch, sm_scale, logit_cap)
 
 
 @op(
     mutates=("out",),
-    takes={"out": "D[T, NQ, HD]"} | _PAGED | _ENDS,
+    takes={"out": "D[T, NQ, HD]"} | _PAGED | _MASK,
     required=("out", *_PAGED, "max_seqlen_q"),
     optional=_OPTIONAL,
 )
@@ -63,11 +65,16 @@ def _paged_call(
         problem = Problem(
             kv.head_dim, num_q_heads, kv.num_kv_heads, page_size, mask.window, mask.kind == "causal",
             DTYPE_NAME[q.dtype], logit_cap > 0, sequences, tokens, batch.keys_that_matter(page_size), kv.page_heads,
-            mask.ends is not None, kv.format.name,
+            mask.ends is not None, kv.format.name, mask.lists is not None,
         )  # fmt: skip
+        if mask.counts is not None:
+            lists = num_lists(tokens, sequences)
+            have = f"{tokens} tokens of {sequences} sequences have {lists}"
+            require(len(mask.counts) == lists, f"counts are of {len(mask.counts)} lists; {have}")
     arguments = {
         "out": out, "q": q, "k": kv.k_cache, "v": kv.v_cache, "cu_seqlens_q": batch.cu_seqlens_q, "cu_seqlens_k": None,
-        "kv_lens": batch.kv_lens, "block_table": batch.block_table, "ends": mask.ends, "sm_scale": sm_scale,
+        "kv_lens": batch.kv_lens, "block_table": batch.block_table, "ends": mask.ends, "counts": mask.counts,
+        "lists": mask.lists, "max_tiles": 0 if mask.lists is None else mask.lists.shape[2], "sm_scale": sm_scale,
         "logit_cap": logit_cap, "batch": sequences, "max_pages": max_pages, "max_seqlen_q": batch.max_seqlen_q,
     }  # fmt: skip
     return Call("attn_prefill", problem, arguments, out)
@@ -121,7 +128,8 @@ def attn_prefill_dense(
         )  # fmt: skip
     arguments = {
         "out": out, "q": q, "k": keys.k, "v": keys.v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": keys.cu_seqlens_k,
-        "kv_lens": None, "block_table": None, "ends": None, "sm_scale": sm_scale, "logit_cap": logit_cap,
+        "kv_lens": None, "block_table": None, "ends": None, "counts": None, "lists": None, "max_tiles": 0,
+        "sm_scale": sm_scale, "logit_cap": logit_cap,
         "batch": batch, "max_pages": 0, "max_seqlen_q": max_seqlen_q,
     }  # fmt: skip
     return Call("attn_prefill", problem, arguments, out)

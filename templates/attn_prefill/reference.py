@@ -11,6 +11,8 @@ from torch import Tensor
 from kerngen.templates.attn_prefill.spec import Problem
 from kerngen.templates.common.attention.attention_torch import attend, first_key, gather_pages
 from kerngen.templates.common.attention.kv_formats_torch import all_values
+from kerngen.templates.common.attention.tile_lists import first_list
+from kerngen.templates.common.attention.tile_lists_torch import of_lists
 from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
 from kerngen.templates.kernel import Tolerance
 
@@ -19,6 +21,7 @@ def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """{"out": [num_tokens, num_q_heads, head_dim] fp32} for the kernel's arguments."""
     p = problem
     out = torch.zeros(inputs["q"].shape, dtype=torch.float32, device=inputs["q"].device)
+    kept = of_lists(inputs["counts"], inputs["lists"], inputs["max_tiles"]) if p.lists else None
     for s, (begin, end) in enumerate(pairwise(inputs["cu_seqlens_q"].tolist())):
         if begin == end:
             continue
@@ -49,6 +52,7 @@ def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
             causal=p.causal,
             window=p.window,
             ends=inputs["ends"][begin:end] if p.ends else None,
+            kept=None if kept is None else kept[first_list(begin, s) :],
             sm_scale=inputs["sm_scale"],
             logit_cap=inputs["logit_cap"] if p.logit_cap else 0.0,
         )

@@ -17,6 +17,7 @@ from math import gcd
 from typing import ClassVar
 
 from kerngen.arch import Arch, Target
+from kerngen.templates.common.attention.tile_lists import LIST_KEYS, LIST_QUERIES
 from kerngen.templates.common.rows.spec import (
     KV_GROUPS,
     kv_row_bytes,
@@ -25,6 +26,7 @@ from kerngen.templates.common.rows.spec import (
     require_heads,
     require_kv_format,
     require_page_heads,
+    why_no_dtype,
 )
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, TensorMap, args
 
@@ -49,14 +51,15 @@ class Problem:
     keys up to itself. logit_cap: whether scores pass through cap · tanh(s / cap). num_q_heads is a multiple of
     num_kv_heads. page_heads: that a page of each cache has in memory (values.py, page_strides); 0 means num_kv_heads.
     kv_format: of the caches (values.py, KVFormat); dense k and v are plain.
-    ends: a query sees keys up to an end of its own (values.py, Mask), which `causal` problems alone have. Raises
-    ProblemError otherwise.
+    ends: a query sees keys up to an end of its own (values.py, Mask), which `causal` problems alone have. lists: a
+    query sees keys of its list's tiles alone (common/attention/tile_lists.py), those that a causal mask leaves.
+    Raises ProblemError otherwise.
     """
 
     RUNTIME: ClassVar[tuple[str, ...]] = ("batch", "num_tokens", "kv_len")
     DYNAMIC: ClassVar[str] = "num_tokens"
     REACH: ClassVar[float] = 4
-    TUNED_AS_DEFAULT: ClassVar[tuple[str, ...]] = ("page_heads", "ends")
+    TUNED_AS_DEFAULT: ClassVar[tuple[str, ...]] = ("page_heads", "ends", "lists")
 
     head_dim: int = 256
     num_q_heads: int = 32
@@ -72,6 +75,7 @@ class Problem:
     page_heads: int = 0
     ends: bool = False
     kv_format: str = "plain"
+    lists: bool = False
 
     def __post_init__(self) -> None:
         known = ", ".join(map(str, HEAD_DIMS))
@@ -86,6 +90,8 @@ class Problem:
         paged = self.page_size > 0 or self.kv_format == "plain"
         require(paged, f"kv_format={self.kv_format!r}: dense k and v are plain")
         require(self.causal or not self.ends, "ends=True: without causal=True a query sees all keys")
+        alone = self.causal and not (self.window or self.ends)
+        require(alone or not self.lists, f"lists=True is for a causal mask: window={self.window} causal={self.causal}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +156,8 @@ CLUSTER_SPACE = {
 }
 
 # k, v: dense [total_k, num_kv_heads, head_dim] or the paged caches. cu_seqlens_k is null when paged, kv_lens and
-# block_table when dense. ends [num_tokens]. sm_scale is positive. max_seqlen_q is for a body whose grid needs it: the
+# block_table when dense. ends [num_tokens]. counts [lists, num_kv_heads] and lists [lists, num_kv_heads, max_tiles] are
+# tile_lists'. sm_scale is positive. max_seqlen_q is for a body whose grid needs it: the
 # ones here search cu_seqlens_q instead and do not read it.
 ARGS = {
     "attn_prefill": (
@@ -158,6 +165,8 @@ ARGS = {
         *args("ptr", "k", "v", page_heads="page_heads"),
         *args("ptr", "cu_seqlens_q", "cu_seqlens_k", "kv_lens", "block_table", align=4),
         Arg("ends", "ptr", align=4, only="ends"),
+        *(Arg(name, "ptr", align=4, only="lists") for name in ("counts", "lists")),
+        Arg("max_tiles", "i32", only="lists"),
         *args("f32", "sm_scale", "logit_cap"),
         *args("i32", "batch", "max_pages", "max_seqlen_q"),
     )
@@ -279,6 +288,12 @@ def staging_regs(problem: Problem, config: Config, target: Target) -> int:
     return 0 if target.arch.has_cp_async else config.block_n * problem.head_dim // (64 * config.num_warps)
 
 
+def why_unsupported(problem: Problem, target: Target) -> str | None:
+    if problem.lists and not target.arch.has_ldmatrix:
+        return f"lists=True needs ldmatrix, which {target.arch} lacks; use lists=False, which sees all tiles"
+    return why_no_dtype(target.arch, problem.dtype)
+
+
 def _why_not_wgmma(problem: Problem, config: Config, target: Target) -> str | None:
     c, arch = config, target.arch
     if not arch.has_wgmma:
@@ -322,6 +337,10 @@ def _why_not_split_d(problem: Problem, config: Config) -> str | None:
 def _why_not_split_m(problem: Problem, config: Config) -> str | None:
     """Of wgmma.cu.jinja: each warpgroup has rows of its own."""
     c = config
+    if problem.lists:
+        return (
+            "lists=True is for body=mma, or body=wgmma_ws with warps_d=2, whose tiles are parts of a list's; use those"
+        )
     if c.num_warps not in (8, 12) or c.warps_d != 1 or c.block_m != 16 * c.num_warps:
         return (
             f"block_m={c.block_m} warps_d={c.warps_d} num_warps={c.num_warps}: warpgroups, two or three, have 64 rows "
@@ -384,9 +403,20 @@ def _why_not_mma(problem: Problem, config: Config, target: Target) -> str | None
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     if config.split_kv and not (config.wgmma and config.warps_d == 2):
         return "split_kv=True is for body=wgmma_ws with warps_d=2"
+    if problem.lists and (why := _why_not_lists(problem, config)) is not None:
+        return why
     why_not = _why_not_wgmma if config.wgmma else _why_not_mma
     why = why_not(problem, config, target)
     return target.arch.why_too_large(smem_bytes(problem, config, target)) if why is None else why
+
+
+def _why_not_lists(problem: Problem, config: Config) -> str | None:
+    c, rows = config, LIST_QUERIES * (problem.num_q_heads // problem.num_kv_heads)
+    if rows % (c.block_m * c.cluster):
+        return f"block_m={c.block_m} cluster={c.cluster}: the {rows} rows of a list are no multiple of both together"
+    if LIST_KEYS % c.block_n:
+        return f"block_n={c.block_n} does not divide the {LIST_KEYS} keys of a list's entry"
+    return None
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
@@ -427,7 +457,7 @@ _CONVERTING_TILES = {  # of codes
 
 def candidates(problem: Problem, target: Target) -> Sequence[Config]:
     """By warpgroups where there is wgmma, with TMA where pages allow it."""
-    if not target.arch.has_wgmma:
+    if not target.arch.has_wgmma or (problem.lists and problem.head_dim < 512):
         return [Config(*fields) for fields in _MMA_TILES[problem.head_dim]]
     found = []
     tiles = _CONVERTING_TILES if is_converted(problem) else _WGMMA_TILES

@@ -49,7 +49,11 @@ def _configs(case: Case) -> Iterator[Any]:
         yield from SPLITS
 
 
-@pytest.mark.parametrize("case", KERNEL.cases.CASES, ids=str)
+# Lists of tiles are taken by the body for head_dim 512, and by mma.sync.
+BY_WARPGROUPS = [c for c in KERNEL.cases.CASES if not c.problem.lists or c.problem.head_dim == 512]
+
+
+@pytest.mark.parametrize("case", BY_WARPGROUPS, ids=str)
 def test_by_warpgroups(case: Case) -> None:
     configs = valid_here(KERNEL, case, _configs(case))
     assert configs
@@ -86,6 +90,43 @@ def test_ends_at_the_queries_give_the_same_bits(case: Case, body: str) -> None:
             function(problem, **inputs | {"out": out, "ends": ends})
             found.append(out)
         assert torch.equal(*found), f"{config}"
+
+
+@pytest.mark.parametrize("body", ["sm75", "sm80", "own"])
+@pytest.mark.parametrize("tokens", [256, 1024])
+def test_lists_of_all_tiles_give_the_same_bits(body: str, tokens: int) -> None:
+    """As without lists: by mma.sync everywhere; by warpgroups where a block's keys end in the upper tile of a pair,
+    which has the same two tiles then, and within rounding elsewhere.
+    """
+    here = target_here()
+    target = here if body in ("own", here.arch.name) else Target.of(ARCHES[body])
+    if target.arch.number > here.arch.number:
+        pytest.skip(f"{target.arch} code does not run on {here.arch}")
+    problem = KERNEL.problem_type(512, 16, 2, page_size=64, dtype="fp16", num_tokens=tokens, kv_len=4096)
+    asked = replace(problem, lists=True)
+    case = KERNEL.cases.case_for(asked)
+    every = KERNEL.cases.inputs(replace(case, options=case.options | {"lists": "all"}), torch.device("cuda"))
+    configs = [KERNEL.default_config(asked, target)]
+    if target.arch.has_wgmma:
+        configs = [c for c in (KERNEL.config_type(), *_configs(case)) if KERNEL.why_invalid(asked, c, target) is None]
+        configs.append(KERNEL.config_type(64, 32, 8, 4, body="mma"))
+    for config in configs:
+        found = []
+        for of in (problem, asked):
+            out = torch.full_like(every["out"], float("nan"))
+            try:
+                function = load(KERNEL, of, config, target.arch)
+            except ToolchainError as e:
+                pytest.skip(str(e))
+            function(of, **every | {"out": out})
+            found.append(out)
+        whole, listed = found
+        torch.testing.assert_close(listed, whole, atol=2e-3, rtol=2e-3)
+        if config.body == "mma":
+            assert torch.equal(whole, listed), f"{config}"
+        elif not config.split_kv:
+            upper = torch.arange(4096 - tokens, 4096, device="cuda") // 64 % 2 == 1
+            assert torch.equal(whole[upper], listed[upper]), f"{config}"
 
 
 @pytest.mark.parametrize("splits", [2, 3, spec.MAX_SPLITS])

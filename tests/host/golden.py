@@ -130,7 +130,10 @@ PROBLEMS = {
         ("ranks=2,num_tokens=1", "ranks=4,num_tokens=64", "ranks=8,num_tokens=1",
          "hidden=2816,top_k=8,has_scalar=True,num_tokens=8"), ("H200",),
     ),
+    "key_means": (("num_tokens=2048", "num_kv_heads=2,num_tokens=128"), ("H200",)),
     "kv_write": (("num_tokens=1", "num_tokens=4096"), ("H200",)),
+    "tile_lists": (("num_tokens=2048",), ("H200",)),
+    "tile_scores": (("num_tokens=2048", "num_q_heads=16,num_kv_heads=2,num_tokens=128,kv_len=131072"), ("H200",)),
     "ple_block": (tuple(f"num_tokens={m}" for m in (1, 2, 8, 16, 17, 64)), ("H200",)),
 }  # fmt: skip
 

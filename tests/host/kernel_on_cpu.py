@@ -2,8 +2,8 @@
 
 For kernels whose blocks or ranks wait for each other: what they do to memory, step by step and in any order, is seen
 without a GPU. It knows the instructions of exchange_norm, exchange_best, w4a16_norm's norm, kv_write, qkv_norm_rope,
-qkv_norm_rope_2d and check_pages, in bf16 and fp32, and what of fp16 a cache of int8 or a norm needs. It says nothing of
-times, nor of what a GPU's weaker memory order allows.
+qkv_norm_rope_2d, check_pages, key_means and tile_lists, in bf16 and fp32, and what of fp16 a cache of int8 or a norm needs. It
+says nothing of times, nor of what a GPU's weaker memory order allows.
 """
 
 from __future__ import annotations
@@ -86,6 +86,9 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 inline float __uint_as_float(unsigned u) { return __builtin_bit_cast(float, u); }
 inline unsigned __float_as_uint(float f) { return __builtin_bit_cast(unsigned, f); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+template <typename T> T atomicAdd(T* p, T x) { return __atomic_fetch_add(p, x, __ATOMIC_RELAXED); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 template <typename T> T atomicMin(T* p, T x) {
     T old = __atomic_load_n(p, __ATOMIC_RELAXED);
     while (x < old && !__atomic_compare_exchange_n(p, &old, x, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
@@ -111,7 +114,10 @@ struct Block {
     explicit Block(int threads) : all(threads), warps(threads / 32), shared(1 << 14) {}
     std::barrier<> all; std::vector<Warp> warps; std::vector<char> shared; int pause_us = 0;
 };
-struct Index { unsigned x; };
+struct Index { unsigned x, y, z; };
+// Of a grid of several rows: run() counts its blocks through all of them. Blocks run `at_once` at a time.
+static unsigned grid_x, grid_y, at_once = ~0u;
+extern "C" void set_grid(unsigned x, unsigned y, unsigned most) { grid_x = x, grid_y = y, at_once = most; }
 static thread_local Index threadIdx, blockIdx, gridDim;
 static thread_local Block* block_here;
 // A launch that is late before it first polls, so that other ranks run ahead of it.
@@ -149,15 +155,38 @@ static bool __any_sync(unsigned, bool mine) {
     w.all.arrive_and_wait();
     return any;
 }
+static unsigned __ballot_sync(unsigned, bool mine) {
+    Warp& w = warp_here();
+    w.vote[threadIdx.x % 32] = mine;
+    w.all.arrive_and_wait();
+    unsigned found = 0;
+    for (int i = 0; i < 32; i++) found |= unsigned(w.vote[i]) << i;
+    w.all.arrive_and_wait();
+    return found;
+}
+static int __shfl_sync(unsigned, int x, int from) {
+    Warp& w = warp_here();
+    w.word[threadIdx.x % 32] = unsigned(x);
+    w.all.arrive_and_wait();
+    const int found = int(w.word[from]);
+    w.all.arrive_and_wait();
+    return found;
+}
 template <typename Run> static void grid_of(int blocks, int threads, int pause_us, Run run) {
     std::vector<std::unique_ptr<Block>> all;
     std::vector<std::thread> running;
+    const unsigned gx = grid_x ? grid_x : blocks, gy = grid_y ? grid_y : 1;
     for (int b = 0; b < blocks; b++) {
+        if (b && b % at_once == 0) {
+            for (auto& t : running) t.join();
+            running.clear();
+        }
         Block* block = all.emplace_back(std::make_unique<Block>(threads)).get();
         block->pause_us = pause_us;
         for (int t = 0; t < threads; t++)
             running.emplace_back([=] {
-                threadIdx = {unsigned(t)}, blockIdx = {unsigned(b)}, gridDim = {unsigned(blocks)}, block_here = block;
+                threadIdx = {unsigned(t)}, blockIdx = {b % gx, b / gx % gy, b / gx / gy};
+                gridDim = {gx, gy, blocks / gx / gy}, block_here = block;
                 run();
             });
     }
@@ -208,6 +237,11 @@ def on_cpu(
         source = source[: asm.start()] + "(void)0" + source[_matching(source, asm.end() - 1, "()") :]
     source = re.sub(r"__shared__ alignas\(16\) float scratch((?:\[[^;]*\])+);",
                     r"auto& scratch = *reinterpret_cast<float(*)\1>(block_here->shared.data());", source)  # fmt: skip
+    arrays = re.findall(r"__shared__ (?:alignas\(\d+\) )?(\w+) (\w+)((?:\[[^;]*\])+);", source)
+    for i, (of, name, sizes) in enumerate(arrays):  # each with room of its own
+        source = re.sub(rf"__shared__ (?:alignas\(\d+\) )?{of} {name}\[[^;]*;",
+                        f"auto& {name} = *reinterpret_cast<{of}(*){sizes}>(block_here->shared.data() + {i << 13});",
+                        source)  # fmt: skip
     # The host's own headers have these.
     source = re.sub(r"typedef (?:unsigned |signed )?(?:char|short|int|long long) u?int\d+_t;", "", source)
     call = "\n".join(_launching(source, name, f"run_{name}" if i else "run") for i, name in enumerate((entry, *others)))

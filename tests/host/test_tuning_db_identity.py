@@ -42,7 +42,8 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "attn_prefill": (
         {"num_tokens": 8192, "batch": 1, "kv_len": 8192},
         {"head_dim": 256, "num_q_heads": 32, "num_kv_heads": 16, "page_size": 0, "window": 0, "causal": True,
-         "dtype": "bf16", "logit_cap": False, "page_heads": 0, "ends": False, "kv_format": "plain"},
+         "dtype": "bf16", "logit_cap": False, "page_heads": 0, "ends": False, "kv_format": "plain",
+         "lists": False},
         {"block_m": 128, "block_n": 64, "num_warps": 8, "warps_d": 1, "num_stages": 1, "q_in_regs": False,
          "wgmma": False, "ping_pong": False, "boxes": False, "cluster": 1, "split": False},
     ),
@@ -117,6 +118,11 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             "first_bits": 0,
         },
     ),
+    "key_means": (
+        {"num_tokens": 2048, "batch": 1},
+        {"head_dim": 512, "num_kv_heads": 4, "page_size": 64, "mean_keys": 32, "kv_format": "plain", "dtype": "bf16"},
+        {"threads": 256},
+    ),
     "moe_combine": (
         {"num_tokens": 1},
         {"hidden": 2816, "top_k": 8, "dtype": "bf16", "residual_dtype": "bf16", "has_norms": True},
@@ -171,6 +177,16 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"vocab_size": 262144, "dtype": "bf16", "logits_dtype": "bf16", "has_cap": True, "round_steps": True,
          "write_capped": False},
         {"threads": 256, "vecs_per_thread": 1},
+    ),
+    "tile_lists": (
+        {"num_tokens": 2048, "batch": 1, "kv_len": 32768},
+        {"num_q_heads": 32, "num_kv_heads": 4},
+        {"threads": 256},
+    ),
+    "tile_scores": (
+        {"num_tokens": 2048, "batch": 1, "kv_len": 32768},
+        {"head_dim": 512, "num_q_heads": 32, "num_kv_heads": 4, "page_size": 64, "mean_keys": 32, "dtype": "bf16"},
+        {"block_n": 128, "num_warps": 8, "num_stages": 3},
     ),
     "w4a16_norm": (
         {"num_tokens": 4},

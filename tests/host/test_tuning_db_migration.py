@@ -88,7 +88,7 @@ ADDED_SINCE = {
     *(("attn_decode", name)
       for name in ("source", "num_rotated_pairs", "together", "warpgroups", "cluster", "key_parts", "push_bits",
                    "in_flight", "prefetch")),
-    *(("attn_prefill", name) for name in ("wgmma", "ping_pong", "boxes", "cluster", "split", "ends")),
+    *(("attn_prefill", name) for name in ("wgmma", "ping_pong", "boxes", "cluster", "split", "ends", "lists")),
     *(("w4a16_gemm", name)
       for name in ("gated", "gemv", "row_invariant", "split_k", "stream", "warpgroups", "cluster", "prefetch",
                    "in_flight", "shared_ring", "throughout")),

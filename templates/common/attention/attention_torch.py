@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kerngen.templates.common.attention.kv_formats_torch import read_rows
+from kerngen.templates.common.attention.tile_lists_torch import in_queries
 
 QUERIES_AT_ONCE = 1024  # bounds the score matrix
 
@@ -22,6 +23,7 @@ def attend(
     causal: bool = True,
     window: int = 0,
     ends: Tensor | None = None,
+    kept: Tensor | None = None,
     sm_scale: float = 1.0,
     logit_cap: float = 0.0,
 ) -> Tensor:
@@ -29,7 +31,9 @@ def attend(
 
     q [n, num_q_heads, head_dim] at positions kv_len - n to kv_len - 1; k, v [keys, num_kv_heads, head_dim] at positions
     kv_len - keys to kv_len - 1; any float dtype. A query sees keys up to its own position where `causal`, or up to that
-    in ends [n], and of those not the ones that are `window` or more before it, if that is > 0. logit_cap: 0 for none.
+    in ends [n], and of those not the ones that are `window` or more before it, if that is > 0. kept [lists,
+    num_kv_heads, tiles] bool: tiles of keys that each block of queries sees (tile_lists_torch.py), where keys begin at
+    position 0; None for all. logit_cap: 0 for none.
     Returns [n, num_q_heads, head_dim] fp32. A query that sees no key gives zeros; keys that no query sees may hold NaN,
     any other NaN stays.
     """
@@ -50,6 +54,10 @@ def attend(
         by_none, hidden = ~by_any[lo:, None], ~seen[:, lo:]
         blind = hidden.all(-1)[:, None]
         for head in range(num_kv_heads):  # one at a time: the scores of all would not fit for a long prompt
+            if kept is not None:
+                own = seen & in_queries(kept[:, head : head + 1], end, keys)[0, begin:]
+                by_none, hidden = ~own.any(0)[lo:, None], ~own[:, lo:]
+                blind = hidden.all(-1)[:, None]
             rows = q[begin:end].view(end - begin, num_kv_heads, -1, q.shape[2])[:, head].float()  # [queries, group, d]
             scores = torch.einsum("qgd,kd->gqk", rows, k[lo:, head].float()) * sm_scale
             if logit_cap:

@@ -3,7 +3,7 @@
 int8, of each 64 values x of a head: scale = fp16(max |x| / 127), code = x * (1 / scale) in fp32, to the nearest
 integer, ties to even, within -127 .. 127; all codes are 0 where the scale is. The divisions are fp32's. What is stored
 of a code is code + 128, as an unsigned byte: so it goes into the mantissa of a float as it is. What is read is code *
-scale, rounded to the activations' dtype; attn_decode's body=mma multiplies codes and scales apart, without that rounding.
+scale, rounded to the activations' dtype; attn_decode's body=mma multiplies codes and scales apart, and rounds neither.
 """
 
 from __future__ import annotations

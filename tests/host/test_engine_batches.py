@@ -650,8 +650,10 @@ class PrefillClock:
             self.now += 1e-3 * max(host_ms, len(ids))
             return chunks(ids, *args)
 
-        def graph(ids: Sequence[int], starts: Any, sizes: Any, tables: Tensor, size: int, outputs: str) -> Any:
-            found = replayed(ids, starts, sizes, tables, size, outputs)
+        def graph(
+            ids: Sequence[int], starts: Any, sizes: Any, tables: Tensor, size: int, outputs: str, *others: Any
+        ) -> Any:  # fmt: skip
+            found = replayed(ids, starts, sizes, tables, size, outputs, *others)
             if found is not None:
                 self.ran.append((size, len(ids)))
                 self.now += 1e-3 * size

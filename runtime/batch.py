@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kerngen.runtime.cache import KINDS, KVCache
+from kerngen.runtime.config import SparsePrefill
 from kerngen.runtime.ops import Ops
 from kerngen.templates.values import AttnBatch, Mask
 
@@ -25,6 +26,18 @@ class MediaRows:
 
 
 @dataclass(frozen=True, slots=True)
+class ListedChunks:
+    """Of a prefill whose queries see lists of tiles. means_from [B] int32: of each sequence the first position whose
+    means of keys may be missing; dense_from [B] int32: queries from that position on see all keys. num_keys: positions
+    from means_from on, of all sequences, about.
+    """
+
+    means_from: Tensor
+    dense_from: Tensor
+    num_keys: int
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The tokens of one step, on the device. Sequences lie one after the other; B of them, T tokens.
 
@@ -34,7 +47,8 @@ class Batch:
     max_kv_len: no kv_len is longer, nor will be when a captured step is replayed: kernels choose their KV splits by it.
     media: of a prefill with images or sounds; ids are 0 at their places. ends [T] int32: where tokens of images see
     each other, the position of the last key that each token sees in sliding layers (values.Mask); None where that is
-    its own. A chunk has such an image to its end, so its last token's end is its own position.
+    its own. A chunk has such an image to its end, so its last token's end is its own position. listed: of a prefill,
+    where the queries of full-attention layers see lists of tiles; None where they see all keys.
     """
 
     ids: Tensor
@@ -47,6 +61,7 @@ class Batch:
     max_seqlen: int = 0
     media: MediaRows | None = None
     ends: Tensor | None = None
+    listed: ListedChunks | None = None
 
     @staticmethod
     def decode(ids: Tensor, lengths: Tensor, cache: KVCache, max_kv_len: int, ops: Ops) -> Batch:
@@ -59,17 +74,26 @@ class Batch:
         return Batch(ids.flatten(), positions, kv_lens, dict(zip(KINDS, slots, strict=True)), q_len, max_kv_len)
 
     @staticmethod
-    def prefill(ids: Tensor, start: int, cache: KVCache) -> Batch:
-        """One sequence's chunk: ids [n] at positions start to start + n - 1."""
+    def prefill(ids: Tensor, start: int, cache: KVCache, sparse: SparsePrefill | None = None) -> Batch:
+        """One sequence's chunk: ids [n] at positions start to start + n - 1. sparse: how its queries choose what they
+        see, as those of a longer prompt.
+        """
         n = len(ids)
         positions = torch.arange(start, start + n, device=ids.device)
         slots = cache.slots_of(torch.zeros_like(positions), positions)
         ends = torch.tensor([0, n], dtype=torch.int32, device=ids.device)
         kv_lens = torch.tensor([start + n], dtype=torch.int32, device=ids.device)
-        return Batch(ids, positions, kv_lens, slots, 0, start + n, ends, n)
+        listed = None
+        if sparse is not None:
+            from_start, never = (torch.tensor([at], dtype=torch.int32, device=ids.device) for at in (start, start + n))
+            listed = ListedChunks(from_start, never, n)
+        return Batch(ids, positions, kv_lens, slots, 0, start + n, ends, n, listed=listed)
 
     @staticmethod
-    def ragged(tokens: Tensor, lengths: Tensor, cache: KVCache, *, max_seqlen: int, max_kv_len: int) -> Batch:
+    def ragged(
+        tokens: Tensor, lengths: Tensor, cache: KVCache, *, max_seqlen: int, max_kv_len: int,
+        listed: ListedChunks | None = None,
+    ) -> Batch:  # fmt: skip
         """Chunks of several sequences, the rows of `cache`'s tables, in that order.
 
         tokens [3, T] int64: ids, positions, and each token's sequence. lengths [2 * B + 1] int32: where the chunks
@@ -81,7 +105,7 @@ class Batch:
             slots = cache.slots_of(rows, positions)
         else:
             kv_lens, slots = cache.check.chunk_inputs(rows, positions, kv_lens, ends, cache, max_kv_len)
-        return Batch(ids, positions, kv_lens, slots, 0, max_kv_len, ends, max_seqlen)
+        return Batch(ids, positions, kv_lens, slots, 0, max_kv_len, ends, max_seqlen, listed=listed)
 
     def attention(self, kind: str, cache: KVCache, mask: Mask) -> AttnBatch:
         """What layers of one kind attend to."""

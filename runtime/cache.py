@@ -43,7 +43,8 @@ class KVCache:
     """The pools, and tables for `batch` sequences of up to `max_len` tokens, all of whose entries name page 0.
 
     num_pages: of each kind, page 0 included. tables [2, batch, max_pages] int32, in the order of KINDS. check: of the
-    forwards on it, None for none.
+    forwards on it, None for none. density [layers, 2] int64: entries of the lists of tiles that prompts read by in each
+    layer of the target, so far, and how many they would have had of all tiles; zeros where they read all keys.
     """
 
     check: PageCheck | None = None
@@ -66,6 +67,12 @@ class KVCache:
         self.num_pages = {kind: num_pages[kind] for kind in KINDS}
         self.set_tables(torch.zeros(2, batch, -(-max_len // page_size), dtype=torch.int32, device=ops.device))
         self._pages: dict[int, KVView] = {}
+        self._means: dict[int, Tensor] = {}
+        self.density = torch.zeros(len(config.layers), 2, dtype=torch.int64, device=ops.device)
+        sparse = config.sparse
+        if sparse is not None and page_size % sparse.mean_keys:
+            raise UsageError(f"sparse prefill keeps a mean of each {sparse.mean_keys} keys of a page, and pages of "
+                             f"{page_size} tokens have no whole ones", hint=f"pages of {PAGE_SIZE} tokens")  # fmt: skip
         for layer in (*config.layers, *drafter_layers):
             if layer.index in self._pages:
                 raise UsageError(f"two layers of a cache have the index {layer.index}")
@@ -73,6 +80,9 @@ class KVCache:
                 shape = (self.num_pages[layer.kind], layer.num_kv_heads, page_size, layer.head_dim)
                 form = KV_FORMATS[config.kv_format_of(layer)]
                 self._pages[layer.index] = form.allocate(shape, ops.dtype, ops.device)
+                if sparse is not None and layer.kind == "full" and layer.index < len(config.layers):
+                    of_page = (*shape[:2], page_size // sparse.mean_keys, layer.head_dim)
+                    self._means[layer.index] = torch.zeros(of_page, dtype=ops.dtype, device=ops.device)
 
     @staticmethod
     def whole(config: ModelConfig, ops: Ops, *, batch: int, max_len: int, page_size: int = PAGE_SIZE) -> KVCache:
@@ -103,6 +113,12 @@ class KVCache:
         """The pool that `layer` of the target reads: its own, or that of the layer it shares."""
         return self._pages[layer.kv_source]
 
+    def means(self, layer: LayerConfig) -> Tensor | None:
+        """[num_pages, num_kv_heads, page_size / mean_keys, head_dim]: of the keys that `layer` of the target reads,
+        where prompts choose by them what they read; else None.
+        """
+        return self._means.get(layer.kv_source)
+
     def slots_of(self, rows: Tensor, positions: Tensor) -> dict[str, Tensor]:
         """slot_mapping [T] int64, by layer kind, of positions [T] int64 of the sequences rows [T] int64.
 
@@ -117,7 +133,10 @@ class KVCache:
         """Zeros to page 0, which may hold NaN that a sequence left there."""
         for pages in self._pages.values():
             pages.k_cache[0], pages.v_cache[0] = 0, 0
+        for means in self._means.values():
+            means[0] = 0
 
     @property
     def num_bytes(self) -> int:
-        return sum(pages.num_bytes for pages in self._pages.values())
+        means = sum(means.numel() * means.element_size() for means in self._means.values())
+        return means + sum(pages.num_bytes for pages in self._pages.values())

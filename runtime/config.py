@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 
 from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime.config_fields import Fields, read_config, read_json, short
 from kerngen.runtime.quant import INT4_ON_LOAD, READ, QuantConfig, read_quant_config, way_on
 from kerngen.runtime.world import ONE_RANK, Share, Span, World
+from kerngen.templates.common.attention.tile_lists import LIST_KEYS, LIST_QUERIES
 
 TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 DRAFTER_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -31,16 +32,49 @@ DEFAULT_ROPE = {
 
 
 @dataclass(frozen=True, slots=True)
+class SparsePrefill:
+    """Which keys the queries of a long prompt see in full-attention layers, in tiles of 128: block-sparse prefill
+    (docs/kernels.md).
+
+    A block of 128 queries sees a tile that is estimated to weigh at least alpha times the heaviest one for some query
+    head, the first num_first tiles, the last num_last up to its own, and all if it is one of the last num_dense blocks
+    of a prompt. mean_keys: keys of a mean, by which weights are estimated.
+    """
+
+    alpha: float
+    num_first: int = 2
+    num_last: int = 4
+    num_dense: int = 2
+    mean_keys: int = 32
+
+    @property
+    def most_whole(self) -> int:
+        """Keys of the longest sequence whose queries see all keys in any case."""
+        return (self.num_first + self.num_last) * LIST_KEYS
+
+    def dense_from(self, length: int) -> int:
+        """The first position of a prompt of `length` tokens whose queries see all keys."""
+        return max(-(-length // LIST_QUERIES) - self.num_dense, 0) * LIST_QUERIES
+
+    @property
+    def key(self) -> bytes:
+        """What the keys and values of a prompt depend on beside its tokens."""
+        return ",".join(map(str, astuple(self))).encode()
+
+
+@dataclass(frozen=True, slots=True)
 class Keeping:
-    """How what a checkpoint stores, and what is made of it, is kept on the device.
+    """How what a checkpoint stores, and what is made of it, is kept on the device, and how much of it prompts read.
 
     draft_weights: of DRAFT_WEIGHTS, the drafter's matrices. kv_cache_dtype: of KV_CACHE_DTYPES, keys and values.
-    kv_cache_layout: of KV_CACHE_LAYOUTS. Raises UsageError for another name.
+    kv_cache_layout: of KV_CACHE_LAYOUTS. sparse_prefill: SparsePrefill.alpha; None, and 1 and more, for prompts that
+    read all keys. Raises UsageError for another name, and for an alpha that is not positive.
     """
 
     draft_weights: str = DRAFT_WEIGHTS[0]
     kv_cache_dtype: str = KV_CACHE_DTYPES[0]
     kv_cache_layout: str = KV_CACHE_LAYOUTS[0]
+    sparse_prefill: float | None = None
 
     def __post_init__(self) -> None:
         if self.draft_weights not in DRAFT_WEIGHTS:
@@ -52,6 +86,10 @@ class Keeping:
         if self.kv_cache_layout not in KV_CACHE_LAYOUTS:
             raise UsageError(f"a KV cache of layout {self.kv_cache_layout!r} is not known",
                              hint=f"known: {', '.join(KV_CACHE_LAYOUTS)}")  # fmt: skip
+        if self.sparse_prefill is not None and not self.sparse_prefill > 0:
+            what = f"sparse prefill by alpha {self.sparse_prefill:g}"
+            raise UsageError(f"{what}: tiles of keys are kept that weigh alpha times the heaviest",
+                             hint="between 0 and 1, as 0.1; leave it out for all keys")  # fmt: skip
 
     @property
     def drafts_as_stored(self) -> bool:
@@ -65,10 +103,15 @@ class Keeping:
     @property
     def options(self) -> tuple[str, ...]:
         """As the command line says it; what is usual is not said."""
-        each = zip(
-            ("draft-weights", "kv-cache-dtype", "kv-cache-layout"), astuple(self), astuple(AS_STORED), strict=True
-        )
-        return tuple(word for name, value, usual in each if value != usual for word in (f"--{name}", value))
+        each = zip(asdict(self).items(), astuple(AS_STORED), strict=True)
+        said = ((name.replace("_", "-"), value) for (name, value), usual in each if value != usual)
+        return tuple(word for name, value in said for word in (f"--{name}", str(value)))
+
+    @property
+    def sparse(self) -> SparsePrefill | None:
+        """None where prompts read all keys."""
+        is_dense = self.sparse_prefill is None or self.sparse_prefill >= 1
+        return None if is_dense or self.sparse_prefill is None else SparsePrefill(self.sparse_prefill)
 
 
 AS_STORED = Keeping()
@@ -152,6 +195,7 @@ class ModelConfig:
     # Of the cache (templates/values.py, KVFormat), and whether layers whose K is V share a pool: no checkpoint says it.
     kv_format: str = "plain"
     kv_is_shared: bool = False
+    sparse: SparsePrefill | None = None  # None where prompts read all keys
 
     def kv_format_of(self, layer: LayerConfig) -> str:
         """Of the cache that `layer` owns."""
@@ -160,7 +204,7 @@ class ModelConfig:
         return "shared" if self.kv_format == "plain" else f"shared_{self.kv_format}"
 
     def keeping(self, kept: Keeping) -> ModelConfig:
-        """This model with its cache kept so. Raises UsageError where its heads cannot be."""
+        """This model with its cache kept, and its prompts read, so. Raises UsageError where its heads cannot be."""
         odd = {layer.head_dim for layer in self.layers if layer.head_dim % 128}
         if kept.kv_cache_dtype == "int8" and odd:
             raise UsageError(f"a KV cache of int8 has scales of 64 values, and halves of heads have whole ones; "
@@ -177,7 +221,7 @@ class ModelConfig:
         if is_shared and turned != {(512, 128)}:
             raise UsageError(f"--kv-cache-layout shared is for heads of 512 of which RoPE turns 128 dims, not {turned}",
                              hint="leave it out")  # fmt: skip
-        return replace(self, kv_format=kept.kv_format, kv_is_shared=is_shared)
+        return replace(self, kv_format=kept.kv_format, kv_is_shared=is_shared, sparse=kept.sparse)
 
     def divided(self, world: World) -> ModelConfig:
         """What `world.rank` has of this model. Raises UsageError where it does not divide: see division.py."""

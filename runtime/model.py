@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kerngen.errors import UsageError
-from kerngen.runtime.batch import Batch, MediaRows
+from kerngen.runtime.batch import Batch, ListedChunks, MediaRows
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import LayerConfig, ModelConfig, RopeConfig
 from kerngen.runtime.media.input import MediaInput
@@ -329,9 +329,26 @@ class Gemma4:
             if attn.cu_seqlens_q is None:
                 return ops.attend_decode(qkv, heads, kv, attn).flatten(1)
             q = ops.qkv_norm_rope(qkv, heads, kv, attn) if heads.owns_kv else ops.q_norm_rope(qkv, heads, attn)
+            if batch.listed is not None and layer.kind == "full":
+                attn = self._listed(layer, q, kv, attn, batch.listed, cache)
             return ops.attn_prefill(q, kv, attn).flatten(1)
 
         return attend
+
+    def _listed(
+        self, layer: LayerConfig, q: Tensor, kv: KVView, attn: AttnBatch, chunks: ListedChunks, cache: KVCache
+    ) -> AttnBatch:
+        """`attn`, with lists of the tiles of keys that queries see, where some may not see all. Writes the means of
+        keys, whatever the length: later chunks and prompts choose by them.
+        """
+        ops, rule, means = self.ops, self.config.sparse, cache.means(layer)
+        if rule is None or means is None:
+            raise TypeError("a batch has chunks that choose their keys, and its cache has no means of keys")
+        if layer.owns_kv:
+            ops.write_means(means, kv, attn, chunks.means_from, chunks.num_keys)
+        if attn.max_kv_len <= rule.most_whole:
+            return attn
+        return ops.select_tiles(q, means, kv, attn, rule, chunks.dense_from, cache.density[layer.index])
 
 
 def _merged(residual: Tensor, media: MediaRows | None) -> Tensor:

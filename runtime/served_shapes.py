@@ -46,11 +46,12 @@ def require_served(
         with torch.inference_mode(), ShapesAlone():
             model = Gemma4(config, planned_model(folder, config, shapes), shapes)
             model.stack = DedupedLayers(model.stack, record)
-            cache = KVCache.whole(config, shapes, batch=1, max_len=2)
+            start = 0 if config.sparse is None else config.sparse.most_whole  # behind which queries choose keys
+            cache = KVCache.whole(config, shapes, batch=1, max_len=start + 2)
             ids = torch.zeros(1, dtype=torch.int64, device=shapes.device)
             states = model.forward(Batch.decode(ids[None], ids, cache, 2, shapes), cache)
             model.greedy(states)
-            model.forward(Batch.prefill(ids, 0, cache), cache, outputs="last")
+            model.forward(Batch.prefill(ids, start, cache, config.sparse), cache, outputs="last")
             if draft is not None and drafter is not None:
                 small = MtpDrafter(drafter, planned_drafter(draft, drafter, shapes), model)
                 small.stack = DedupedLayers(small.stack, record)

@@ -296,6 +296,13 @@ class Session:
             return int(CACHE_SHARE * free)
         return max(int(CACHE_SHARE * (free - media.unloaded_bytes())) - self.media_cache_bytes, 0)
 
+    @property
+    def prefill_density(self) -> dict[int, float]:
+        """Of each layer whose prompts choose the keys that they read (sparse_prefill), the share of tiles of keys that
+        those of the engine at hand have read.
+        """
+        return {} if self._engine is None else self._engine.load.density
+
     def reserve(self, length: int, batch: int = 1) -> Engine:
         """The engine at hand if it runs `batch` sequences of `length` tokens, or max_len fixes it, else one that does.
 
@@ -365,6 +372,7 @@ def load(
     draft_weights: str = "stored",
     kv_cache_dtype: str = "auto",
     kv_cache_layout: str = "apart",
+    sparse_prefill: float | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     backend: str = "auto",
@@ -385,6 +393,8 @@ def load(
     draft_weights: "int4" makes the drafter's matrices int4 as they are loaded, "stored" leaves them; the output is the
     same, only how many drafts are accepted may differ. kv_cache_dtype: of keys and values, "auto" for dtype, or "int8".
     kv_cache_layout: "shared" for one pool of layers whose K is V.
+    sparse_prefill: in full-attention layers queries of long prompts read the keys that are estimated to weigh at least
+    so many times the heaviest (0.1, say); None, and 1 or more, for all keys.
     device: "cpu", "cuda", "cuda:1"; None for the first GPU, else the CPU. dtype: "fp32", "bf16" or "fp16"; None for
     fp32 on a CPU, bf16 from sm80 on, fp16 before. backend: "cuda" (kerngen's kernels), "torch" (eager, on any machine)
     or "auto". db: tuning database, a path or a URL; None for the usual ones. bundle: a file that `kerngen compile -o`
@@ -402,7 +412,7 @@ def load(
     require_folder(place)
     chosen = MediaOptions.parse(media, LOCAL) if isinstance(media, str) else media
     assistant = _find_assistant(folder, place) if draft is True else find_checkpoint(draft) if draft else None
-    kept = Keeping(draft_weights, kv_cache_dtype, kv_cache_layout)
+    kept = Keeping(draft_weights, kv_cache_dtype, kv_cache_layout, sparse_prefill)
     if assistant is None and not kept.drafts_as_stored:
         raise UsageError(f"draft weights {draft_weights!r} need a drafter, and {place} has none beside it or is to run "
                          "without", hint="name one: --draft FOLDER, in Python draft=FOLDER")  # fmt: skip

@@ -14,7 +14,7 @@ import click
 from kerngen.cli.bench_ab import ab
 from kerngen.cli.bench_page import RunPage, page_options
 from kerngen.cli.bench_serve import serve
-from kerngen.cli.keeping_options import keeping_options
+from kerngen.cli.keeping_options import density_lines, keeping_options
 from kerngen.cli.model_options import tensor_parallel_option
 from kerngen.cli.soak import bench_soak
 from kerngen.cli.step_options import step_of, step_options
@@ -229,6 +229,9 @@ def _print_model(report: dict[str, Any], *, has_drafts: bool, verbose: bool) -> 
         say(f"measured read limit of this run: {report['read_gbps']:.0f} GB/s")
     for line in chosen_lines(report["configurations"], report["outside"]):
         say(line)
+    for row in report["rows"] if verbose else ():
+        for line in density_lines(row["density"]):
+            say(f"context {row['context']}: {line}")
     if verbose:
         for line in report["kernels"]:
             say(f"  {line}")
@@ -360,6 +363,8 @@ def profile(
         click.echo(_limits_line(limit))
         say(f"{model.name}, {step.name}: {found.step_us / 1e3:.3f} ms")
         new_console().print(_profile_table(found))
+        for line in density_lines(found.density):
+            say(line)
     made.draw(run)
 
 

@@ -27,14 +27,31 @@ _OPTIONS = (
         help="shared: where a layer's K is its V (full-attention layers of 12B, 26B-A4B and 31B) one pool has both, in "
         "5 of 8 bytes.",
     ),
+    click.option(
+        "--sparse-prefill", type=float, default=None, metavar="ALPHA",
+        help="In full-attention layers long prompts read the keys alone that are estimated to weigh ALPHA times the "
+        "heaviest, as 0.1. Default: all keys, and so from 1 on.",
+    ),
 )  # fmt: skip
+
+
+def density_lines(density: dict[int, float]) -> list[str]:
+    """What share of keys prompts read, by layer where they choose; nothing where they read all."""
+    if not density:
+        return []
+    mean = sum(density.values()) / len(density)
+    each = ", ".join(f"layer {layer} {share:.1%}" for layer, share in density.items())
+    return [f"prompts read {mean:.1%} of the tiles of keys in full-attention layers ({each})"]
 
 
 def keeping_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Gives `command` them all, as one argument `kept`."""
 
     @wraps(command)
-    def with_kept(*args: Any, draft_weights: str, kv_cache_dtype: str, kv_cache_layout: str, **others: Any) -> Any:
-        return command(*args, kept=Keeping(draft_weights, kv_cache_dtype, kv_cache_layout), **others)
+    def with_kept(
+        *args: Any, draft_weights: str, kv_cache_dtype: str, kv_cache_layout: str, sparse_prefill: float | None,
+        **others: Any,
+    ) -> Any:  # fmt: skip
+        return command(*args, kept=Keeping(draft_weights, kv_cache_dtype, kv_cache_layout, sparse_prefill), **others)
 
     return with_options(_OPTIONS)(with_kept)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kerngen.cli.keeping_options import density_lines
 from kerngen.cli.model_options import chosen_lines, host_option, load_arguments, load_options, media_option
 from kerngen.cli.tables import say
 from kerngen.cli.utf8 import require_utf8
@@ -179,7 +180,8 @@ def run(
 
         defaults = Defaults(max_new_tokens or MAX_NEW_TOKENS, asdict(sampling), stop, not no_chat, system)
         code = run_lines(session, *lines, defaults)
-        for line in (_where(session), *chosen_lines(session.ops.sources(), session.ops.outside())):
+        shares = density_lines(session.prefill_density)
+        for line in (_where(session), *shares, *chosen_lines(session.ops.sources(), session.ops.outside())):
             say(line, err=True)
     else:
         asked: Prompt = text
@@ -269,6 +271,7 @@ def _report(result: Completion, session: Session, sampling: Sampling) -> dict[st
         "dtype": str(ops.dtype).removeprefix("torch."),
         "drafter": None if session.drafter_folder is None else str(session.drafter_folder),
         "draft_weights": session.draft_weights,
+        "prefill_density": session.prefill_density,
         "configurations": ops.sources(),
         "outside": ops.outside(),
     }
@@ -292,7 +295,7 @@ def _summary(result: Completion, session: Session) -> list[str]:
             f"{stats.acceptance_length:.2f} tokens accepted a step "
             f"({stats.num_steps} steps; by position {_shares(stats.acceptance_by_position)})"
         )
-    return [*lines, *chosen_lines(ops.sources(), ops.outside())]
+    return [*lines, *density_lines(session.prefill_density), *chosen_lines(ops.sources(), ops.outside())]
 
 
 def _shares(shares: tuple[float, ...]) -> str:

@@ -152,6 +152,7 @@ def time_model(
                 "step_ms": statistics.median(steps), "step_ms_min": min(steps), "step_ms_max": max(steps),
                 "acceptance_length": statistics.median(r.tokens_a_step for r in runs),
                 "step_bytes": weight_bytes + kv_bytes,
+                "density": engine.load.density,
                 "floor_ms": (weight_bytes + kv_bytes) / read_gbps / 1e6 if read_gbps else 0.0,
             }
         )  # fmt: skip

@@ -91,6 +91,7 @@ class StepGraph:
 
     def __init__(self, stage: Stage, step: Step) -> None:
         self.stage, self.step = stage, step
+        self._density: torch.Tensor | None = None  # of its cache
         with torch.inference_mode():
             self._run, _ = Forwards(stage.made, stage.drafter, self._cache).prepare(step)
         self._warm: WeakSet[Function] = WeakSet()
@@ -101,7 +102,18 @@ class StepGraph:
         for layer in model.config.layers:
             if layer.owns_kv:
                 randomize(cache.pages(layer))
+                if (means := cache.means(layer)) is not None:
+                    means.normal_(std=1 / 5)  # about that of a mean of 32 such keys
+        self._density = cache.density
         return cache
+
+    @property
+    def density(self) -> dict[int, float]:
+        """Of each layer whose prompts choose the keys that they read: the share of tiles that they have read; of random
+        keys. Waits for the device.
+        """
+        counted = [] if self._density is None else self._density.tolist()
+        return {layer: kept / of_all for layer, (kept, of_all) in enumerate(counted) if of_all}
 
     @property
     def calls(self) -> dict[Called, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -54,12 +54,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """step_us: what the rows' times add up to. rows: the largest first; `(idle)` is time in which nothing ran."""
+    """step_us: what the rows' times add up to. rows: the largest first; `(idle)` is time in which nothing ran. density:
+    of each layer whose prompts choose the keys that they read, the share of tiles that they read; of random keys.
+    """
 
     step: Step
     step_us: float
     read_gbps: float
     rows: tuple[Row, ...]
+    density: dict[int, float] = field(default_factory=dict)
 
 
 def moved(spans: Iterable[Span]) -> dict[str, tuple[int, float, float]]:
@@ -140,7 +143,7 @@ def profile_step(
         torch.cuda.synchronize()
     spans = [] if seen is None else [_span(e) for e in seen.events() if e.device_type.name == "CUDA"]
     rows = rows_of(spans, REPLAYS, held.calls_by(launcher.fuses), read_gbps)
-    return Profile(step, sum(r.moved_us for r in rows), read_gbps, rows)
+    return Profile(step, sum(r.moved_us for r in rows), read_gbps, rows, held.density)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

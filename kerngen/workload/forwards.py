@@ -72,7 +72,7 @@ class Forwards:
     def _prefill(self, step: Step) -> Forward:
         """A chunk of one sequence: a whole prompt, or what follows keys that are in the cache already."""
         cache = self._cache_of(step)
-        batch = Batch.prefill(self._ids(step.chunk), step.context - step.chunk, cache)
+        batch = Batch.prefill(self._ids(step.chunk), step.context - step.chunk, cache, self.model.config.sparse)
         return lambda: self.model.forward(batch, cache, outputs="last")
 
     def _draft(self, step: Step) -> tuple[Forward, Beside | None]:

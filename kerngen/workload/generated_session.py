@@ -115,6 +115,7 @@ def load_generated(
     draft_weights: str,
     kv_cache_dtype: str,
     kv_cache_layout: str,
+    sparse_prefill: float | None,
     num_draft_tokens: int | None,
     backend: str,
     dtype: str | None,
@@ -132,7 +133,7 @@ def load_generated(
     draft: True for a released model's own drafter, which is generated too; a folder with the configuration of one.
     Raises as `load` does.
     """
-    kept = Keeping(draft_weights, kv_cache_dtype, kv_cache_layout)
+    kept = Keeping(draft_weights, kv_cache_dtype, kv_cache_layout, sparse_prefill)
     opens = partial(
         _generated_part, folder, name=name, draft=draft, kept=kept, num_draft_tokens=num_draft_tokens,
         backend=backend, dtype=dtype, db=db, bundle=bundle, seed=seed, media=media or MediaOptions(),

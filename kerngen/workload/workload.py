@@ -192,6 +192,8 @@ class Model:
         if self.target.kv_format != "plain" or self.target.kv_is_shared:
             raise UsageError("inside vLLM caches are vLLM's, in the activations' dtype",
                              hint="leave --kv-cache-dtype and --kv-cache-layout out")  # fmt: skip
+        if self.target.sparse is not None:
+            raise UsageError("inside vLLM prompts read all keys", hint="leave --sparse-prefill out")
         if self.target.quant is None:
             raise UsageError(f"{self.name} has no W4A16 layers: kerngen serves nothing of it inside vLLM",
                              hint="a W4A16 checkpoint of the model, or --engine kerngen")  # fmt: skip

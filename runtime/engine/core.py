@@ -131,6 +131,10 @@ class Engine:
                              hint="fix num_draft_tokens")  # fmt: skip
         if max_batch < 1:
             raise UsageError(f"a batch of {max_batch} sequences runs none")
+        if reproducible and config.sparse is not None:
+            what = f"sparse prefill by alpha {config.sparse.alpha:g} keeps keys by an estimate"
+            raise UsageError(f"{what}, which rounding may bring over its threshold: no run is reproducible with it",
+                             hint="leave sparse prefill out, or reproducible")  # fmt: skip
         self.max_len, self.max_batch, self.prefill_chunk = max_len, max_batch, prefill_chunk
         self._fixed = 0 if drafter is None else num_draft_tokens
         most = ops.max_decode_len - 1 if self._fixed is None else self._fixed
@@ -164,6 +168,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.pools, page_size=page_size, window=config.window, max_batch=max_batch, step=step,
             prefix_caching=prefix_caching and not reproducible, fixed_chunk=prefill_chunk if reproducible else 0,
+            sparse=config.sparse,
         )  # fmt: skip
         self._media = MediaCache(media_cache_bytes, config.hidden_size * ops.dtype.itemsize)
         self._pending: deque[_Pending] = deque()
@@ -179,6 +184,7 @@ class Engine:
         with nullcontext() if self._ranks is None else self._ranks.making_ready(usual):
             self.prepare(say, usual)
         self._time_short_prefills()
+        self.cache.density.zero_()  # of prompts alone
 
     @torch.inference_mode()
     def prepare(self, say: Say = lambda *_: None, usual: Sampling | None = None) -> None:
@@ -254,6 +260,7 @@ class Engine:
             num_graphs=self.runner.num_graphs,
             free_pages={kind: pool.num_available for kind, pool in self.pools.items()},
             num_pages={kind: pool.capacity for kind, pool in self.pools.items()},
+            key_tiles=self.runner.key_tiles,
         )
 
     @torch.inference_mode()
@@ -489,7 +496,7 @@ class Engine:
             batch = self.runner.bucket(len(running)) if shape is None else shape.batch
             decode = decode_rows(running, batch, choice.length)
         config = self.model.config
-        planned = tuple([prefill_chunk(c, config.eos_ids, config.vocab_size) for c in chunks])
+        planned = tuple([prefill_chunk(c, config.eos_ids, config.vocab_size, config.sparse) for c in chunks])
         num_tokens = 0 if shape is None else shape.size
         if choice is None and not any(c.targets for c in planned):
             num_tokens = self.runner.prefill_graphs.size_for(sum(len(c.tokens) for c in planned), len(planned))

@@ -83,9 +83,11 @@ class PagePool:
 
 
 def page_keys(
-    tokens: Sequence[int], page_size: int, known: Sequence[bytes] = (), blocks: Sequence[Block] = ()
-) -> list[bytes]:
+    tokens: Sequence[int], page_size: int, known: Sequence[bytes] = (), blocks: Sequence[Block] = (),
+    made_by: bytes = b"",
+) -> list[bytes]:  # fmt: skip
     """The key of every full page of `tokens`, of which the first len(known) are known already. blocks: of all media.
+    made_by: what K and V depend on beside tokens and media.
 
     All tokens of an image have one id, and K and V of its first may depend on its last: a page's key has the digest of
     each block that it touches, and where in that it begins.
@@ -94,5 +96,5 @@ def page_keys(
     for begin in range(len(keys) * page_size, len(tokens) - page_size + 1, page_size):
         content = array("q", tokens[begin : begin + page_size]).tobytes()
         content += b"".join(block.key(begin) for block in touched(blocks, begin, begin + page_size))
-        keys.append(hashlib.blake2b(content, digest_size=16, key=keys[-1] if keys else b"").digest())
+        keys.append(hashlib.blake2b(content, digest_size=16, key=keys[-1] if keys else made_by).digest())
     return keys

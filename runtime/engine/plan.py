@@ -145,7 +145,8 @@ class PrefillChunk:
     new_row: of a sequence whose last chunk this is; its first token is chosen then. targets: tokens of the prompt whose
     log-probabilities are wanted: those that follow the chunk's tokens at first_target and on. media: what stands in
     place of tokens, which are 0 there. blocks: (begin, end) of positions in the sequence whose tokens see each other in
-    sliding layers, of those in the chunk; no block goes on behind it.
+    sliding layers, of those in the chunk; no block goes on behind it. means_from, dense_from: as ListedChunks has them
+    (batch.py), where prompts choose the keys that they read.
     """
 
     tokens: tuple[int, ...]
@@ -156,6 +157,8 @@ class PrefillChunk:
     first_target: int = 0
     media: tuple[MediaSlice, ...] = ()
     blocks: tuple[tuple[int, int], ...] = ()
+    means_from: int = 0
+    dense_from: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +294,8 @@ class Limits:
         _within("the tokens of a chunk", (size - 1,), self.max_len)
         _within("where a chunk begins", (chunk.start,), self.max_len)
         _within("where a chunk ends", (end,), self.max_len + 1)
+        _within("where a chunk's means begin", (chunk.means_from,), chunk.start + 1)
+        _within("where a prompt reads all keys", (chunk.dense_from,), self.max_len + 1)
         self._check_tokens(chunk.tokens, chunk.targets)
         _within("the targets of a chunk", (chunk.first_target, chunk.first_target + len(chunk.targets)), size + 1)
         if len(chunk.pages) != len(KINDS):

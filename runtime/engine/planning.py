@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from kerngen.runtime.cache import KINDS
+from kerngen.runtime.config import SparsePrefill
 from kerngen.runtime.engine.mask import bits_of
 from kerngen.runtime.engine.plan import DecodeRows, MediaSlice, NewRow, PrefillChunk, SamplingMode
 from kerngen.runtime.engine.request import Handle, Request
@@ -32,8 +33,10 @@ def decode_rows(running: Sequence[Handle], batch: int, num_drafts: int) -> Decod
     return DecodeRows(batch, max(h.limit for h in running), num_drafts, sampling_mode(running), masks)
 
 
-def prefill_chunk(chunk: Chunk, eos_ids: Sequence[int], vocab: int) -> PrefillChunk:
-    """eos_ids: end an answer beside a request's own stop_ids."""
+def prefill_chunk(
+    chunk: Chunk, eos_ids: Sequence[int], vocab: int, sparse: SparsePrefill | None = None
+) -> PrefillChunk:  # fmt: skip
+    """eos_ids: end an answer beside a request's own stop_ids. sparse: how prompts choose the keys that they read."""
     handle, start, size = chunk.handle, chunk.start, len(chunk.tokens)
     known = len(handle.prompt_logprobs)
     targets: tuple[int, ...] = ()
@@ -50,7 +53,11 @@ def prefill_chunk(chunk: Chunk, eos_ids: Sequence[int], vocab: int) -> PrefillCh
         (max(b.start, start), min(b.end, start + size))
         for b in touched(handle.blocks, start, start + size) if b.sees_itself
     ])  # fmt: skip
-    return PrefillChunk(tuple(tokens), start, pages, new_row, targets, known - start if targets else 0, media, blocks)
+    means_from, dense_from = (0, 0) if sparse is None else (chunk.means_from, sparse.dense_from(handle.goal))
+    return PrefillChunk(
+        tuple(tokens), start, pages, new_row, targets, known - start if targets else 0, media, blocks, means_from,
+        dense_from,
+    )  # fmt: skip
 
 
 def media_of(chunk: Chunk) -> list[Placed]:

@@ -24,7 +24,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from kerngen.runtime.batch import Batch, MediaRows, ragged_layout
+from kerngen.runtime.batch import Batch, ListedChunks, MediaRows, ragged_layout
 from kerngen.runtime.cache import KINDS, KVCache
 from kerngen.runtime.engine.graphs import Captured, Graphs
 from kerngen.runtime.engine.logit_processors import Send
@@ -90,6 +90,9 @@ class PrefillGraphs:
             rows = torch.zeros(SIZES[-1], model.config.hidden_size, dtype=model.ops.dtype, device=device)
             self._media = MediaRows(rows, torch.zeros(SIZES[-1], dtype=torch.int64, device=device))
         self._ends = torch.zeros(SIZES[-1], dtype=torch.int32, device=device)
+        self._listed: Tensor | None = None  # [2, SEQUENCES]: as ListedChunks has them
+        if model.config.sparse is not None:
+            self._listed = torch.zeros(2, SEQUENCES, dtype=torch.int32, device=device)
 
     @property
     def sizes(self) -> list[int]:
@@ -123,7 +126,9 @@ class PrefillGraphs:
     def batch(self, size: int) -> tuple[Batch, KVCache]:
         """What lies in the tables and lengths when it is replayed, and the cache under those tables."""
         cache = self._cache.with_tables(self._tables)
-        batch = Batch.ragged(self._tokens[:, :size], self._lengths, cache, max_seqlen=size, max_kv_len=self._max_kv_len)
+        listed = None if self._listed is None else ListedChunks(self._listed[0], self._listed[1], size)
+        batch = Batch.ragged(self._tokens[:, :size], self._lengths, cache, max_seqlen=size, max_kv_len=self._max_kv_len,
+                             listed=listed)  # fmt: skip
         return batch, cache
 
     def capture(self, size: int) -> None:
@@ -135,25 +140,28 @@ class PrefillGraphs:
 
     def run(
         self, ids: Sequence[int], starts: Sequence[int], sizes: Sequence[int], tables: Tensor, size: int, outputs: str,
-        media: MediaOfChunks | None = None,
+        listed: Sequence[tuple[int, int]] = (), media: MediaOfChunks | None = None,
     ) -> Tensor | None:  # fmt: skip
         """The forward of these chunks, as Runner.chunks has them, in the graph of `size` tokens, and the hidden states
         of their last tokens, [chunks, H], where `outputs` says so: valid until any graph of this pool is replayed. None
-        where there is no such graph. tables: on the host.
+        where there is no such graph. tables: on the host. listed: as of Runner.chunks.
         """
         captured = self._captured.get((size, outputs, media is not None))
         if captured is None or len(sizes) >= SEQUENCES:
             return None
-        self.put(ids, starts, sizes, tables, size)
+        self.put(ids, starts, sizes, tables, size, listed)
         if media is not None:
             self._put_media(media, size)
         graph, hidden = captured
         graph.replay()
         return hidden[: len(sizes)]
 
-    def put(self, ids: Sequence[int], starts: Sequence[int], sizes: Sequence[int], tables: Tensor, size: int) -> None:
+    def put(
+        self, ids: Sequence[int], starts: Sequence[int], sizes: Sequence[int], tables: Tensor, size: int,
+        listed: Sequence[tuple[int, int]] = (),
+    ) -> None:  # fmt: skip
         """Have a forward of `size` tokens be that of these chunks. tables: on the host."""
-        self._fill(ids, starts, sizes, size)
+        self._fill(ids, starts, sizes, size, listed)
         known = torch.zeros(self._tables.shape, dtype=torch.int32)
         known[:, : len(sizes), : tables.shape[2]] = tables
         self._tables.copy_(self._send(known, torch.int32))
@@ -174,9 +182,15 @@ class PrefillGraphs:
         self._tables.zero_()
         self._fill([], [], [], size)
 
-    def _fill(self, ids: Sequence[int], starts: Sequence[int], sizes: Sequence[int], size: int) -> None:
+    def _fill(
+        self, ids: Sequence[int], starts: Sequence[int], sizes: Sequence[int], size: int,
+        listed: Sequence[tuple[int, int]] = (),
+    ) -> None:  # fmt: skip
         """The tokens of chunks, and then of nobody, up to `size`. What is left of the sequences is empty."""
         spare, left = size - sum(sizes), [0] * (SEQUENCES - 1 - len(sizes))
         tokens, lengths = ragged_layout([*ids, *[0] * spare], [*starts, 0, *left], [*sizes, spare, *left])
         self._tokens[:, :size] = self._send(tokens, torch.int64)
         self._lengths.copy_(self._send(lengths, torch.int32))
+        if self._listed is not None:
+            of_all = [*listed, *[(0, 0)] * (SEQUENCES - len(listed))]
+            self._listed.copy_(self._send(list(zip(*of_all, strict=True)), torch.int32))

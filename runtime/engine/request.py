@@ -108,7 +108,8 @@ class Load:
     """Who is where in an engine between two steps, and what it has left.
 
     num_preemptions, num_graphs: since the engine was made; steps and prefills are captured as graphs. free_pages,
-    num_pages: of each kind of cache, page 0 excluded; pages that only later requests may find are free.
+    num_pages: of each kind of cache, page 0 excluded; pages that only later requests may find are free. key_tiles: as
+    of Runner.key_tiles.
     """
 
     num_waiting: int
@@ -118,6 +119,12 @@ class Load:
     num_graphs: int
     free_pages: dict[str, int]
     num_pages: dict[str, int]
+    key_tiles: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def density(self) -> dict[int, float]:
+        """Of each layer whose prompts choose the keys that they read: the share of tiles of keys that they read."""
+        return {layer: kept / of_all for layer, (kept, of_all) in self.key_tiles.items() if of_all}
 
 
 class Phase(enum.Enum):
@@ -157,6 +164,7 @@ class Handle:
     num_made: int = 0  # of `tokens`, since it was admitted or by prefilling them again
     allowed: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # by its mask, of the next token
     num_cached: int = 0  # tokens in the cache, as far as the host knows
+    means_from: int = 0  # the first position whose means of keys may be missing, where prompts choose by them
     in_flight: deque[int] = field(default_factory=deque)  # the most tokens that each step not yet read may add
     admitted_at: float = 0.0
     first_token_at: float = 0.0

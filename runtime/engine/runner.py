@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kerngen.errors import KerngenError, UsageError
-from kerngen.runtime.batch import Batch, MediaRows, ragged_layout
+from kerngen.runtime.batch import Batch, ListedChunks, MediaRows, ragged_layout
 from kerngen.runtime.cache import KINDS, KVCache
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine.graphs import Captured, Graphs
@@ -166,6 +166,8 @@ class Runner:
         self._latest: torch.cuda.Event | None = None  # behind all that was handed in
         self._prefills: deque[tuple[int, _Moment, _Moment]] = deque(maxlen=MOST_TIMED)  # tokens, beginning, end
         self._embeddings: dict[bytes, Tensor] = {}  # [num_tokens, H] of items, by digest
+        self._key_tiles: dict[int, tuple[int, int]] = {}
+        self._counting: tuple[Tensor, torch.cuda.Event | None] | None = None  # a copy of the cache's density
 
     @property
     def num_graphs(self) -> int:
@@ -237,6 +239,32 @@ class Runner:
         if plan.chunks:
             return self._mixed(plan, plan.decode)
         return StepOutput(self._decode(plan.decode, plan.num_running))
+
+    @property
+    def key_tiles(self) -> dict[int, tuple[int, int]]:
+        """Of each layer whose prompts choose the keys that they read: entries of their lists, since the runner was
+        made, and how many they would have had of all tiles. Of prompts that have ended, as far as that is known; waits
+        for none. Empty where prompts read all keys.
+        """
+        if self._counting is not None and (self._counting[1] is None or self._counting[1].query()):
+            counted: list[tuple[int, int]] = [(kept, of_all) for kept, of_all in self._counting[0].tolist()]
+            layers = self.model.config.layers
+            self._key_tiles = {layer.index: counted[layer.index] for layer in layers if layer.kind == "full"}
+            self._counting = None
+        return self._key_tiles
+
+    def _count_key_tiles(self) -> None:
+        """Have `key_tiles` know of what was handed in so far."""
+        if self.model.config.sparse is None:
+            return
+        density = self.cache.density
+        if not density.is_cuda:
+            self._counting = density.clone(), None
+            return
+        buffer, copied = torch.empty(density.shape, dtype=density.dtype, pin_memory=True), torch.cuda.Event()
+        buffer.copy_(density, non_blocking=True)
+        copied.record()
+        self._counting = buffer, copied
 
     # -- rows
 
@@ -368,6 +396,10 @@ class Runner:
         ids = [t for c in chunks for t in c.tokens]
         return ids, [c.start for c in chunks], [len(c.tokens) for c in chunks], tables
 
+    def _listed(self, chunks: Sequence[PrefillChunk]) -> list[tuple[int, int]]:
+        """What `chunks` is given of each; nothing where prompts read all keys."""
+        return [] if self.model.config.sparse is None else [(c.means_from, c.dense_from) for c in chunks]
+
     def _sent(self, values: Values, dtype: torch.dtype) -> Tensor:
         """`values` on the device, without waiting for it: torch reuses pinned memory once its copies have ended."""
         tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
@@ -382,10 +414,11 @@ class Runner:
         chunks = plan.chunks
         prompt_logprobs: tuple[NDArray[np.int64], ...] = ()
         ids, starts, sizes, tables = self._layout(chunks)
+        listed = self._listed(chunks)
         outputs = "none" if all(c.new_row is None for c in chunks) else "last"
         tokens, has_media = sum(sizes), any(c.media for c in chunks)
         if any(c.targets for c in chunks):
-            batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32))
+            batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32), listed)
             batch = self.with_media(batch, chunks)
             ends = [0, *accumulate(sizes)]
             states = self.forward(batch, cache)
@@ -393,11 +426,11 @@ class Runner:
             hidden = states[self._sent([end - 1 for end in ends[1:]], torch.int64)]
         elif plan.num_tokens and (
             (short := self.prefill_graphs.run(
-                ids, starts, sizes, tables, plan.num_tokens, outputs, self._media_of(chunks))) is not None
+                ids, starts, sizes, tables, plan.num_tokens, outputs, listed, self._media_of(chunks))) is not None
         ):  # fmt: skip
             hidden, tokens = short, plan.num_tokens
         else:
-            batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32))
+            batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32), listed)
             hidden = self.forward(self.with_media(batch, chunks), cache, outputs)
         now = self._now()
         if not has_media:  # how long a tower takes says nothing of the next chunk
@@ -415,6 +448,7 @@ class Runner:
         if len(done) < len(hidden):
             hidden = hidden[self._sent(done, torch.int64)]
         self.join(plan.num_running, [plan.chunks[i] for i in done])
+        self._count_key_tiles()
         rows = slice(plan.num_running, plan.num_running + len(done))
         return self._result(self.first_tokens(hidden, rows, plan.first_mode), 1, began=None)
 
@@ -423,17 +457,24 @@ class Runner:
         return self._emit(hidden, self.ints[LENGTH, rows], None, rows, mode)
 
     def chunks(
-        self, ids: Sequence[int], starts: Sequence[int], sizes: Sequence[int], tables: Tensor
-    ) -> tuple[Batch, KVCache]:
+        self, ids: Sequence[int], starts: Sequence[int], sizes: Sequence[int], tables: Tensor,
+        listed: Sequence[tuple[int, int]] = (),
+    ) -> tuple[Batch, KVCache]:  # fmt: skip
         """A forward of chunks of several sequences, and the cache under their `tables` [2, chunks, max_pages]. ids: of
-        all chunks, one after another; starts, sizes: of each, in its sequence.
+        all chunks, one after another; starts, sizes: of each, in its sequence. listed: means_from and dense_from of
+        each, where prompts choose the keys that they read (ListedChunks).
         """
         self.model.ops.row_invariant = False  # where it counts, a chunk is a forward by itself: its rows are the same
         tokens, lengths = ragged_layout(ids, starts, sizes)
-        cache = self.cache.with_tables(tables)
+        cache, choices = self.cache.with_tables(tables), None
+        if listed:
+            ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+            num_keys = sum(end - means_from for end, (means_from, _) in zip(ends, listed, strict=True))
+            rows = self._sent(list(zip(*listed, strict=True)), torch.int32)
+            choices = ListedChunks(rows[0], rows[1], num_keys)
         batch = Batch.ragged(
             self._sent(tokens, torch.int64), self._sent(lengths, torch.int32), cache,
-            max_seqlen=max(sizes), max_kv_len=max(lengths[len(sizes) + 1 :]),
+            max_seqlen=max(sizes), max_kv_len=max(lengths[len(sizes) + 1 :]), listed=choices,
         )  # fmt: skip
         return batch, cache
 
@@ -545,16 +586,17 @@ class Runner:
     def _mixed(self, plan: StepPlan, rows: DecodeRows) -> StepOutput:
         """A decode step without drafts and a prefill as one forward."""
         ids, starts, sizes, tables = self._layout(plan.chunks)
+        listed = self._listed(plan.chunks)
         self.logit_processors.guide(rows.masks)
         shape = Shape(plan.num_tokens, rows.batch, rows.mode)
         has_media = any(c.media for c in plan.chunks)
         if shape in self.mixed_graphs and len(sizes) < SEQUENCES and not has_media:
-            self.prefill_graphs.put(ids, starts, sizes, tables, shape.chunk)
+            self.prefill_graphs.put(ids, starts, sizes, tables, shape.chunk, listed)
             began = self._beginning()
             result, last = self.mixed_graphs.replay(shape)
         else:
             began = self._beginning()
-            batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32))
+            batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32), listed)
             result, last = self.mixed_step(rows.batch, rows.mode, self.with_media(batch, plan.chunks), cache)
         decoded = self._result(result[: plan.num_running], 1, began=began)
         return StepOutput(decoded, self._first(plan, last))

@@ -16,6 +16,11 @@ Images: where the tokens of an image see each other (request.Handle.blocks), a c
 cache, or none. So a chunk ends before an image that the budget or the pages do not reach the end of, and a chunk that
 begins with an image has all of it, whatever the budget. A prefix may be found that ends within an image: its pages hold
 what the whole image gave.
+
+Block-sparse prefill (config.SparsePrefill): queries choose the keys that they see by blocks, of chunks that begin at
+multiples of a block: so chunks end, prefixes are found, and choices do not depend on either. Means of keys, by which
+they choose, are written by prefills. Pages that were filled by decode steps lack them: who finds such a page writes
+them with its first chunk.
 """
 
 from __future__ import annotations
@@ -27,9 +32,11 @@ from dataclasses import dataclass
 
 from kerngen.errors import UsageError
 from kerngen.runtime.cache import KINDS
+from kerngen.runtime.config import SparsePrefill
 from kerngen.runtime.engine.pages import PagePool, page_keys
 from kerngen.runtime.engine.plan import SAME_ROWS, NewPage, RowUpdate
 from kerngen.runtime.engine.request import Handle, Phase
+from kerngen.templates.common.attention.tile_lists import LIST_QUERIES
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -46,12 +53,15 @@ def window_pages(window: int, step: int, page_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens [start, start + len(tokens)) of a sequence, to prefill. is_last: its next token is chosen then."""
+    """Tokens [start, start + len(tokens)) of a sequence, to prefill. is_last: its next token is chosen then.
+    means_from: as of Handle.
+    """
 
     handle: Handle
     start: int
     tokens: list[int]
     is_last: bool
+    means_from: int = 0
 
 
 class Scheduler:
@@ -69,8 +79,10 @@ class Scheduler:
         step: int,
         prefix_caching: bool,
         fixed_chunk: int = 0,
+        sparse: SparsePrefill | None = None,
     ) -> None:
-        """step: tokens that a decode step and those under way may add.
+        """step: tokens that a decode step and those under way may add. sparse: how prompts choose the keys that they
+        read.
 
         fixed_chunk: the tokens of every chunk of a prompt but its last; what is preempted then makes its tokens again
         as it did the first time. 0: whatever fits, and its tokens are prefilled.
@@ -78,6 +90,8 @@ class Scheduler:
         self.pools, self.page_size, self.window, self.max_batch = pools, page_size, window, max_batch
         self.prefix_caching = prefix_caching
         self.fixed_chunk = fixed_chunk
+        self._made_by, self._align = (b"", 1) if sparse is None else (sparse.key, LIST_QUERIES)
+        self._without_means: set[int] = set()  # full pages that may be found
         self._window_pages = window_pages(window, step, page_size)
         self.waiting: list[Handle] = []  # in order of arrival
         self.prefilling: list[Handle] = []
@@ -112,8 +126,8 @@ class Scheduler:
         """(full, sliding) pages that a sequence of up to `length` tokens takes alone, with the shortest chunks.
         longest_block: as of `Handle`.
         """
-        full = pages_for(length, self.page_size)
-        return full, min(full, self._window_pages + pages_for(max(self.fixed_chunk, longest_block, 1), self.page_size))
+        full, at_once = pages_for(length, self.page_size), max(self.fixed_chunk, longest_block, self._align)
+        return full, min(full, self._window_pages + pages_for(at_once, self.page_size))
 
     def _wait(self, handle: Handle) -> None:
         handle.phase = Phase.WAITING
@@ -145,7 +159,7 @@ class Scheduler:
         """
         if not self.prefix_caching or handle.request.prompt_logprobs is not None:
             return [], []
-        handle.keys = page_keys(known, self.page_size, handle.keys, handle.blocks)
+        handle.keys = page_keys(known, self.page_size, handle.keys, handle.blocks, self._made_by)
         keys = handle.keys[: (len(known) - 1) // self.page_size]
         full: list[int] = []
         for key in keys:
@@ -158,7 +172,7 @@ class Scheduler:
             runs.append(0 if page is None else runs[-1] + 1)
         for count in range(len(full), 0, -1):
             gone = self._num_gone(count * self.page_size)
-            if runs[count] >= count - gone:
+            if count * self.page_size % self._align == 0 and runs[count] >= count - gone:
                 kept = [page for page in sliding[gone:count] if page is not None]
                 return full[:count], [0] * gone + kept
         return [], []
@@ -188,6 +202,8 @@ class Scheduler:
             handle.pages[kind] = pages
         count = len(found[0])
         handle.num_cached = count * self.page_size
+        lacking = (i for i, page in enumerate(found[0]) if page in self._without_means)
+        handle.means_from = next(lacking, count) * self.page_size
         handle.num_gone = self._num_gone(handle.num_cached)
         handle.num_published = count
         if not handle.tokens:
@@ -206,7 +222,7 @@ class Scheduler:
             if handle.phase is not Phase.PREFILLING:
                 continue  # preempted for one before it
             start = handle.num_cached
-            end = handle.chunk_end(start, min(start + (self.fixed_chunk or budget), handle.goal))
+            end = self._chunk_end(handle, start, min(start + (self.fixed_chunk or budget), handle.goal))
             if end - start > budget and budget < whole:
                 return  # it is the first of the next step
             if self.fixed_chunk:
@@ -214,18 +230,29 @@ class Scheduler:
                     return
             elif not self._grow(handle, end, preempt=False):
                 # a shorter chunk will do; none at all only where nobody came later
-                self._grow(handle, handle.chunk_end(start, start + 1))
+                self._grow(handle, self._chunk_end(handle, start, start + 1))
             room = self.page_size * min(len(handle.pages[kind]) for kind in KINDS)
-            end = handle.chunk_end(start, min(end, room))
+            end = self._chunk_end(handle, start, min(end, room))
             if not start < end <= room:
                 return  # it waits for those before it, and those after it for it
             budget -= end - start
-            yield Chunk(handle, start, handle.known[start:end], end == handle.goal)
+            yield Chunk(handle, start, handle.known[start:end], end == handle.goal, min(handle.means_from, start))
+
+    def _chunk_end(self, handle: Handle, start: int, end: int) -> int:
+        """`end`, or where a chunk that begins at `start` ends in place of it: where a block of queries does, the one
+        before if there is one; and where images allow it.
+        """
+        if end < handle.goal and end % self._align:
+            whole = end // self._align * self._align
+            end = whole if whole > start else min(whole + self._align, handle.goal)
+        return handle.chunk_end(start, end)
 
     def prefilled(self, chunk: Chunk) -> None:
         """Its forward was handed in: what it leaves in the cache may be shared, and what lies behind it let go."""
         handle = chunk.handle
-        handle.num_cached = chunk.start + len(chunk.tokens)
+        handle.num_cached = handle.means_from = chunk.start + len(chunk.tokens)
+        if self._without_means:
+            self._without_means.difference_update(handle.pages["full"][: handle.num_cached // self.page_size])
         if chunk.is_last:
             self.prefilling.remove(handle)
             handle.phase, handle.row = Phase.RUNNING, len(self.running)
@@ -250,11 +277,13 @@ class Scheduler:
         """After num_cached has grown: publish what is full, let go what lies behind the window."""
         if self.prefix_caching and handle.num_cached // self.page_size > handle.num_published:
             known = handle.known[: handle.num_cached]
-            handle.keys = page_keys(known, self.page_size, handle.keys, handle.blocks)
+            handle.keys = page_keys(known, self.page_size, handle.keys, handle.blocks, self._made_by)
             for i in range(handle.num_published, len(known) // self.page_size):
                 for kind in KINDS:
                     if page := handle.pages[kind][i]:
                         self.pools[kind].publish(page, handle.keys[i])
+                if self._align > 1 and (i + 1) * self.page_size > handle.goal:
+                    self._without_means.add(handle.pages["full"][i])
             handle.num_published = len(known) // self.page_size
         gone = self._num_gone(handle.num_cached)
         if gone > handle.num_gone:
@@ -274,6 +303,8 @@ class Scheduler:
                         continue
                     return False
                 pages.append(pool.take())
+                if kind == "full":
+                    self._without_means.discard(pages[-1])
                 if handle.phase is Phase.RUNNING:
                     self._new_pages.append(NewPage(kind, handle.row, len(pages) - 1, pages[-1]))
         return True

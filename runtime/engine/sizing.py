@@ -34,13 +34,17 @@ class CacheShape:
 
     @property
     def page_bytes(self) -> dict[str, int]:
-        """Of one page, K and V, in all layers of each kind."""
+        """Of one page, K and V, in all layers of each kind; and means of its keys, where prompts choose by them."""
         total = dict.fromkeys(KINDS, 0)
         for layer in (*self.config.layers, *self.drafter_layers):
             if layer.owns_kv:
                 total[layer.kind] += KV_FORMATS[self.config.kv_format_of(layer)].page_bytes(
                     layer.num_kv_heads, self.page_size, layer.head_dim, self.dtype
                 )
+        if (sparse := self.config.sparse) is not None:
+            owners = [layer for layer in self.config.layers if layer.owns_kv and layer.kind == "full"]
+            values = sum(layer.num_kv_heads * layer.head_dim for layer in owners)
+            total["full"] += values * (self.page_size // sparse.mean_keys) * self.dtype.itemsize
         return total
 
     @property

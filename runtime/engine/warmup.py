@@ -45,7 +45,9 @@ def warm_up(runner: Runner, draft_lengths: Sequence[int], longest_chunk: int) ->
     sees_images = runner.model.media is not None and runner.model.media.bidirectional
     for size, keys, count in _chunks(longest_chunk, runner.max_kv_len, len(hidden)):  # which take longest to compile
         tables = torch.zeros(len(KINDS), count, -(-keys // page_size), dtype=torch.int32, device=hidden.device)
-        forward, cache = runner.chunks([0] * size, [keys - size // count] * count, [size // count] * count, tables)
+        start = keys - size // count
+        listed = [] if runner.model.config.sparse is None else [(start, keys)] * count
+        forward, cache = runner.chunks([0] * size, [start] * count, [size // count] * count, tables, listed)
         runner.forward(forward, cache, "last")
         if sees_images:  # a kernel of its own in sliding layers
             runner.forward(replace(forward, ends=forward.positions.to(torch.int32)), cache, "last")

@@ -36,6 +36,7 @@ from kerngen.runtime.ops.values import (
 from kerngen.templates.values import AttnBatch, HeadNorms, KVView, PageLimits, PagesInUse
 
 if TYPE_CHECKING:
+    from kerngen.runtime.config import SparsePrefill
     from kerngen.runtime.executors import Say
     from kerngen.runtime.executors.collectives import Collectives
     from kerngen.runtime.executors.trace import Trace
@@ -259,6 +260,23 @@ class Ops(Protocol):
         """attend_decode's softmax(q k^T) v for ragged queries, whose K and V the cache holds.
 
         q [T, nq, d], normed and rotated. Never captured in a graph.
+        """
+
+    def write_means(self, means: Tensor, kv: KVView, batch: AttnBatch, starts: Tensor, num_keys: int) -> None:
+        """Means of keys that the cache has got, whole ones: key_means (templates/key_means/op.py).
+
+        means [P, nkv, r, d], beside the pages of kv; starts [B] int32: of each sequence from the mean on that holds
+        this position; num_keys: of all sequences, about.
+        """
+
+    def select_tiles(
+        self, q: Tensor, means: Tensor, kv: KVView, batch: AttnBatch, rule: SparsePrefill, dense_from: Tensor,
+        density: Tensor,
+    ) -> AttnBatch:  # fmt: skip
+        """`batch`, of ragged queries under a causal mask, with the lists of tiles that q [T, nq, d] see by `rule`.
+
+        dense_from [B] int32: queries from that position on see all. density [2] int64: the lists' entries, and those
+        that they would have of all tiles, are added.
         """
 
     def gated(self, x: Tensor, gate_up: Linear) -> Tensor:

@@ -6,6 +6,7 @@ RoPE's cos and sin are cast to the activations' dtype); attention computes in fp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kerngen.runtime.config import SparsePrefill
 from kerngen.runtime.executors import Say, run_inline
 from kerngen.runtime.executors.collectives import Collectives, OneRank
 from kerngen.runtime.executors.trace import Trace
@@ -39,6 +41,13 @@ from kerngen.templates.common.attention.attention_torch import attend, first_key
 from kerngen.templates.common.attention.heads_torch import folded_weight
 from kerngen.templates.common.attention.heads_torch import slots_of as rows_of
 from kerngen.templates.common.attention.kv_formats_torch import read_rows, write_rows
+from kerngen.templates.common.attention.tile_lists import first_list, num_entries
+from kerngen.templates.common.attention.tile_lists_torch import (
+    lists_of_scores,
+    of_lists,
+    scores_of_lists,
+    write_means,
+)
 from kerngen.templates.common.rows.spec import require
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, gelu_gated, rms_norm, rope
 from kerngen.templates.common.w4.pack import dequantize
@@ -176,6 +185,24 @@ class TorchOps:
         if batch.cu_seqlens_q is None:
             raise TypeError("attn_prefill takes ragged queries: cu_seqlens_q")
         return _attend_each(q.split(batch.cu_seqlens_q.diff().tolist()), kv, batch)
+
+    def write_means(self, means: Tensor, kv: KVView, batch: AttnBatch, starts: Tensor, num_keys: int) -> None:
+        write_means(means, kv.k_cache, batch.block_table, batch.kv_lens, starts, kv.format.name, self.dtype)
+
+    def select_tiles(
+        self, q: Tensor, means: Tensor, kv: KVView, batch: AttnBatch, rule: SparsePrefill, dense_from: Tensor,
+        density: Tensor,
+    ) -> AttnBatch:  # fmt: skip
+        if batch.cu_seqlens_q is None:
+            raise TypeError("lists of tiles are of ragged queries: cu_seqlens_q")
+        lens, begins = batch.kv_lens, batch.cu_seqlens_q
+        tiles = num_entries(batch.max_kv_len)
+        scores = scores_of_lists(q, means, batch.block_table, lens, begins, kv.page_size, 1.0, tiles)
+        counts, lists, added = lists_of_scores(
+            scores, kv.num_kv_heads, lens, begins, math.log2(rule.alpha), rule.num_first, rule.num_last, dense_from
+        )
+        density += torch.tensor(added, device=density.device)
+        return replace(batch, mask=replace(batch.mask, counts=counts, lists=lists))
 
     def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
         gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
@@ -317,27 +344,38 @@ def _write(kv: KVView, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _attend_each(queries: Sequence[Tensor], kv: KVView, batch: AttnBatch) -> Tensor:
     """queries: [n, nq, d] of each sequence."""
-    mask = batch.mask
+    mask, begin = batch.mask, 0
     ends: Sequence[Tensor | None] = [None] * len(queries)
     if mask.ends is not None:
         ends = mask.ends.split([len(q) for q in queries])
-    of_each = zip(queries, batch.block_table, batch.kv_lens.tolist(), ends, strict=True)
-    return torch.cat([_attend(q, kv, table, kv_len, replace(mask, ends=its)) for q, table, kv_len, its in of_each])
+    kept: list[Tensor | None] = [None] * len(queries)
+    if mask.counts is not None and mask.lists is not None:
+        every = of_lists(mask.counts, mask.lists, mask.lists.shape[2])
+        for s, q in enumerate(queries):
+            kept[s] = every[first_list(begin, s) :]
+            begin += len(q)
+    mask = replace(mask, counts=None, lists=None)
+    of_each = zip(queries, batch.block_table, batch.kv_lens.tolist(), ends, kept, strict=True)
+    return torch.cat([
+        _attend(q, kv, table, kv_len, replace(mask, ends=its), own) for q, table, kv_len, its, own in of_each
+    ])  # fmt: skip
 
 
-def _attend(q: Tensor, kv: KVView, table: Tensor, kv_len: int, mask: Mask) -> Tensor:
-    """One sequence and its mask: q [n, nq, d] at positions kv_len - n to kv_len - 1, table [max_pages]. Returns [n, nq,
-    d].
+def _attend(
+    q: Tensor, kv: KVView, table: Tensor, kv_len: int, mask: Mask, kept: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """One sequence and its mask: q [n, nq, d] at positions kv_len - n to kv_len - 1, table [max_pages]. kept: as of
+    `attend`. Returns [n, nq, d].
     """
     first = min(first_key(kv_len, len(q), mask.window), max(kv_len, 0))
-    if len(q) == 1 and first < kv_len:
+    if len(q) == 1 and first < kv_len and kept is None:
         return _attend_one(q, kv, table, first, kv_len).to(q.dtype)
     k, v = (
         gather_pages(pool, table, first, kv_len, kv.format.name, q.dtype, keys=keys)
         for pool, keys in ((kv.k_cache, True), (kv.v_cache, False))
     )
     causal = mask.kind == "causal"
-    return attend(q, k, v, kv_len, causal=causal, window=mask.window, ends=mask.ends).to(q.dtype)
+    return attend(q, k, v, kv_len, causal=causal, window=mask.window, ends=mask.ends, kept=kept).to(q.dtype)
 
 
 def _attend_one(q: Tensor, kv: KVView, table: Tensor, first: int, kv_len: int) -> Tensor:

@@ -6,13 +6,16 @@ backend; the recording and the reference executor run the very same code with no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from kerngen.errors import ProblemError
+from kerngen.runtime.config import SparsePrefill
 from kerngen.runtime.executors import Executor, Say
 from kerngen.runtime.executors.trace import Trace
 from kerngen.runtime.fallbacks import FALLBACKS
@@ -60,6 +63,7 @@ from kerngen.templates.exchange_norm.op import exchange_norm, exchange_pair_norm
 from kerngen.templates.gelu_gate.op import gelu_mul
 from kerngen.templates.greedy_head import spec as head_spec
 from kerngen.templates.greedy_head.op import greedy_head
+from kerngen.templates.key_means.op import key_means
 from kerngen.templates.moe_combine.op import moe_combine
 from kerngen.templates.moe_router.op import moe_router
 from kerngen.templates.ple_block import spec as ple_spec
@@ -68,6 +72,8 @@ from kerngen.templates.ple_inputs.op import ple_inputs
 from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qkv_norm_rope
 from kerngen.templates.rmsnorm.op import rmsnorm
 from kerngen.templates.softcap_argmax.op import argmax, softcap
+from kerngen.templates.tile_lists.op import TileRule, tile_lists
+from kerngen.templates.tile_scores.op import tile_scores
 from kerngen.templates.values import PLAIN, AttnBatch, HeadNorms, KVView, PageLimits, PagesInUse, Peers, Routed
 
 R = TypeVar("R")
@@ -242,6 +248,19 @@ class KernelOps:
 
     def attn_prefill(self, q: Tensor, kv: KVView, batch: AttnBatch) -> Tensor:
         return self.run(attn_prefill(q, kv, batch), "attention")
+
+    def write_means(self, means: Tensor, kv: KVView, batch: AttnBatch, starts: Tensor, num_keys: int) -> None:
+        self.run(key_means(means, kv, batch, starts, num_keys), "means of keys")
+
+    def select_tiles(
+        self, q: Tensor, means: Tensor, kv: KVView, batch: AttnBatch, rule: SparsePrefill, dense_from: Tensor,
+        density: Tensor,
+    ) -> AttnBatch:  # fmt: skip
+        scores = self.run(tile_scores(q, means, kv.page_size, batch), "weights of tiles of keys")
+        by = TileRule(math.log2(rule.alpha), rule.num_first, rule.num_last)
+        call = tile_lists(scores, density, dense_from, kv.num_kv_heads, len(q), batch, by)
+        counts, lists = self.run(call, "lists of tiles of keys")
+        return replace(batch, mask=replace(batch.mask, counts=counts, lists=lists))
 
     def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
         return FORMATS[gate_up.format.name].gated(self, x, gate_up)

@@ -69,6 +69,7 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         self._engines = engines
         registry.register(_Replicas(model, engines))
+        registry.register(_KeyTiles(model, engines))
 
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(f"vllm:{name}", text, _MODEL, registry=registry).labels(model)
@@ -184,4 +185,23 @@ class _Replicas(Collector):
             family = kind(f"kerngen:replica_{name}", text, labels=(*_MODEL, "replica"))
             for replica in replicas:
                 family.add_metric((self._model, str(replica.replica)), float(getattr(replica, field)))
+            yield family
+
+
+class _KeyTiles(Collector):
+    """Which tiles of keys prompts read, of each layer where they choose; nothing where they read all."""
+
+    def __init__(self, model: str, engines: Engines) -> None:
+        self._model, self._engines = model, engines
+
+    def collect(self) -> Iterator[Metric]:
+        if (load := self._engines.load) is None or not load.key_tiles:
+            return
+        for i, (name, text) in enumerate((
+            ("prefill_key_tiles_read", "Tiles of 128 keys that blocks of 128 queries of prompts have read."),
+            ("prefill_key_tiles", "Tiles that they would have read, had they read all."),
+        )):  # fmt: skip
+            family = CounterMetricFamily(f"kerngen:{name}", text, labels=(*_MODEL, "layer"))
+            for layer, counted in load.key_tiles.items():
+                family.add_metric((self._model, str(layer)), float(counted[i]))
             yield family

@@ -277,6 +277,7 @@ class ReplicaPool:
             num_graphs=sum(load.num_graphs for load in loads),
             free_pages={kind: sum(load.free_pages[kind] for load in loads) for kind in KINDS},
             num_pages={kind: sum(load.num_pages[kind] for load in loads) for kind in KINDS},
+            key_tiles=_together([load.key_tiles for load in loads]),
         )
 
     @property
@@ -399,3 +400,10 @@ class _Progress:
             on_load(sum(d for d, _ in self._bytes.values()), sum(t for _, t in self._bytes.values()), "")
 
         return told
+
+
+def _together(each: Sequence[dict[int, tuple[int, int]]]) -> dict[int, tuple[int, int]]:
+    """Load.key_tiles of all of them."""
+    layers = sorted(set().union(*each))
+    of_each = {layer: [tiles[layer] for tiles in each if layer in tiles] for layer in layers}
+    return {layer: (sum(kept for kept, _ in of), sum(every for _, every in of)) for layer, of in of_each.items()}

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from kerngen.templates.common.attention import tile_lists_torch
-from kerngen.templates.common.attention.tile_lists import NOTHING, query_blocks
+from kerngen.templates.common.attention.tile_lists_torch import scores_of_lists
 from kerngen.templates.kernel import Tolerance
 from kerngen.templates.tile_scores.spec import Problem
 
 
 def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """scores [num_lists, num_q_heads, max_tiles]."""
-    p, scores = problem, torch.full_like(inputs["scores"], NOTHING)
-    begins = inputs["cu_seqlens_q"].tolist()
-    q_lens = [end - begin for begin, end in pairwise(begins)]
-    per_page = p.page_size // p.mean_keys
-    for at, s, first, count in query_blocks(q_lens):
-        kv_len = int(inputs["kv_lens"][s])
-        position = kv_len - q_lens[s] + first
-        mean = torch.arange(kv_len // p.mean_keys, device=scores.device)
-        pages = inputs["block_table"][s][mean // per_page].long()
-        means = inputs["means"][pages, :, mean % per_page]
-        queries = inputs["q"][begins[s] + first : begins[s] + first + count]
-        found = tile_lists_torch.tile_scores(queries, means, position, p.mean_keys, inputs["sm_scale"])
-        scores[at, :, : found.shape[1]] = found
+    i = inputs
+    scores = scores_of_lists(
+        i["q"], i["means"], i["block_table"], i["kv_lens"], i["cu_seqlens_q"], problem.page_size, i["sm_scale"],
+        i["max_tiles"],
+    )  # fmt: skip
     return {"scores": scores}
 
 

@@ -121,7 +121,7 @@ def test_sequences_that_decode_together_are_timed(kerngen: Kerngen, draft: str) 
 def test_configurations_are_listed_where_they_are_asked_for(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {
         "context": 8, "prefill_ms": 1.0, "step_ms": 1.0, "step_ms_min": 1.0, "step_ms_max": 1.0, "runs": 5,
-        "floor_ms": 0.0, "acceptance_length": 1.0, "batch": 1,
+        "floor_ms": 0.0, "acceptance_length": 1.0, "batch": 1, "density": {5: 0.25, 11: 0.5},
     }  # fmt: skip
     report = {
         "model": "m", "device": "H200", "backend": "cuda", "dtype": "bf16", "weight_gb": 1.0, "build_s": 1.0,
@@ -135,9 +135,12 @@ def test_configurations_are_listed_where_they_are_asked_for(kerngen: Kerngen, mo
     assert "generated weights, the drafter's in int4, 1.00 GB" in brief
     assert "configurations: 2 user: exact device (measured)" in brief
     assert "threads=64" not in brief
+    assert "layer 5" not in brief
     assert "--verbose lists the 2 configurations that ran" in brief
     more = kerngen("bench", "model", "gemma-4-31b", "-v")[1]
     assert all(f"  {line}\n" in more for line in report["kernels"])
+    read = "context 8: prompts read 37.5% of the tiles of keys in full-attention layers (layer 5 25.0%, layer 11 50.0%)"
+    assert read in " ".join(more.split())
     assert more.splitlines()[-2:] == brief.splitlines()[-2:]
 
 

@@ -174,7 +174,7 @@ def build(
 
 
 def cells_of(model: str, arch: Any) -> set[str]:
-    """ProblemKey.cell of all that a model needs on an arch, whatever its drafter's weights are kept as."""
+    """ProblemKey.cell of all that a model needs on an arch, however its weights and its cache are kept and read."""
     from kerngen.runtime.config import DRAFT_WEIGHTS, KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, Keeping
     from kerngen.templates import find_kernel
     from kerngen.tuning_db import problem_key
@@ -183,7 +183,8 @@ def cells_of(model: str, arch: Any) -> set[str]:
     kinds = DRAFT_WEIGHTS if find_model(model).drafter is not None else DRAFT_WEIGHTS[:1]
     shared = any(layer.v_is_k for layer in find_model(model).target.layers)
     layouts = KV_CACHE_LAYOUTS if shared else KV_CACHE_LAYOUTS[:1]
-    ways = [Keeping(*each) for each in product(kinds, KV_CACHE_DTYPES, layouts)]
+    alphas = (None, 0.1)  # no problem has an alpha
+    ways = [Keeping(*each) for each in product(kinds, KV_CACHE_DTYPES, layouts, alphas)]
     items = [item for kept in ways for item in workload(find_model(model, None, kept), arch).items]
     return {problem_key(find_kernel(item.kernel), item.problem).cell for item in items}
 

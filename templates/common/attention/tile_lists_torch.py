@@ -9,10 +9,20 @@ keep.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
-from kerngen.templates.common.attention.tile_lists import LIST_KEYS, LIST_QUERIES, NOTHING, num_entries
+from kerngen.templates.common.attention.kv_formats_torch import read_rows
+from kerngen.templates.common.attention.tile_lists import (
+    LIST_KEYS,
+    LIST_QUERIES,
+    NOTHING,
+    num_entries,
+    num_lists,
+    query_blocks,
+)
 
 LOG2E = 1.4426950408889634
 
@@ -93,3 +103,64 @@ def as_lists(kept: Tensor) -> tuple[Tensor, Tensor]:
     numbers = torch.arange(n, dtype=torch.int32, device=kept.device)
     tiles = torch.where(kept, numbers, -1).sort(-1, descending=True).values
     return kept.sum(-1).int(), tiles
+
+
+# ---- of all sequences of a batch, as the kernels are given them
+
+
+def write_means(
+    means: Tensor, k_cache: Tensor, block_table: Tensor, kv_lens: Tensor, starts: Tensor, kv_format: str,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Puts the means of each sequence's keys, from the one that holds starts[s] on and as far as they are whole, in
+    means [P, num_kv_heads, r, d], rounded to `dtype`. k_cache [P, num_kv_heads, page_size, entries] in kv_format.
+    """
+    per_page = means.shape[2]
+    mean_keys = k_cache.shape[2] // per_page
+    for table, kv_len, start in zip(block_table, kv_lens.tolist(), starts.tolist(), strict=True):
+        at = torch.arange(start // mean_keys, max(kv_len, 0) // mean_keys, device=means.device)
+        if not len(at):
+            continue
+        key = torch.arange(int(at[0]) * mean_keys, (int(at[-1]) + 1) * mean_keys, device=means.device)
+        page, row = table[key // k_cache.shape[2]].long(), key % k_cache.shape[2]
+        made = means_of(read_rows(k_cache, kv_format, dtype, page, row, keys=True), mean_keys)
+        means[table[at // per_page].long(), :, at % per_page] = made.to(dtype).to(means.dtype)
+
+
+def scores_of_lists(
+    q: Tensor, means: Tensor, block_table: Tensor, kv_lens: Tensor, cu_seqlens_q: Tensor, page_size: int,
+    sm_scale: float, max_tiles: int,
+) -> Tensor:  # fmt: skip
+    """[num_lists, num_q_heads, max_tiles] fp32: `tile_scores` of each list, NOTHING elsewhere."""
+    begins, lens, per_page = cu_seqlens_q.tolist(), kv_lens.tolist(), means.shape[2]
+    mean_keys = page_size // per_page
+    shape = num_lists(len(q), len(lens)), q.shape[1], max_tiles
+    scores = torch.full(shape, NOTHING, dtype=torch.float32, device=q.device)
+    for at, s, first, count in query_blocks([end - begin for begin, end in pairwise(begins)]):
+        position = lens[s] - (begins[s + 1] - begins[s]) + first
+        mean = torch.arange(lens[s] // mean_keys, device=q.device)
+        its = means[block_table[s][mean // per_page].long(), :, mean % per_page]
+        queries = q[begins[s] + first : begins[s] + first + count]
+        found = tile_scores(queries, its, position, mean_keys, sm_scale)
+        scores[at, :, : found.shape[1]] = found
+    return scores
+
+
+def lists_of_scores(
+    scores: Tensor, num_kv_heads: int, kv_lens: Tensor, cu_seqlens_q: Tensor, log2_alpha: float, num_first: int,
+    num_last: int, dense_from: Tensor,
+) -> tuple[Tensor, Tensor, tuple[int, int]]:  # fmt: skip
+    """counts [num_lists, num_kv_heads] and lists [num_lists, num_kv_heads, max_tiles] int32 of `kept_tiles` of each,
+    -1 behind a list's end; and how many entries they have, and would have of all tiles.
+    """
+    begins, lens, dense = cu_seqlens_q.tolist(), kv_lens.tolist(), dense_from.tolist()
+    counts = torch.zeros(len(scores), num_kv_heads, dtype=torch.int32, device=scores.device)
+    lists = torch.full((*counts.shape, scores.shape[2]), -1, dtype=torch.int32, device=scores.device)
+    kept_ones = all_ones = 0
+    for at, s, first, count in query_blocks([end - begin for begin, end in pairwise(begins)]):
+        position = lens[s] - (begins[s + 1] - begins[s]) + first
+        kept = kept_tiles(scores[at], position, count, num_kv_heads, log2_alpha, num_first, num_last, dense[s])
+        counts[at], found = as_lists(kept)
+        lists[at, :, : found.shape[-1]] = found
+        kept_ones, all_ones = kept_ones + int(kept.sum()), all_ones + kept.numel()
+    return counts, lists, (kept_ones, all_ones)

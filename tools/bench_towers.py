@@ -117,7 +117,7 @@ def line(r: Row) -> str:
     type=click.Choice(["auto", "cuda", "torch"]),
     default="auto",
     show_default=True,
-    help="What norms and gates are computed by: cuda, our kernels; auto for these on a GPU.",
+    help="What norms, heads and gates are made by: cuda, our kernels; auto for these on a GPU.",
 )
 @click.option("--json", "as_json", is_flag=True)
 def main(models: tuple[str, ...], tokens: str, batch: str, samples: int, dtype: str | None, device: str | None,

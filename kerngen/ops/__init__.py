@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     from kerngen.templates.ple_block import op as _ple_block
     from kerngen.templates.ple_inputs import op as _ple_inputs
     from kerngen.templates.qkv_norm_rope import op as _qkv_norm_rope
+    from kerngen.templates.qkv_norm_rope_2d import op as _qkv_norm_rope_2d
     from kerngen.templates.rmsnorm import op as _rmsnorm
     from kerngen.templates.softcap_argmax import op as _softcap_argmax
     from kerngen.templates.w4a16_gemm import op as _w4a16_gemm
@@ -95,6 +96,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     moe_router = _run(_moe_router.moe_router)
     q_norm_rope = _flat(_qkv_norm_rope.q_norm_rope)
     qkv_norm_rope = _flat(_qkv_norm_rope.qkv_norm_rope)
+    qkv_norm_rope_2d = _run(_qkv_norm_rope_2d.qkv_norm_rope_2d)
     rmsnorm = _run(_rmsnorm.rmsnorm)
     softcap = _run(_softcap_argmax.softcap)
     w4a16_gated = _run(_w4a16_gemm.w4a16_gated)
@@ -149,6 +151,7 @@ __all__ = [
     "ple_inputs",
     "q_norm_rope",
     "qkv_norm_rope",
+    "qkv_norm_rope_2d",
     "rmsnorm",
     "softcap",
     "use_stores",

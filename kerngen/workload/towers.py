@@ -17,10 +17,10 @@ from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
 @cache
 def tower_problems(media: MediaConfig, arch: Arch) -> tuple[tuple[str, Any], ...]:
     """(kernel, problem), each once, at every power of two of patches, in the dtype of `arch`."""
-    if media.vision is None or (encoder := media.vision.encoder) is None:
+    if media.vision is None:
         return ()
     asked: dict[tuple[str, Any], None] = {}
     dtype = TORCH_DTYPE[arch.dtype]
     ops = KernelOps(Record(lambda kernel, problem, _: asked.setdefault((kernel, problem)), lambda _: None), dtype)
-    ask_all(rows_of(media.vision, ops), media.vision.hidden_size, encoder.intermediate_size, dtype)
+    ask_all(rows_of(media.vision, ops), media.vision, dtype)
     return tuple(asked)

@@ -26,6 +26,7 @@ from kerngen.runtime.weights.quantized import FLOATS
 from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.weights.tensors import Advance, TensorSource
 from kerngen.templates.common.rows.spec import VEC
+from kerngen.templates.qkv_norm_rope_2d.spec import MAX_HEAD_DIM
 
 PREFIXES = ("model.", "")
 # What would change the result, were it read: more layers than config.json has, bounds, a standard.
@@ -67,11 +68,13 @@ def build_towers(source: TowerSource, config: MediaConfig, ops: Ops) -> Towers:
 
 
 def rows_of(config: VisionConfig, ops: Ops) -> Rows:
-    """What computes the norms and gates of a vision transformer: kernels where `ops` asks them and they take its sizes,
-    else torch.
+    """What computes norms, heads and gates of a vision transformer: kernels where `ops` asks them and they take its
+    sizes, else torch.
     """
-    widths = () if config.encoder is None else (config.hidden_size, config.encoder.intermediate_size)
-    if isinstance(ops, KernelOps) and all(width % VEC == 0 for width in widths):
+    encoder = config.encoder
+    sizes = () if encoder is None else (config.hidden_size, encoder.intermediate_size, encoder.head_dim)
+    fits = encoder is None or encoder.head_dim <= MAX_HEAD_DIM
+    if isinstance(ops, KernelOps) and fits and all(size % VEC == 0 for size in sizes):
         return KernelRows(ops.run)
     return TorchRows()
 

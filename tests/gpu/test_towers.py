@@ -13,11 +13,13 @@ from torch import Tensor
 from kerngen.runtime.backend import open_backend
 from kerngen.runtime.media.config import VisionConfig, read_media_config
 from kerngen.runtime.media.towers import graphs
-from kerngen.runtime.media.towers.rows import KernelRows
+from kerngen.runtime.media.towers.linear import Bounds
+from kerngen.runtime.media.towers.rows import KernelRows, TorchRows, partner
 from kerngen.runtime.media.towers.vision import PatchEmbedder, VisionTower
 from kerngen.runtime.media.values import Media
 from kerngen.runtime.ops import Ops
 from kerngen.runtime.ops.eager import TorchOps
+from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.weights.synthetic import synthetic_towers
 from kerngen.runtime.weights.towers import rows_of
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME
@@ -91,7 +93,7 @@ def test_replays_are_what_the_launches_one_by_one_give(variant: dict[str, Any], 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("variant", VARIANTS, ids=["standardize", "clips"])
 def test_our_kernels_are_no_further_from_fp32_than_torch(variant: dict[str, Any], dtype: torch.dtype) -> None:
-    """Norms and gates of the same weights, launched and in graphs."""
+    """Norms, heads and gates of the same weights, launched and in graphs."""
     theirs = tower_of(CUDA, dtype, **variant)
     rows = rows_of(theirs.config, kernels(dtype))
     assert isinstance(rows, KernelRows)
@@ -108,6 +110,36 @@ def test_our_kernels_are_no_further_from_fp32_than_torch(variant: dict[str, Any]
         alone = ours.embed([item], graphs=False)[0]
         for _ in range(3):
             assert torch.equal(ours.embed([item])[0], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("clips", [False, True], ids=["free", "bounded"])
+@pytest.mark.parametrize(("heads", "dim"), [(16, 72), (12, 64), (5, 24)])
+def test_heads_are_no_further_from_fp32_than_torchs(heads: int, dim: int, clips: bool, dtype: torch.dtype) -> None:
+    """Of three images of 7 x 9 patches."""
+    ops = kernels(dtype)
+    assert isinstance(ops, KernelOps)
+    generator = torch.Generator(CUDA).manual_seed(heads)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=CUDA).to(dtype)
+
+    norms = 1 + normal(2, 1, dim) / 4
+    angles = 3 * normal(63, 1, 1, 2, 1, dim // 4).float().expand(-1, -1, -1, -1, 2, -1)
+    sign = torch.tensor([-1.0, 1.0], device=CUDA)[:, None]
+    turn = angles.cos().flatten(3).to(dtype), (sign * angles.sin()).flatten(3).to(dtype)
+    bounds = Bounds.of([(-1.0, 0.75), (-float("inf"), 1.5), (-0.5, 2.0)], norms) if clips else None
+    qkv = normal(3 * 63, 3 * heads * dim)
+    weights = norms, partner(norms)
+    exact = TorchRows().heads(
+        qkv.float(), moved(weights, CUDA, torch.float32), moved(turn, CUDA, torch.float32), bounds, 1e-6
+    )
+    theirs = TorchRows().heads(qkv.clone(), weights, turn, bounds, 1e-6)
+    ours = KernelRows(ops.run).heads(qkv, weights, turn, bounds, 1e-6)
+    for which, made, torchs, wanted in zip("qkv", ours, theirs, exact, strict=True):
+        assert made.shape == torchs.shape == (3, 63, heads, dim)
+        off, their_off = (float((x.float() - wanted).abs().max()) for x in (made, torchs))
+        assert off <= 1.001 * their_off, f"{which}: the kernel is {off:.4g} from fp32, torch {their_off:.4g}"
 
 
 def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

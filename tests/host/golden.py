@@ -122,6 +122,9 @@ PROBLEMS = {
     "moe_route": (tuple(f"num_tokens={m}" for m in (1, 512)), ("H200",)),  # no step here asks for these two
     "softcap_argmax": (tuple(f"num_tokens={m}" for m in (1, 32)), ("H200",)),
     "check_pages": (("batch=1",), ("H200",)),
+    "qkv_norm_rope_2d": (
+        ("num_tokens=576", "num_tokens=2304", "num_heads=12,head_dim=64,has_bounds=True,num_tokens=2304"), ("H200",),
+    ),
     "exchange_best": (("num_tokens=1", "ranks=4,width=2816,num_tokens=64", "width=131072,source=logits"), ("H200",)),
     "exchange_norm": (
         ("ranks=2,num_tokens=1", "ranks=4,num_tokens=64", "ranks=8,num_tokens=1",

@@ -1,9 +1,9 @@
 """A kernel's rendered text as a C++ library: each CUDA thread is a thread of the host, and PTX is what it means there.
 
 For kernels whose blocks or ranks wait for each other: what they do to memory, step by step and in any order, is seen
-without a GPU. It knows the instructions of exchange_norm, exchange_best, w4a16_norm's norm, kv_write, qkv_norm_rope and
-check_pages, in bf16 and fp32, and what of fp16 a cache of int8 needs. It says nothing of times, nor of what a GPU's
-weaker memory order allows.
+without a GPU. It knows the instructions of exchange_norm, exchange_best, w4a16_norm's norm, kv_write, qkv_norm_rope,
+qkv_norm_rope_2d and check_pages, in bf16 and fp32, and what of fp16 a cache of int8 or a norm needs. It says nothing of
+times, nor of what a GPU's weaker memory order allows.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ _BODIES = {
     "load16_constant": "return *(const uint4*)p;",
     "load_or_zero": "return valid ? *(const uint4*)p : uint4{};",
     "load_stream_or_zero": "return valid ? *(const uint4*)p : uint4{};",
+    "clamp2": "using H = Half<BF16>; uint32_t r = 0; for (int s = 0; s < 32; s += 16) {"
+    " const float f = H::to_float(x >> s), low = H::to_float(lowest >> s), high = H::to_float(highest >> s);"
+    " r |= uint32_t(H::from_float(f < low ? low : f > high ? high : f)) << s; } return r;",
     "warp_max_u32": "Warp& w = warp_here(); w.word[threadIdx.x % 32] = x; w.all.arrive_and_wait();"
     " for (unsigned other : w.word) x = other > x ? other : x; w.all.arrive_and_wait(); return x;",
 }
@@ -128,6 +131,14 @@ static float __shfl_xor_sync(unsigned lanes, float x, int mask) {
     const float found = w.lane[(threadIdx.x % 32) ^ mask];
     met.arrive_and_wait();
     return found;
+}
+template <typename T> static T __shfl_sync(unsigned, T x, int from) {
+    Warp& w = warp_here();
+    w.word[threadIdx.x % 32] = __builtin_bit_cast(unsigned, x);
+    w.all.arrive_and_wait();
+    const unsigned found = w.word[from % 32];
+    w.all.arrive_and_wait();
+    return __builtin_bit_cast(T, found);
 }
 static bool __any_sync(unsigned, bool mine) {
     Warp& w = warp_here();

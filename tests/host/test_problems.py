@@ -46,6 +46,11 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str | None]]] = {
         ({"num_rotated_pairs": 129}, "num_rotated_pairs=129 is not in 0..128"),
         ({"q_only": True}, "num_kv_heads=16 must be 0"), ({"num_kv_heads": 0}, "num_kv_heads=0 is not positive"),
     ],
+    "qkv_norm_rope_2d": [
+        ({"head_dim": 100}, f"head_dim=100 {OF_8}"), ({"head_dim": 264}, "head_dim=264 is more than 256"),
+        ({"num_heads": 0}, "num_heads=0 is not positive"), ({"dtype": "fp64"}, f"{DTYPES}fp16, bf16, fp32"),
+        ({"num_tokens": 2**28}, "4,294,967,296 heads; at most 2,147,483,647"),
+    ],
     "exchange_best": [
         ({"ranks": 9}, "ranks=9 is not in 2..8"), ({"width": 100}, f"width=100 {OF_8}"),
         ({"source": "row"}, "source='row' is not one of: rows, logits"),

@@ -156,6 +156,11 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
          "dtype": "bf16", "k_eq_v": False, "q_only": False, "page_heads": 0, "kv_format": "plain"},
         {"num_warps": 4, "heads_per_group": 1},
     ),
+    "qkv_norm_rope_2d": (
+        {"num_tokens": 1},
+        {"num_heads": 16, "head_dim": 72, "dtype": "bf16", "has_bounds": False},
+        {"num_warps": 4, "heads_per_group": 1},
+    ),
     "rmsnorm": (
         {"num_tokens": 1},
         {"hidden": 5376, "dtype": "bf16", "residual_dtype": "bf16", "has_weight": True},

@@ -35,7 +35,7 @@ from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.footprint import _tensors
 from kerngen.runtime.media.config import read_media_config
 from kerngen.runtime.media.towers import graphs, vision
-from kerngen.runtime.media.towers.linear import ClippedLinear
+from kerngen.runtime.media.towers.linear import NO_BOUNDS, ClippedLinear
 from kerngen.runtime.media.towers.rows import READY_ROWS, TorchRows
 from kerngen.runtime.media.values import Media
 from kerngen.runtime.ops.eager import TorchOps
@@ -76,12 +76,15 @@ def test_our_kernels_norm_and_gate_as_torch_does(tmp_path: Path, variant: dict[s
 
     ours = load_towers(tmp_path, config, KernelOps(Noting(), torch.float32), which=["vision"])
     assert largest_error(ours.embed(IMAGES), towers(tmp_path, "vision").embed(IMAGES)) <= 1e-5
-    assert {name for name, _ in asked} == {"rmsnorm", "add_norm", "gelu_gate"}
+    assert {name for name, _ in asked} == {"rmsnorm", "add_norm", "qkv_norm_rope_2d", "gelu_gate"}
     built = {(name, replace(p, dtype="fp32", **({"residual_dtype": "fp32"} if hasattr(p, "residual_dtype") else {})))
              for name, p in tower_problems(config, find_arch("sm90"))}  # fmt: skip
     assert asked <= built
-    odd = replace(config.vision, hidden_size=36)
-    assert isinstance(rows_of(odd, KernelOps(Reference(), torch.float32)), TorchRows), "no kernel takes 36"
+    assert config.vision is not None
+    assert config.vision.encoder is not None
+    narrow = replace(config.vision.encoder, head_dim=36)
+    for odd in (replace(config.vision, hidden_size=36), replace(config.vision, encoder=narrow)):
+        assert isinstance(rows_of(odd, KernelOps(Reference(), torch.float32)), TorchRows), "no kernel takes 36"
 
 
 def test_bounds_and_standards_change_what_comes_out(tmp_path: Path) -> None:
@@ -113,19 +116,22 @@ def test_linears_with_the_same_input_bounds_are_one_product(tmp_path: Path) -> N
     assert isinstance(found, vision.VisionTower)
     first, last = found.weights.layers[0], found.weights.layers[-1]
     assert [len(linear.inputs) for linear in (first.qkv, last.qkv, first.gate_up)] == [3, 1, 1]
-    assert first.gate_up.outputs is None  # whose bounds are infinite
-    assert first.qkv.outputs is not None
+    assert set(first.gate_up.gives) == {NO_BOUNDS}
+    assert first.head_bounds is not None
+    assert len(first.head_bounds.each) == 3
+    assert set(first.qkv.gives) == {NO_BOUNDS}, "they are clamped where heads are made"
 
 
 def test_infinite_bounds_and_what_a_dtype_cannot_hold_bound_nothing() -> None:
     x = torch.tensor([[3.0, -4.0]])
     weight = torch.eye(2)
-    assert ClippedLinear(weight, ((2, -math.inf, math.inf),), None)(x).tolist() == x.tolist()
-    assert ClippedLinear(weight, ((2, -1.0, math.inf),), None)(x).tolist() == [[3.0, -1.0]]
-    each = ClippedLinear(
-        weight, ((1, -1.0, 1.0), (1, -2.0, 2.0)), (torch.tensor([-9.0, -1.5]), torch.tensor([0.5, 9.0]))
-    )
+    free = ((2, *NO_BOUNDS),)
+    assert ClippedLinear(weight, free, free)(x).tolist() == x.tolist()
+    assert ClippedLinear(weight, ((2, -1.0, math.inf),), free)(x).tolist() == [[3.0, -1.0]]
+    assert ClippedLinear(weight, free, ((1, -1.0, 1.0), (1, -1.0, 1.0)))(x).tolist() == [[1.0, -1.0]]
+    each = ClippedLinear(weight, ((1, -1.0, 1.0), (1, -2.0, 2.0)), ((1, -9.0, 0.5), (1, -1.5, 9.0)))
     assert each(x).tolist() == [[0.5, -1.5]]
+    assert each.without_outputs()(x).tolist() == [[1.0, -2.0]]
 
 
 def test_an_image_is_the_same_alone_and_among_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,8 +290,7 @@ def test_released_towers_have_their_published_sizes(name: str) -> None:
     assert found is not None
     derived = 0  # of the clip bounds and the norms, beside what is stored
     if isinstance(found, vision.VisionTower):
-        linears = [x for layer in found.weights.layers for x in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        derived = sum(t.numel() for linear in linears for t in linear.outputs or ())
+        derived = sum(layer.head_bounds.table.numel() for layer in found.weights.layers if layer.head_bounds)
         derived += sum(layer.head_norms[1].numel() for layer in found.weights.layers)
     total = sum(t.numel() for t in _tensors(found.weights)) - derived
     projector = found.weights.projection.numel()

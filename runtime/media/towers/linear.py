@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from kerngen.errors import CheckpointError
 
 NO_BOUNDS = (-math.inf, math.inf)
+Interval = tuple[float, float]
 
 
 class TowerSource(Protocol):
@@ -30,16 +31,39 @@ class TowerSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Bounds:
+    """The lowest and the highest value of each of several tensors, or parts of one, in their dtype or infinite.
+
+    table: the same for kernels, [tensors, 2] in fp32.
+    """
+
+    each: tuple[Interval, ...]
+    table: Tensor
+
+    @staticmethod
+    def of(each: Sequence[Interval], like: Tensor) -> Bounds | None:
+        """On the device of `like`; None where nothing is bounded."""
+        if all(interval == NO_BOUNDS for interval in each):
+            return None
+        return Bounds(tuple(each), torch.tensor(each, dtype=torch.float32, device=like.device))
+
+
+def clamp_(x: Tensor, interval: Interval) -> Tensor:
+    """x, clamped in place."""
+    return x if interval == NO_BOUNDS else x.clamp_(*interval)
+
+
+@dataclass(frozen=True, slots=True)
 class ClippedLinear:
     """Linears with one input, one under the other: clamp(clamp(x; inputs) W^T; outputs).
 
     weight [out, in]. inputs: (rows of W, lowest, highest) of each linear, or once for all where they take the same.
-    outputs: the lowest and the highest [out], None where nothing is bounded.
+    outputs: of each linear. All bounds are numbers of the weight's dtype, or infinite: those bound nothing.
     """
 
     weight: Tensor
     inputs: tuple[tuple[int, float, float], ...]
-    outputs: tuple[Tensor, Tensor] | None
+    outputs: tuple[tuple[int, float, float], ...]
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in]. Returns [..., out]."""
@@ -49,7 +73,20 @@ class ClippedLinear:
             for weight, (_, low, high) in zip(weights, self.inputs, strict=True)
         ]
         y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        return y if self.outputs is None else y.clamp_(*self.outputs)
+        if len(intervals := set(self.gives)) == 1:
+            return clamp_(y, intervals.pop())
+        for part, interval in zip(y.split([rows for rows, _, _ in self.outputs], -1), self.gives, strict=True):
+            clamp_(part, interval)
+        return y
+
+    @property
+    def gives(self) -> tuple[Interval, ...]:
+        """What bounds the outputs of each linear."""
+        return tuple((low, high) for _, low, high in self.outputs)
+
+    def without_outputs(self) -> ClippedLinear:
+        """The same for who clamps its outputs himself."""
+        return replace(self, outputs=((len(self.weight), *NO_BOUNDS),))
 
 
 def clipped_linear(
@@ -61,25 +98,22 @@ def clipped_linear(
     """
     matrices = [source.tensor(f"{module}.linear.weight", rows, in_features) for module, rows in modules]
     weight = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
-    every_row = sum(rows for _, rows in modules)
     if not clips:
-        return ClippedLinear(weight, ((every_row, *NO_BOUNDS),), None)
+        free = tuple((rows, *NO_BOUNDS) for _, rows in modules)
+        return ClippedLinear(weight, ((len(weight), *NO_BOUNDS),), free)
     inputs = [(rows, *_bounds(source, module, "input", weight.dtype)) for module, rows in modules]
     outputs = [(rows, *_bounds(source, module, "output", weight.dtype)) for module, rows in modules]
     if len({(low, high) for _, low, high in inputs}) == 1:
-        inputs = [(every_row, *inputs[0][1:])]
-    limits = None
-    if any((low, high) != NO_BOUNDS for _, low, high in outputs):
-        lowest = [low for rows, low, _ in outputs for _ in range(rows)]
-        highest = [high for rows, _, high in outputs for _ in range(rows)]
-        limits = weight.new_tensor(lowest), weight.new_tensor(highest)
-    return ClippedLinear(weight, tuple(inputs), limits)
+        inputs = [(len(weight), *inputs[0][1:])]
+    return ClippedLinear(weight, tuple(inputs), tuple(outputs))
 
 
-def _bounds(source: TowerSource, module: str, which: str, dtype: torch.dtype) -> tuple[float, float]:
-    """Of a linear's input or output. What `dtype` cannot hold is infinite: it bounds nothing there."""
+def _bounds(source: TowerSource, module: str, which: str, dtype: torch.dtype) -> Interval:
+    """Of a linear's input or output, the nearest in `dtype`. What that cannot hold is infinite: it bounds nothing."""
     low, high = (source.bound(f"{module}.{which}_{end}") for end in ("min", "max"))
     if low > high:
         raise CheckpointError(f"{module}.{which}_min is {low:g}, above {which}_max {high:g}")
     largest = torch.finfo(dtype).max
-    return (low if low >= -largest else -math.inf), (high if high <= largest else math.inf)
+    low, high = (low if low >= -largest else -math.inf), (high if high <= largest else math.inf)
+    low, high = torch.tensor((low, high), dtype=dtype).tolist()
+    return low, high

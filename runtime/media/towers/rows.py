@@ -1,6 +1,6 @@
-"""What an encoder does to the rows of its residual stream beside products and attention: norms, and the gate of an MLP.
+"""What an encoder does to rows beside products and attention: norms, residuals, RoPE of heads, and the gate of an MLP.
 
-By torch, or by our kernels, which add and norm in one launch.
+By torch, or by our kernels: a launch each.
 """
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kerngen.runtime.media.config import VisionConfig
+from kerngen.runtime.media.towers.linear import Bounds, clamp_
 from kerngen.templates.add_norm.op import add_norm, add_post_norm
 from kerngen.templates.call import Call
 from kerngen.templates.gelu_gate.op import gelu_gate
+from kerngen.templates.qkv_norm_rope_2d.op import qkv_norm_rope_2d
 from kerngen.templates.rmsnorm.op import rmsnorm
 
 # Powers of two, up to which kernels are got ready. At the least budget the narrowest image has 35 tokens of 9 patches,
 # and no forward has more than 10,080.
 READY_ROWS = tuple(1 << e for e in range(9, 15))
+Turn = tuple[Tensor, Tensor]
+Heads = tuple[Tensor, Tensor, Tensor]
 
 
 class Rows(Protocol):
@@ -35,8 +40,27 @@ class Rows(Protocol):
         caller's no more: it may be written.
         """
 
+    def heads(self, qkv: Tensor, norms: Turn, turn: Turn, bounds: Bounds | None, eps: float) -> Heads:
+        """q, k and v [images, patches, heads, d] of q | k | v [rows, 3 * heads * d], which is the caller's no more:
+        clamped to the three of `bounds`, each head normed, and q and k turned.
+
+        norms: the weights of q and k, as they are and with the elements of each pair exchanged, both [2, 1, d]. turn:
+        cos and sin [patches, 1, 1, d] of an image's patches, sin negative for the first of a pair.
+        """
+
     def gelu_gate(self, gate_up: Tensor) -> Tensor:
         """gelu_tanh(gate) * up [rows, width] of gate | up [rows, 2 * width]."""
+
+
+def partner(x: Tensor) -> Tensor:
+    """x [..., d] with the two elements of each pair exchanged."""
+    return x.unflatten(-1, (2, 2, -1)).flip(-2).flatten(-3)
+
+
+def in_heads(qkv: Tensor, turn: Turn) -> Tensor:
+    """qkv as [images, patches, 3, heads, d]."""
+    patches, dim = len(turn[0]), turn[0].shape[-1]
+    return qkv.view(-1, patches, 3, qkv.shape[1] // (3 * dim), dim)
 
 
 class TorchRows:
@@ -50,6 +74,17 @@ class TorchRows:
     ) -> tuple[Tensor, Tensor]:
         x = residual + self.norm(y, post, eps)
         return x, x if following is None else self.norm(x, following, eps)
+
+    def heads(self, qkv: Tensor, norms: Turn, turn: Turn, bounds: Bounds | None, eps: float) -> Heads:
+        if bounds is not None:
+            for part, interval in zip(qkv.chunk(3, -1), bounds.each, strict=True):
+                clamp_(part, interval)
+        (of_own, of_partners), (cos, sin) = norms, turn
+        normed = F.rms_norm(in_heads(qkv, turn), cos.shape[-1:], None, eps)
+        # The norm's weight goes into the rotation: each is then one pass over queries and keys together.
+        qk = normed[:, :, :2]
+        qk = torch.addcmul(qk * (of_own * cos), partner(qk), of_partners * sin)
+        return qk[:, :, 0], qk[:, :, 1], normed[:, :, 2]
 
     def gelu_gate(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
@@ -74,17 +109,37 @@ class KernelRows:
             return residual, residual
         return residual, self._run(add_norm(residual, y, post, None, following, eps), "residual and norms (vision)")
 
+    def heads(self, qkv: Tensor, norms: Turn, turn: Turn, bounds: Bounds | None, eps: float) -> Heads:
+        q_weight, k_weight = norms[0].flatten(0, 1)
+        cos, sin = (t.flatten(0, 2) for t in turn)
+        table = None if bounds is None else bounds.table
+        call = qkv_norm_rope_2d(qkv, q_weight, k_weight, cos, sin, table, eps)
+        self._run(call, "head norms and RoPE (vision)")
+        q, k, v = in_heads(qkv, turn).unbind(2)
+        return q, k, v
+
     def gelu_gate(self, gate_up: Tensor) -> Tensor:
         made: Tensor = self._run(gelu_gate(gate_up), "gate (vision)")
         return made
 
 
-def ask_all(rows: Rows, width: int, inner: int, dtype: torch.dtype) -> None:
-    """Ask `rows` for all that an encoder of `width`, whose MLPs are `inner` wide, asks for at any number of patches.
-    The tensors have no memory: it is for who listens, and not for who computes.
+def ask_all(rows: Rows, config: VisionConfig, dtype: torch.dtype) -> None:
+    """Ask `rows` for all that the encoder of `config` asks for at any number of patches. The tensors have no memory: it
+    is for who listens, and not for who computes.
     """
+    if (encoder := config.encoder) is None:
+        return
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    width, inner, dim = config.hidden_size, encoder.intermediate_size, encoder.head_dim
+    norms = empty(2, 1, dim), empty(2, 1, dim)
+    some = [None, *[Bounds.of([(-1.0, 1.0)] * 3, norms[0])] * encoder.clips]
     for count in READY_ROWS:
-        x, gate_up = (torch.empty(count, n, dtype=dtype, device="meta") for n in (width, 2 * inner))
+        x, turn = empty(count, width), (empty(count, 1, 1, dim), empty(count, 1, 1, dim))
         rows.add_norm(x, rows.norm(x, x[0], 1.0), x[0], x[0], 1.0)
         rows.add_norm(x, x, x[0], None, 1.0)
-        rows.gelu_gate(gate_up)
+        for bounds in some:
+            rows.heads(empty(count, 3 * encoder.num_heads * dim), norms, turn, bounds, 1.0)
+        rows.gelu_gate(empty(count, 2 * inner))

@@ -19,8 +19,8 @@ from torch import Tensor
 from kerngen.errors import UsageError
 from kerngen.runtime.media.config import VisionConfig, VisionEncoderConfig
 from kerngen.runtime.media.towers.graphs import ShapeGraphs
-from kerngen.runtime.media.towers.linear import ClippedLinear, TowerSource, clipped_linear
-from kerngen.runtime.media.towers.rows import Rows, TorchRows, ask_all
+from kerngen.runtime.media.towers.linear import Bounds, ClippedLinear, TowerSource, clipped_linear
+from kerngen.runtime.media.towers.rows import Rows, TorchRows, Turn, ask_all, partner
 from kerngen.runtime.media.values import Media
 
 # Of one forward: as many as the largest image has, so that a batch takes no more memory than that image.
@@ -32,13 +32,14 @@ LAYER_NORM_EPS = 1e-5  # torch's default, which transformers leaves in place
 
 @dataclass(frozen=True, slots=True)
 class VisionLayerWeights:
-    """Norms are [D]. qkv: rows q | k | v; gate_up: rows gate | up.
+    """Norms are [D]. qkv: rows q | k | v, which `head_bounds` bound; gate_up: rows gate | up.
 
     head_norms: q_norm and k_norm, as they are and with the elements of each pair exchanged, [2, 1, d] both.
     """
 
     input_norm: Tensor
     qkv: ClippedLinear
+    head_bounds: Bounds | None
     head_norms: tuple[Tensor, Tensor]
     out: ClippedLinear
     post_attention_norm: Tensor
@@ -106,10 +107,12 @@ def _layer(source: TowerSource, name: str, width: int, encoder: VisionEncoderCon
     attn, mlp, dim, inner = f"{name}.self_attn", f"{name}.mlp", encoder.head_dim, encoder.intermediate_size
     rows = encoder.num_heads * dim
     norms = torch.stack([source.tensor(f"{attn}.{which}_norm.weight", dim) for which in "qk"])[:, None]
+    qkv = clipped_linear(source, [(f"{attn}.{which}_proj", rows) for which in "qkv"], width, clips=encoder.clips)
     return VisionLayerWeights(
         input_norm=source.tensor(f"{name}.input_layernorm.weight", width),
-        qkv=clipped_linear(source, [(f"{attn}.{which}_proj", rows) for which in "qkv"], width, clips=encoder.clips),
-        head_norms=(norms, _partner(norms)),
+        qkv=qkv.without_outputs(),
+        head_bounds=Bounds.of(qkv.gives, qkv.weight),
+        head_norms=(norms, partner(norms)),
         out=clipped_linear(source, [(f"{attn}.o_proj", width)], rows, clips=encoder.clips),
         post_attention_norm=source.tensor(f"{name}.post_attention_layernorm.weight", width),
         pre_ffn_norm=source.tensor(f"{name}.pre_feedforward_layernorm.weight", width),
@@ -143,7 +146,7 @@ def _patch_values(config: VisionConfig) -> int:
 
 
 class VisionTower:
-    """A vision transformer and the projector behind it. rows: what norms and gates are computed by; None for torch."""
+    """A vision transformer and the projector behind it. rows: what makes norms, heads and gates; None for torch."""
 
     def __init__(self, config: VisionConfig, weights: VisionWeights, rows: Rows | None = None) -> None:
         if config.encoder is None:
@@ -154,6 +157,8 @@ class VisionTower:
         self._encoder = config.encoder
         # p = 2 (x / 255 - 0.5) in fp32, then in the weights' dtype
         self._pixels = _pixel_table(weights.patches, 2.0, 0.5)
+        encoder = config.encoder
+        self._turns = _turns(config.num_positions, encoder.head_dim // 2, encoder.rope_theta, weights.patches)
         self._graphs = ShapeGraphs(self.forward) if weights.patches.is_cuda else None
 
     def embed(self, items: Sequence[Media], *, graphs: bool = True) -> list[Tensor]:
@@ -175,13 +180,13 @@ class VisionTower:
         shape: (batch, rows, columns). Waits for nothing on the host.
         """
         batch, rows, columns = shape
-        w, dim, eps = self.weights, self._encoder.head_dim, self.config.eps
+        w, eps = self.weights, self.config.eps
         x = F.linear(self._pixels[patches.int()], w.patches).view(batch, rows * columns, -1)
         x = (x + (w.positions[0, :columns] + w.positions[1, :rows, None]).flatten(0, 1)).flatten(0, 1)
-        cos, sin = _rotation(rows, columns, dim, self._encoder.rope_theta, x)
+        turn = self._turn(rows, columns)
         y = self.rows.norm(x, w.layers[0].input_norm, eps)
         for layer, following in zip(w.layers, (*w.layers[1:], None), strict=True):
-            y = layer.out(self._attention(layer, y, cos, sin))
+            y = layer.out(self._attention(layer, y, turn))
             x, y = self.rows.add_norm(x, y, layer.post_attention_norm, layer.pre_ffn_norm, eps)
             y = layer.down(self.rows.gelu_gate(layer.gate_up(y)))
             following_norm = None if following is None else following.input_norm
@@ -191,17 +196,22 @@ class VisionTower:
     def warm_up(self) -> None:
         """Ask for the kernels that images of all sizes need. What listens takes it down; nothing is computed."""
         if not isinstance(self.rows, TorchRows):
-            ask_all(self.rows, self.config.hidden_size, self._encoder.intermediate_size, self.weights.patches.dtype)
+            ask_all(self.rows, self.config, self.weights.patches.dtype)
 
-    def _attention(self, layer: VisionLayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B * N, D]; cos, sin [N, 1, 1, d]. Returns [B * N, heads * d]."""
-        dim = self._encoder.head_dim
-        qkv = layer.qkv(x).view(-1, len(cos), 3, self._encoder.num_heads, dim)
-        normed = F.rms_norm(qkv, (dim,), None, self.config.eps)
-        # The norm's weight goes into the rotation: each is then one pass over queries and keys together.
-        qk, (norms, of_partners) = normed[:, :, :2], layer.head_norms
-        qk = torch.addcmul(qk * (norms * cos), _partner(qk), of_partners * sin)
-        q, k, v = (each.transpose(1, 2) for each in (qk[:, :, 0], qk[:, :, 1], normed[:, :, 2]))
+    def _turn(self, rows: int, columns: int) -> Turn:
+        """cos and sin [rows * columns, 1, 1, d] of an image's patches: half of a head turns by x, the other by y."""
+
+        def of_patches(table: Tensor) -> Tensor:
+            x, y = table[:columns].expand(rows, -1, -1), table[:rows, None].expand(-1, columns, -1)
+            return torch.stack((x, y), 2).view(rows * columns, 1, 1, -1)
+
+        cos, sin = self._turns
+        return of_patches(cos), of_patches(sin)
+
+    def _attention(self, layer: VisionLayerWeights, x: Tensor, turn: Turn) -> Tensor:
+        """x [B * N, D]. Returns [B * N, heads * d]."""
+        heads = self.rows.heads(layer.qkv(x), layer.head_norms, turn, layer.head_bounds, self.config.eps)
+        q, k, v = (each.transpose(1, 2) for each in heads)
         return F.scaled_dot_product_attention(q, k, v, scale=1.0).transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _project(self, x: Tensor) -> Tensor:
@@ -264,30 +274,17 @@ def _pixel_table(like: Tensor, factor: float, middle: float) -> Tensor:
     return (factor * (values - middle)).to(like.device, like.dtype)
 
 
-def _rotation(rows: int, columns: int, dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [rows * columns, 1, 1, dim] of the patches' angles, in the dtype of `like`; sin is of `_partner`, and
-    negative for the first of a pair.
+def _turns(positions: int, half: int, theta: float, like: Tensor) -> Turn:
+    """cos and sin [positions, half] of half a head in the dtype of `like`, on its device; sin is what the other of a
+    pair is multiplied by, and negative for the first.
 
-    The first half of a head turns by x and the second by y. In a half of h elements, j and j + h / 2 are a pair, which
-    turns by theta^(-2 j / h) times the position.
+    Elements j and j + half / 2 are a pair, which turns by theta^(-2 j / half) times the position.
     """
-    half = dim // 2
     each = torch.arange(0, half, 2, dtype=torch.float32, device=like.device) / half
     frequencies = 1.0 / theta**each  # [half / 2]
-    x, y = (torch.arange(n, dtype=torch.float32, device=like.device)[:, None] * frequencies for n in (columns, rows))
-    # [rows, columns, 2, half / 2]
-    angles = torch.stack((x.expand(rows, -1, -1), y[:, None].expand(-1, columns, -1)), 2)
+    angles = torch.arange(positions, dtype=torch.float32, device=like.device)[:, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
-
-    def of_pairs(first: Tensor, second: Tensor) -> Tensor:
-        return torch.stack((first, second), -2).view(rows * columns, 1, 1, dim).to(like.dtype)
-
-    return of_pairs(cos, cos), of_pairs(-sin, sin)
-
-
-def _partner(x: Tensor) -> Tensor:
-    """x [..., d] with the two elements of each pair exchanged."""
-    return x.unflatten(-1, (2, 2, -1)).flip(-2).flatten(-3)
+    return torch.cat((cos, cos), -1).to(like.dtype), torch.cat((-sin, sin), -1).to(like.dtype)
 
 
 def _batches(items: Sequence[Media], config: VisionConfig) -> Iterator[tuple[tuple[int, int], list[int]]]:

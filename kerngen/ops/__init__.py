@@ -65,6 +65,9 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     attn_prefill = _flat(_attn_prefill.attn_prefill)
     attn_prefill_dense = _flat(_attn_prefill.attn_prefill_dense)
     attn_prefill_into = _flat(_attn_prefill.attn_prefill_into)
+    bounded_add_norm = _run(_add_norm.bounded_add_norm)
+    bounded_add_post_norm = _run(_add_norm.bounded_add_post_norm)
+    bounded_gelu_gate = _run(_gelu_gate.bounded_gelu_gate)
     centroid_greedy = _run(_centroid_head.centroid_greedy)
     centroid_logits = _run(_centroid_head.centroid_logits)
     check_pages = _flat(_check_pages.check_pages)
@@ -117,6 +120,9 @@ __all__ = [
     "attn_prefill",
     "attn_prefill_dense",
     "attn_prefill_into",
+    "bounded_add_norm",
+    "bounded_add_post_norm",
+    "bounded_gelu_gate",
     "centroid_greedy",
     "centroid_logits",
     "check_pages",

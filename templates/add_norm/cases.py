@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ def case_for(problem: Problem, **options: Any) -> Case:
         ("no-post", not p.has_post),
         ("scalar", p.has_scalar),
         ("last", not p.has_next),
+        ("bounds", p.has_bounds),
         *options.items(),
     )
     name = "_".join([f"h{p.hidden}_{p.residual_dtype}-{p.dtype}", *(n for n, on in parts if on), f"t{p.num_tokens}"])
@@ -45,6 +47,10 @@ CASES = (
     *_cases(2816, 3, has_post=False, in_place=True),
     *_cases(2816, 3, has_post=False, has_next=False, has_scalar=True),
     case_for(Problem(3840, "fp16", "fp16", num_tokens=5)),
+    *_cases(264, 1, 5, has_bounds=True, in_place=True),
+    *_cases(768, 1, 33, has_bounds=True, in_place=True),
+    *_cases(1544, 3, has_bounds=True, has_next=False, in_place=True),
+    case_for(Problem(768, "fp16", "fp16", has_scalar=True, num_tokens=5, has_bounds=True)),
 )
 
 
@@ -67,15 +73,21 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         "post_weight": weight(p.has_post),
         "layer_scalar": draw.normal(1, dtype=p.dtype, mean=0.7, std=0.1) if p.has_scalar else None,
         "next_weight": weight(p.has_next),
+        "bounds": torch.tensor([[-0.25, 0.5], [-math.inf, 0.75]], device=device) if p.has_bounds else None,
         "eps": 1e-6,
         "num_tokens": p.num_tokens,
     }
 
 
 def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]] | None:
-    """The op that asks for this case, and its arguments; None for a sum without a norm, which no op has."""
-    if not case.problem.has_post:
+    """The op that asks for this case, and its arguments; None for a sum without a norm, and for bounds with a scalar,
+    which no op has.
+    """
+    p: Problem = case.problem
+    if not p.has_post or (p.has_bounds and p.has_scalar):
         return None
+    if p.has_bounds:
+        return asking(op.bounded_add_norm if p.has_next else op.bounded_add_post_norm, case, inputs)
     if case.options.get("in_place", False):
         return asking(op.add_norm if case.problem.has_next else op.add_post_norm, case, inputs)
     return asking(op.add_norm_functional if case.problem.has_next else op.add_post_norm_functional, case, inputs)

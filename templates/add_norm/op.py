@@ -12,6 +12,7 @@ from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, empty
 
 _POST = {"residual": "R[T, H]", "h": "D[T, H]", "post_weight": "D[H]", "layer_scalar": "D[1]"}
 _POST_NEXT = _POST | {"next_weight": "D[H]"}
+_BOUNDED = {"residual": "R[T, H]", "h": "D[T, H]", "post_weight": "D[H]", "bounds": "fp32[2, 2]"}
 
 
 @op(mutates=("residual",), takes=_POST_NEXT)
@@ -56,6 +57,24 @@ def add_post_norm_functional(
     return Call("add_norm", *_asked(out, residual, h, post_weight, layer_scalar, None, eps, None), out)
 
 
+@op(mutates=("residual",), takes=_BOUNDED | {"next_weight": "D[H]"})
+def bounded_add_norm(
+    residual: Tensor, h: Tensor, post_weight: Tensor, next_weight: Tensor, bounds: Tensor, eps: float
+) -> Call[Tensor]:
+    """As add_norm, where h, before its norm, and the result are clamped to the rows of `bounds` [2, 2], lowest and
+    highest, numbers of h's dtype: what a bounded linear gives, and what the next one takes.
+    """
+    out = empty(h, *h.shape)
+    asked = _asked(residual, residual, h, post_weight, None, next_weight, eps, out, bounds)
+    return Call("add_norm", *asked, out)
+
+
+@op(mutates=("residual",), takes=_BOUNDED)
+def bounded_add_post_norm(residual: Tensor, h: Tensor, post_weight: Tensor, bounds: Tensor, eps: float) -> Call[None]:
+    """As bounded_add_norm, where no norm follows: residual alone is written, and of `bounds` the first row is used."""
+    return Call("add_norm", *_asked(residual, residual, h, post_weight, None, None, eps, None, bounds), None)
+
+
 def _asked(
     residual_out: Tensor,
     residual: Tensor,
@@ -65,16 +84,17 @@ def _asked(
     next_weight: Tensor | None,
     eps: float,
     out: Tensor | None,
+    bounds: Tensor | None = None,
 ) -> tuple[Problem | None, dict[str, Any]]:
     tokens, hidden = residual.shape
     problem = None
     if tokens:
         problem = Problem(
             hidden, DTYPE_NAME[h.dtype], DTYPE_NAME[residual.dtype], has_scalar=layer_scalar is not None,
-            has_next=next_weight is not None, num_tokens=tokens,
+            has_next=next_weight is not None, num_tokens=tokens, has_bounds=bounds is not None,
         )  # fmt: skip
     arguments = {
         "residual_out": residual_out, "out": out, "residual": residual, "h": h, "post_weight": post_weight,
-        "layer_scalar": layer_scalar, "next_weight": next_weight, "eps": eps, "num_tokens": tokens,
+        "layer_scalar": layer_scalar, "next_weight": next_weight, "bounds": bounds, "eps": eps, "num_tokens": tokens,
     }  # fmt: skip
     return problem, arguments

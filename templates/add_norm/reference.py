@@ -20,6 +20,9 @@ def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """residual_out and, with has_next, out: [num_tokens, hidden] in fp32, holding values of their dtypes."""
     p = problem
     h = inputs["h"].float()
+    if p.has_bounds:
+        of_h, of_out = inputs["bounds"].tolist()
+        h = h.clamp(*of_h)
     if p.has_post:
         h = rounded(rms_norm(h, inputs["post_weight"], inputs["eps"]), p.dtype)
     stream = rounded(inputs["residual"].float() + h, p.residual_dtype)
@@ -27,7 +30,8 @@ def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
         stream = rounded(stream * inputs["layer_scalar"].float(), p.residual_dtype)
     results = {"residual_out": stream}
     if p.has_next:
-        results["out"] = rounded(rms_norm(stream, inputs["next_weight"], inputs["eps"]), p.dtype)
+        out = rounded(rms_norm(stream, inputs["next_weight"], inputs["eps"]), p.dtype)
+        results["out"] = out.clamp(*of_out) if p.has_bounds else out
     return results
 
 

@@ -30,6 +30,8 @@ class Problem(TokenProblem):
 
     has_post: h is normed before it is added, else added as it is. has_scalar: the sum is multiplied by layer_scalar
     [1] dtype. has_next: out [num_tokens, hidden] dtype is written, else only residual_out, which may be residual.
+    has_bounds: h, before anything, and out are clamped to bounds [2, 2] fp32, the lowest and the highest of each, which
+    dtype holds exactly.
     """
 
     hidden: int = 5376
@@ -39,6 +41,7 @@ class Problem(TokenProblem):
     has_scalar: bool = False
     has_next: bool = True
     num_tokens: int = 1
+    has_bounds: bool = False
 
     def __post_init__(self) -> None:
         require_dtypes(self.dtype, residual_dtype=self.residual_dtype)
@@ -56,6 +59,7 @@ SPACE = {"vecs_per_thread": (1, 2, 3, 4, 6, 8), "rows_per_block": (1, 2, 4, 8)}
 ARGS = {
     "add_norm": (
         *args("ptr", "residual_out", "out", "residual", "h", "post_weight", "layer_scalar", "next_weight"),
+        Arg("bounds", "ptr", align=8, only="has_bounds"),
         Arg("eps", "f32"),
         Arg("num_tokens", "i32"),
     )

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from kerngen.templates.call import Op
 from kerngen.templates.common.rows.torch_rows import Draw, poisoned
-from kerngen.templates.gelu_gate.op import gelu_gate, gelu_mul
+from kerngen.templates.gelu_gate.op import bounded_gelu_gate, gelu_gate, gelu_mul
 from kerngen.templates.gelu_gate.spec import Problem
 from kerngen.templates.kernel import Case
 
 
 def case_for(problem: Problem) -> Case:
     p = problem
-    return Case(f"w{p.width}_{p.dtype}{'' if p.packed else '_strided'}_t{p.num_tokens}", p, p.width + p.num_tokens)
+    words = "" if p.packed else "_strided", "_bounds" if p.has_bounds else ""
+    return Case(f"w{p.width}_{p.dtype}{''.join(words)}_t{p.num_tokens}", p, p.width + p.num_tokens)
 
 
 def _cases(width: int, *tokens: int, **fields: Any) -> tuple[Case, ...]:
@@ -28,6 +30,8 @@ CASES = (
     *_cases(1000, 3, 129),  # 125 vectors: rows begin anywhere in a block
     *_cases(2112, 1, 5),
     *_cases(21504, 1, 2, 33),
+    *_cases(1000, 1, 130, has_bounds=True),
+    *_cases(256, 3, packed=False, has_bounds=True),
 )
 _ROWS_BETWEEN = 3  # a strided `up` is one slot of this many
 
@@ -50,13 +54,17 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         "out": poisoned(p.num_tokens, p.width, dtype=p.dtype, device=device),
         "gate": torch.cat((gate, up), dim=1) if p.packed else gate,
         "up": None if p.packed else up,
+        "bounds": torch.tensor([[-1.0, 1.5], [-0.75, math.inf], [-1.0, 0.5]], device=device) if p.has_bounds else None,
         "num_tokens": p.num_tokens,
         "up_stride": stride,
     }
 
 
-def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
-    """The op that asks for this case, and its arguments."""
+def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]] | None:
+    """The op that asks for this case, and its arguments; None for bounds where `up` lies apart, which no op has."""
+    if case.problem.has_bounds:
+        found = bounded_gelu_gate, {"gate_up": inputs["gate"], "bounds": inputs["bounds"]}
+        return found if case.problem.packed else None
     if case.problem.packed:
         return gelu_gate, {"gate_up": inputs["gate"]}
     return gelu_mul, {"gate": inputs["gate"], "up": inputs["up"][:, : case.problem.width]}

@@ -21,7 +21,10 @@ def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
         gate, up = inputs["gate"].split(p.width, dim=-1)
     else:
         gate, up = inputs["gate"], inputs["up"][:, : p.width]
-    return {"out": gelu_gated(gate, up, p.dtype)}
+    if not p.has_bounds:
+        return {"out": gelu_gated(gate, up, p.dtype)}
+    of_gate, of_up, of_out = inputs["bounds"].tolist()
+    return {"out": gelu_gated(gate.float().clamp(*of_gate), up.float().clamp(*of_up), p.dtype).clamp(*of_out)}
 
 
 def tolerance(problem: Problem) -> Tolerance:

@@ -21,13 +21,15 @@ class Problem(TokenProblem):
     """packed: gate [num_tokens, 2 * width] holds gate | up, and `up` is null. Else: gate [num_tokens, width], and
     row t of `up` starts at element t * up_stride (a multiple of 8), as per-layer embeddings need it.
 
-    out [num_tokens, width]; all dtype.
+    out [num_tokens, width]; all dtype. has_bounds: gate, up and out are clamped to bounds [3, 2] fp32, the lowest and
+    the highest of each, which dtype holds exactly.
     """
 
     width: int = 21504
     dtype: str = "bf16"
     packed: bool = True
     num_tokens: int = 1
+    has_bounds: bool = False
 
     def __post_init__(self) -> None:
         require_dtypes(self.dtype)
@@ -47,6 +49,7 @@ ARGS = {
     "gelu_gate": (
         *args("ptr", "out", "gate"),
         Arg("up", "ptr", contiguous=False),
+        Arg("bounds", "ptr", align=8, only="has_bounds"),
         *args("i32", "num_tokens", "up_stride"),
     )
 }

@@ -27,7 +27,7 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "add_norm": (
         {"num_tokens": 1},
         {"hidden": 5376, "dtype": "bf16", "residual_dtype": "bf16", "has_post": True, "has_scalar": False,
-         "has_next": True},
+         "has_next": True, "has_bounds": False},
         {"vecs_per_thread": 1, "rows_per_block": 1},
     ),
     "attn_decode": (
@@ -100,7 +100,7 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "gelu_gate": (
         {"num_tokens": 1},
-        {"width": 21504, "dtype": "bf16", "packed": True},
+        {"width": 21504, "dtype": "bf16", "packed": True, "has_bounds": False},
         {"threads": 128, "vecs_per_thread": 1},
     ),
     "greedy_head": (

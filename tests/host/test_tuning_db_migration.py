@@ -94,6 +94,7 @@ ADDED_SINCE = {
                    "in_flight", "shared_ring", "throughout")),
     *((kernel, name) for kernel in ("attn_decode", "attn_prefill", "qkv_norm_rope")
       for name in ("page_heads", "kv_format")),
+    *((kernel, "has_bounds") for kernel in ("add_norm", "gelu_gate")),
 }  # fmt: skip
 
 

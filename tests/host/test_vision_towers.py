@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -35,7 +35,7 @@ from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.footprint import _tensors
 from kerngen.runtime.media.config import read_media_config
 from kerngen.runtime.media.towers import graphs, vision
-from kerngen.runtime.media.towers.linear import NO_BOUNDS, ClippedLinear
+from kerngen.runtime.media.towers.linear import NO_BOUNDS, Bounds, ClippedLinear
 from kerngen.runtime.media.towers.rows import READY_ROWS, TorchRows
 from kerngen.runtime.media.values import Media
 from kerngen.runtime.ops.eager import TorchOps
@@ -114,12 +114,23 @@ def test_linears_with_the_same_input_bounds_are_one_product(tmp_path: Path) -> N
     make_towers(tmp_path, **CLIPPED)
     found = towers(tmp_path, "vision").vision
     assert isinstance(found, vision.VisionTower)
-    first, last = found.weights.layers[0], found.weights.layers[-1]
+    first, middle, last = found.weights.layers
     assert [len(linear.inputs) for linear in (first.qkv, last.qkv, first.gate_up)] == [3, 1, 1]
     assert set(first.gate_up.gives) == {NO_BOUNDS}
     assert first.head_bounds is not None
     assert len(first.head_bounds.each) == 3
-    assert set(first.qkv.gives) == {NO_BOUNDS}, "they are clamped where heads are made"
+    assert first.gate_bounds is None
+    assert first.ffn_bounds is None, "layer 1's queries, keys and values each take another input"
+    for bounds in (middle.ffn_bounds, last.attention_bounds, last.gate_bounds):
+        assert bounds is not None
+        assert NO_BOUNDS not in bounds.each
+    assert last.ffn_bounds is not None
+    assert last.ffn_bounds.each[1] == NO_BOUNDS, "no linear follows"
+    for linear in (first.qkv, first.out, last.qkv, last.gate_up, last.down):
+        assert set(linear.gives) == {NO_BOUNDS}, "others clamp what they give"
+    assert first.qkv.inputs[0][1:] != NO_BOUNDS
+    assert first.out.takes != NO_BOUNDS, "nothing of ours stands between attention and this one"
+    assert {linear.takes for linear in (last.qkv, last.gate_up, last.down)} == {NO_BOUNDS}, "others clamp it"
 
 
 def test_infinite_bounds_and_what_a_dtype_cannot_hold_bound_nothing() -> None:
@@ -128,10 +139,18 @@ def test_infinite_bounds_and_what_a_dtype_cannot_hold_bound_nothing() -> None:
     free = ((2, *NO_BOUNDS),)
     assert ClippedLinear(weight, free, free)(x).tolist() == x.tolist()
     assert ClippedLinear(weight, ((2, -1.0, math.inf),), free)(x).tolist() == [[3.0, -1.0]]
+    half = ClippedLinear(weight.bfloat16(), ((2, -1.0, math.inf),), ((1, -math.inf, 1.0), (1, -math.inf, 2.0)))
+    assert half(x.bfloat16()).tolist() == [[1.0, -1.0]]
     assert ClippedLinear(weight, free, ((1, -1.0, 1.0), (1, -1.0, 1.0)))(x).tolist() == [[1.0, -1.0]]
     each = ClippedLinear(weight, ((1, -1.0, 1.0), (1, -2.0, 2.0)), ((1, -9.0, 0.5), (1, -1.5, 9.0)))
     assert each(x).tolist() == [[0.5, -1.5]]
-    assert each.without_outputs()(x).tolist() == [[1.0, -2.0]]
+    assert each.before()(x).tolist() == each.between()(x).tolist() == [[1.0, -2.0]]
+    one = ClippedLinear(weight, ((2, -1.0, 2.0),), ((2, -1.5, 9.0),))
+    assert (one.takes, one.before()(x).tolist(), one.between()(x).tolist()) == (
+        (-1.0, 2.0),
+        [[2.0, -1.0]],
+        [[3.0, -4.0]],
+    )
 
 
 def test_an_image_is_the_same_alone_and_among_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +309,13 @@ def test_released_towers_have_their_published_sizes(name: str) -> None:
     assert found is not None
     derived = 0  # of the clip bounds and the norms, beside what is stored
     if isinstance(found, vision.VisionTower):
-        derived = sum(layer.head_bounds.table.numel() for layer in found.weights.layers if layer.head_bounds)
+        bounds = [
+            b
+            for layer in found.weights.layers
+            for b in (getattr(layer, f.name) for f in fields(layer))
+            if isinstance(b, Bounds)
+        ]
+        derived = sum(b.table.numel() for b in bounds)
         derived += sum(layer.head_norms[1].numel() for layer in found.weights.layers)
     total = sum(t.numel() for t in _tensors(found.weights)) - derived
     projector = found.weights.projection.numel()

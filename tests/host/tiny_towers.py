@@ -48,7 +48,8 @@ BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 def make_towers(folder: Path, **vision: Any) -> Gemma4ForConditionalGeneration:
     """As 31B and 26B-A4B with standardize=True, as the E-series with use_clipped_linears=True; saved to `folder`.
 
-    Bounds bite: they are near 1, and some are infinite. Queries, keys and values take the same in the last layer alone.
+    Bounds bite: they are near 1, and some are infinite. Queries, keys and values take the same in the last layer alone,
+    and so do gate and up.
     """
     config = Gemma4Config(
         text_config=Gemma4TextConfig(**BASE),
@@ -67,10 +68,11 @@ def make_towers(folder: Path, **vision: Any) -> Gemma4ForConditionalGeneration:
             infinite = ".0.mlp" in name
             buffer.fill_(math.copysign(math.inf if infinite else near, -1 if name.endswith("_min") else 1))
     if config.vision_config.use_clipped_linears:
-        last = model.model.vision_tower.encoder.layers[-1].self_attn
-        for proj in (last.k_proj, last.v_proj):
-            proj.input_min.copy_(last.q_proj.input_min)
-            proj.input_max.copy_(last.q_proj.input_max)
+        last = model.model.vision_tower.encoder.layers[-1]
+        attn, mlp = last.self_attn, last.mlp
+        for proj, first in ((attn.k_proj, attn.q_proj), (attn.v_proj, attn.q_proj), (mlp.up_proj, mlp.gate_proj)):
+            proj.input_min.copy_(first.input_min)
+            proj.input_max.copy_(first.input_max)
     model.save_pretrained(folder)
     return model
 

@@ -80,12 +80,22 @@ class ClippedLinear:
         return y
 
     @property
+    def takes(self) -> Interval:
+        """What bounds the input where it is the same for all linears; else each bounds its own."""
+        return self.inputs[0][1:] if len(self.inputs) == 1 else NO_BOUNDS
+
+    @property
     def gives(self) -> tuple[Interval, ...]:
         """What bounds the outputs of each linear."""
         return tuple((low, high) for _, low, high in self.outputs)
 
-    def without_outputs(self) -> ClippedLinear:
-        """The same for who clamps its outputs himself."""
+    def between(self) -> ClippedLinear:
+        """The same where others clamp to `takes` and `gives`."""
+        whole = ((len(self.weight), *NO_BOUNDS),)
+        return replace(self, inputs=whole if len(self.inputs) == 1 else self.inputs, outputs=whole)
+
+    def before(self) -> ClippedLinear:
+        """The same where others clamp to `gives`."""
         return replace(self, outputs=((len(self.weight), *NO_BOUNDS),))
 
 

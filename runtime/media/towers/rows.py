@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kerngen.runtime.media.config import VisionConfig
-from kerngen.runtime.media.towers.linear import Bounds, clamp_
-from kerngen.templates.add_norm.op import add_norm, add_post_norm
+from kerngen.runtime.media.towers.linear import NO_BOUNDS, Bounds, clamp_
+from kerngen.templates.add_norm.op import add_norm, add_post_norm, bounded_add_norm, bounded_add_post_norm
 from kerngen.templates.call import Call
-from kerngen.templates.gelu_gate.op import gelu_gate
+from kerngen.templates.gelu_gate.op import bounded_gelu_gate, gelu_gate
 from kerngen.templates.qkv_norm_rope_2d.op import qkv_norm_rope_2d
 from kerngen.templates.rmsnorm.op import rmsnorm
 
@@ -28,16 +28,16 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 class Rows(Protocol):
-    """Tensors are [rows, width] and weights [width], all of one dtype."""
+    """Tensors are [rows, width] and weights [width], all of one dtype. bounds: of linears before and behind, if any."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x * (mean(x^2) + eps)^(-1/2) * weight, in fp32, rounded once."""
 
     def add_norm(
-        self, residual: Tensor, y: Tensor, post: Tensor, following: Tensor | None, eps: float
+        self, residual: Tensor, y: Tensor, post: Tensor, following: Tensor | None, bounds: Bounds | None, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """residual + norm(y; post), and its norm by `following`, or itself where there is none. `residual` is the
-        caller's no more: it may be written.
+        """residual + norm(y; post), and its norm by `following`, or itself where there is none. `residual` and y are
+        the caller's no more: they may be written. bounds: of y and of the norm by `following`.
         """
 
     def heads(self, qkv: Tensor, norms: Turn, turn: Turn, bounds: Bounds | None, eps: float) -> Heads:
@@ -48,8 +48,10 @@ class Rows(Protocol):
         cos and sin [patches, 1, 1, d] of an image's patches, sin negative for the first of a pair.
         """
 
-    def gelu_gate(self, gate_up: Tensor) -> Tensor:
-        """gelu_tanh(gate) * up [rows, width] of gate | up [rows, 2 * width]."""
+    def gelu_gate(self, gate_up: Tensor, bounds: Bounds | None) -> Tensor:
+        """gelu_tanh(gate) * up [rows, width] of gate | up [rows, 2 * width], which is the caller's no more. bounds: of
+        gate, up and the result.
+        """
 
 
 def partner(x: Tensor) -> Tensor:
@@ -70,10 +72,11 @@ class TorchRows:
         return F.rms_norm(x, weight.shape, weight, eps)
 
     def add_norm(
-        self, residual: Tensor, y: Tensor, post: Tensor, following: Tensor | None, eps: float
+        self, residual: Tensor, y: Tensor, post: Tensor, following: Tensor | None, bounds: Bounds | None, eps: float
     ) -> tuple[Tensor, Tensor]:
-        x = residual + self.norm(y, post, eps)
-        return x, x if following is None else self.norm(x, following, eps)
+        of_y, of_norm = (NO_BOUNDS, NO_BOUNDS) if bounds is None else bounds.each
+        x = residual + self.norm(clamp_(y, of_y), post, eps)
+        return x, x if following is None else clamp_(self.norm(x, following, eps), of_norm)
 
     def heads(self, qkv: Tensor, norms: Turn, turn: Turn, bounds: Bounds | None, eps: float) -> Heads:
         if bounds is not None:
@@ -86,9 +89,10 @@ class TorchRows:
         qk = torch.addcmul(qk * (of_own * cos), partner(qk), of_partners * sin)
         return qk[:, :, 0], qk[:, :, 1], normed[:, :, 2]
 
-    def gelu_gate(self, gate_up: Tensor) -> Tensor:
+    def gelu_gate(self, gate_up: Tensor, bounds: Bounds | None) -> Tensor:
+        of_gate, of_up, of_out = (NO_BOUNDS,) * 3 if bounds is None else bounds.each
         gate, up = gate_up.chunk(2, -1)
-        return F.gelu(gate, approximate="tanh").mul_(up)
+        return clamp_(F.gelu(clamp_(gate, of_gate), approximate="tanh").mul_(clamp_(up, of_up)), of_out)
 
 
 class KernelRows:
@@ -102,12 +106,22 @@ class KernelRows:
         return made
 
     def add_norm(
-        self, residual: Tensor, y: Tensor, post: Tensor, following: Tensor | None, eps: float
+        self, residual: Tensor, y: Tensor, post: Tensor, following: Tensor | None, bounds: Bounds | None, eps: float
     ) -> tuple[Tensor, Tensor]:
         if following is None:
-            self._run(add_post_norm(residual, y, post, None, eps), "residual and norm (vision)")
+            last = (
+                add_post_norm(residual, y, post, None, eps)
+                if bounds is None
+                else bounded_add_post_norm(residual, y, post, bounds.table, eps)
+            )
+            self._run(last, "residual and norm (vision)")
             return residual, residual
-        return residual, self._run(add_norm(residual, y, post, None, following, eps), "residual and norms (vision)")
+        call = (
+            add_norm(residual, y, post, None, following, eps)
+            if bounds is None
+            else bounded_add_norm(residual, y, post, following, bounds.table, eps)
+        )
+        return residual, self._run(call, "residual and norms (vision)")
 
     def heads(self, qkv: Tensor, norms: Turn, turn: Turn, bounds: Bounds | None, eps: float) -> Heads:
         q_weight, k_weight = norms[0].flatten(0, 1)
@@ -118,8 +132,9 @@ class KernelRows:
         q, k, v = in_heads(qkv, turn).unbind(2)
         return q, k, v
 
-    def gelu_gate(self, gate_up: Tensor) -> Tensor:
-        made: Tensor = self._run(gelu_gate(gate_up), "gate (vision)")
+    def gelu_gate(self, gate_up: Tensor, bounds: Bounds | None) -> Tensor:
+        call = gelu_gate(gate_up) if bounds is None else bounded_gelu_gate(gate_up, bounds.table)
+        made: Tensor = self._run(call, "gate (vision)")
         return made
 
 
@@ -135,11 +150,12 @@ def ask_all(rows: Rows, config: VisionConfig, dtype: torch.dtype) -> None:
 
     width, inner, dim = config.hidden_size, encoder.intermediate_size, encoder.head_dim
     norms = empty(2, 1, dim), empty(2, 1, dim)
-    some = [None, *[Bounds.of([(-1.0, 1.0)] * 3, norms[0])] * encoder.clips]
+    of_two, of_three = (Bounds.of([(-1.0, 1.0)] * n, norms[0]) for n in (2, 3))
     for count in READY_ROWS:
         x, turn = empty(count, width), (empty(count, 1, 1, dim), empty(count, 1, 1, dim))
-        rows.add_norm(x, rows.norm(x, x[0], 1.0), x[0], x[0], 1.0)
-        rows.add_norm(x, x, x[0], None, 1.0)
-        for bounds in some:
-            rows.heads(empty(count, 3 * encoder.num_heads * dim), norms, turn, bounds, 1.0)
-        rows.gelu_gate(empty(count, 2 * inner))
+        rows.norm(x, x[0], 1.0)
+        for two, three in [(None, None), (of_two, of_three)][: 1 + encoder.clips]:
+            rows.add_norm(x, x, x[0], x[0], two, 1.0)
+            rows.add_norm(x, x, x[0], None, two, 1.0)
+            rows.heads(empty(count, 3 * encoder.num_heads * dim), norms, turn, three, 1.0)
+            rows.gelu_gate(empty(count, 2 * inner), three)

@@ -19,7 +19,7 @@ from torch import Tensor
 from kerngen.errors import UsageError
 from kerngen.runtime.media.config import VisionConfig, VisionEncoderConfig
 from kerngen.runtime.media.towers.graphs import ShapeGraphs
-from kerngen.runtime.media.towers.linear import Bounds, ClippedLinear, TowerSource, clipped_linear
+from kerngen.runtime.media.towers.linear import NO_BOUNDS, Bounds, ClippedLinear, TowerSource, clipped_linear
 from kerngen.runtime.media.towers.rows import Rows, TorchRows, Turn, ask_all, partner
 from kerngen.runtime.media.values import Media
 
@@ -32,9 +32,12 @@ LAYER_NORM_EPS = 1e-5  # torch's default, which transformers leaves in place
 
 @dataclass(frozen=True, slots=True)
 class VisionLayerWeights:
-    """Norms are [D]. qkv: rows q | k | v, which `head_bounds` bound; gate_up: rows gate | up.
+    """Norms are [D]. qkv: rows q | k | v; gate_up: rows gate | up.
 
-    head_norms: q_norm and k_norm, as they are and with the elements of each pair exchanged, [2, 1, d] both.
+    head_norms: q_norm and k_norm, as they are and with the elements of each pair exchanged, [2, 1, d] both. What stands
+    between two linears clamps what the one gives and the other takes: head_bounds q, k and v; attention_bounds what
+    `out` gives and gate_up takes; gate_bounds gate, up and what `down` takes; ffn_bounds what that gives and the next
+    layer's qkv takes.
     """
 
     input_norm: Tensor
@@ -42,10 +45,13 @@ class VisionLayerWeights:
     head_bounds: Bounds | None
     head_norms: tuple[Tensor, Tensor]
     out: ClippedLinear
+    attention_bounds: Bounds | None
     post_attention_norm: Tensor
     pre_ffn_norm: Tensor
     gate_up: ClippedLinear
+    gate_bounds: Bounds | None
     down: ClippedLinear
+    ffn_bounds: Bounds | None
     post_ffn_norm: Tensor
 
 
@@ -95,31 +101,61 @@ def _vision_weights(
     return VisionWeights(
         patches=source.tensor(f"{name}.patch_embedder.input_proj.weight", width, _patch_values(config)),
         positions=source.tensor(f"{name}.patch_embedder.position_embedding_table", 2, config.num_positions, width),
-        layers=tuple(
-            _layer(source, f"{name}.encoder.layers.{i}", width, encoder) for i in range(encoder.num_layers)
-        ),
+        layers=_layers(source, f"{name}.encoder.layers", width, encoder),
         standard=standard,
         projection=source.tensor("embed_vision.embedding_projection.weight", hidden_size, width),
     )  # fmt: skip
 
 
-def _layer(source: TowerSource, name: str, width: int, encoder: VisionEncoderConfig) -> VisionLayerWeights:
+def _layers(source: TowerSource, name: str, width: int, encoder: VisionEncoderConfig) -> tuple[VisionLayerWeights, ...]:
+    rows = encoder.num_heads * encoder.head_dim
+    qkvs = [
+        clipped_linear(
+            source, [(f"{name}.{i}.self_attn.{which}_proj", rows) for which in "qkv"], width, clips=encoder.clips
+        )
+        for i in range(encoder.num_layers)
+    ]
+    following = [*qkvs[1:], None]
+    # What the first takes is made by a norm alone, which clamps nothing.
+    taking = [linear.between() if i else linear.before() for i, linear in enumerate(qkvs)]
+    return tuple(
+        _layer(source, f"{name}.{i}", width, encoder, taking[i], Bounds.of(qkvs[i].gives, qkvs[i].weight), following[i])
+        for i in range(encoder.num_layers)
+    )
+
+
+def _layer(
+    source: TowerSource,
+    name: str,
+    width: int,
+    encoder: VisionEncoderConfig,
+    qkv: ClippedLinear,
+    head_bounds: Bounds | None,
+    following: ClippedLinear | None,
+) -> VisionLayerWeights:
+    """following: the next layer's qkv."""
     attn, mlp, dim, inner = f"{name}.self_attn", f"{name}.mlp", encoder.head_dim, encoder.intermediate_size
-    rows = encoder.num_heads * dim
     norms = torch.stack([source.tensor(f"{attn}.{which}_norm.weight", dim) for which in "qk"])[:, None]
-    qkv = clipped_linear(source, [(f"{attn}.{which}_proj", rows) for which in "qkv"], width, clips=encoder.clips)
+
+    def linear(modules: Sequence[tuple[str, int]], columns: int) -> ClippedLinear:
+        return clipped_linear(source, modules, columns, clips=encoder.clips)
+
+    out = linear([(f"{attn}.o_proj", width)], encoder.num_heads * dim)
+    gate_up = linear([(f"{mlp}.{which}_proj", inner) for which in ("gate", "up")], width)
+    down = linear([(f"{mlp}.down_proj", width)], inner)
     return VisionLayerWeights(
         input_norm=source.tensor(f"{name}.input_layernorm.weight", width),
-        qkv=qkv.without_outputs(),
-        head_bounds=Bounds.of(qkv.gives, qkv.weight),
+        qkv=qkv,
+        head_bounds=head_bounds,
         head_norms=(norms, partner(norms)),
-        out=clipped_linear(source, [(f"{attn}.o_proj", width)], rows, clips=encoder.clips),
+        out=out.before(),
+        attention_bounds=Bounds.of((*out.gives, gate_up.takes), norms),
         post_attention_norm=source.tensor(f"{name}.post_attention_layernorm.weight", width),
         pre_ffn_norm=source.tensor(f"{name}.pre_feedforward_layernorm.weight", width),
-        gate_up=clipped_linear(
-            source, [(f"{mlp}.{which}_proj", inner) for which in ("gate", "up")], width, clips=encoder.clips
-        ),
-        down=clipped_linear(source, [(f"{mlp}.down_proj", width)], inner, clips=encoder.clips),
+        gate_up=gate_up.between(),
+        gate_bounds=Bounds.of((*gate_up.gives, down.takes), norms),
+        down=down.between(),
+        ffn_bounds=Bounds.of((*down.gives, NO_BOUNDS if following is None else following.takes), norms),
         post_ffn_norm=source.tensor(f"{name}.post_feedforward_layernorm.weight", width),
     )
 
@@ -187,10 +223,10 @@ class VisionTower:
         y = self.rows.norm(x, w.layers[0].input_norm, eps)
         for layer, following in zip(w.layers, (*w.layers[1:], None), strict=True):
             y = layer.out(self._attention(layer, y, turn))
-            x, y = self.rows.add_norm(x, y, layer.post_attention_norm, layer.pre_ffn_norm, eps)
-            y = layer.down(self.rows.gelu_gate(layer.gate_up(y)))
+            x, y = self.rows.add_norm(x, y, layer.post_attention_norm, layer.pre_ffn_norm, layer.attention_bounds, eps)
+            y = layer.down(self.rows.gelu_gate(layer.gate_up(y), layer.gate_bounds))
             following_norm = None if following is None else following.input_norm
-            x, y = self.rows.add_norm(x, y, layer.post_ffn_norm, following_norm, eps)
+            x, y = self.rows.add_norm(x, y, layer.post_ffn_norm, following_norm, layer.ffn_bounds, eps)
         return self._project(x.view(batch, rows, columns, -1))
 
     def warm_up(self) -> None:

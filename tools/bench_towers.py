@@ -90,7 +90,7 @@ def measure(
     items = [square(config, budget, seed) for seed in range(batch)]
     ms, host_ms = timed(lambda: tower.embed(items), device, samples)
     eager = None
-    if isinstance(tower, VisionTower) and device.type == "cuda":
+    if device.type == "cuda":
         eager = timed(lambda: tower.embed(items, graphs=False), device, samples)[0]
     flop = batch * tflop(config, hidden_size, len(items[0].data))
     return Row(model, batch, items[0].num_tokens, ms, host_ms, eager, flop)

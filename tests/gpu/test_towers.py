@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kerngen.runtime.backend import open_backend
 from kerngen.runtime.media.config import VisionConfig, read_media_config
-from kerngen.runtime.media.towers import graphs
+from kerngen.runtime.media.towers import graphs, upload
 from kerngen.runtime.media.towers.linear import Bounds
 from kerngen.runtime.media.towers.rows import KernelRows, TorchRows, partner
 from kerngen.runtime.media.towers.vision import PatchEmbedder, VisionTower
@@ -88,6 +88,38 @@ def test_replays_are_what_the_launches_one_by_one_give(variant: dict[str, Any], 
     assert not torch.equal(eager[2], eager[3])
     for made, expected in zip(replayed, eager, strict=True):
         assert torch.equal(made, expected)
+
+
+def test_replays_without_an_encoder_are_what_the_launches_give() -> None:
+    """And images that follow each other at once do not meet in the memory through which they come."""
+    found = find_media("gemma-4-12b")
+    config = found.only(["vision"]) if found else None
+    assert config is not None
+    tower = synthetic_towers(config, TorchOps(CUDA, torch.float16)).vision
+    assert isinstance(tower, PatchEmbedder)
+    items = [image(tower.config, *(((14, 20), (16, 16))[seed % 2]), seed) for seed in range(12)]
+    eager = []
+    for item in items:
+        eager += tower.embed([item], graphs=False)
+        torch.cuda.synchronize()
+    assert tower._graphs is not None
+    assert not tower._graphs._seen
+    queued = [tower.embed([item], graphs=False)[0] for item in items]
+    replayed = [tower.embed([item])[0] for item in items]
+    assert len(tower._graphs._seen) == 2
+    for expected, *both in zip(eager, queued, replayed, strict=True):
+        assert all(torch.equal(made, expected) for made in both)
+
+
+def test_what_is_large_comes_without_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [np.random.default_rng(n).integers(0, 256, (3, 70), dtype=np.uint8) for n in range(3)]
+    for part in parts:
+        part.flags.writeable = False
+    for most in (upload.MOST_PINNED_BYTES, 0):
+        monkeypatch.setattr(upload, "MOST_PINNED_BYTES", most)
+        made = upload.upload(parts, CUDA)
+        assert made.is_cuda
+        assert np.array_equal(made.cpu().numpy(), np.concatenate(parts))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

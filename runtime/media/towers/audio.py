@@ -22,6 +22,7 @@ from kerngen.errors import UsageError
 from kerngen.runtime.media.config import AudioConfig, AudioEncoderConfig
 from kerngen.runtime.media.towers.graphs import ShapeGraphs
 from kerngen.runtime.media.towers.linear import ClippedLinear, TowerSource, clipped_linear
+from kerngen.runtime.media.towers.upload import upload
 from kerngen.runtime.media.values import Media
 
 MAX_FRAMES = 12_000  # of one forward, padding counted: four sounds of 30 s, whose first convolution gives 0.2 GB
@@ -207,8 +208,9 @@ class AudioTower:
         lengths = [-(-len(item.data) // step) * step for item in items]
         found: dict[int, Tensor] = {}
         for batch in _batches(lengths):
-            frames = torch.from_numpy(_padded([items[i].data for i in batch], lengths[batch[0]]))
-            rows = self._replay(frames.to(self.weights.input.device), (len(batch), lengths[batch[0]]))
+            padded = _padded([items[i].data for i in batch], lengths[batch[0]])
+            frames = upload([padded], self.weights.input.device)
+            rows = self._replay(frames, (len(batch), lengths[batch[0]]))
             found |= {i: row[: items[i].num_tokens] for i, row in zip(batch, rows, strict=True)}
         return [found[i] for i in range(len(items))]
 
@@ -298,7 +300,7 @@ class SampleEmbedder:
         for item in items:
             require_sound(item, self.config.num_features, len(item.data))
         weight = self.weights.projection
-        samples = torch.from_numpy(np.concatenate([item.data for item in items])).to(weight.device, weight.dtype)
+        samples = upload([item.data for item in items], weight.device).to(weight.dtype)
         return list(_project(samples, weight, self.config.eps).split([item.num_tokens for item in items]))
 
 

@@ -8,7 +8,7 @@ Images of one size go through together and none is padded, so that attention nee
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,12 +21,15 @@ from kerngen.runtime.media.config import VisionConfig, VisionEncoderConfig
 from kerngen.runtime.media.towers.graphs import ShapeGraphs
 from kerngen.runtime.media.towers.linear import NO_BOUNDS, Bounds, ClippedLinear, TowerSource, clipped_linear
 from kerngen.runtime.media.towers.rows import Rows, TorchRows, Turn, ask_all, partner
+from kerngen.runtime.media.towers.upload import upload
 from kerngen.runtime.media.values import Media
 
 # Of one forward: as many as the largest image has, so that a batch takes no more memory than that image.
 MAX_PATCHES = 10_080
-# Above these the GPU takes longer than the host, and a graph's memory would be better spent.
+# Above these the GPU takes longer than the host, and a graph's memory would be better spent. Of a model without an
+# encoder, whose patches are tokens: ten launches for all.
 MAX_CAPTURED_PATCHES = 5_040
+MAX_CAPTURED_TOKENS = 1_120
 LAYER_NORM_EPS = 1e-5  # torch's default, which transformers leaves in place
 
 
@@ -181,40 +184,54 @@ def _patch_values(config: VisionConfig) -> int:
     return 3 * config.patch_size**2
 
 
-class VisionTower:
-    """A vision transformer and the projector behind it. rows: what makes norms, heads and gates; None for torch."""
+class _ByGrid:
+    """Embeds images of one grid together, by CUDA graphs of `forward` up to `most_captured` patches."""
 
-    def __init__(self, config: VisionConfig, weights: VisionWeights, rows: Rows | None = None) -> None:
-        if config.encoder is None:
-            raise TypeError("the config has no encoder")
+    def __init__(self, config: VisionConfig, like: Tensor, most_captured: int) -> None:
+        """like: a tensor where `forward` runs."""
         self.config = config
-        self.rows = rows or TorchRows()
-        self.weights = weights
-        self._encoder = config.encoder
-        # p = 2 (x / 255 - 0.5) in fp32, then in the weights' dtype
-        self._pixels = _pixel_table(weights.patches, 2.0, 0.5)
-        encoder = config.encoder
-        self._turns = _turns(config.num_positions, encoder.head_dim // 2, encoder.rope_theta, weights.patches)
-        self._graphs = ShapeGraphs(self.forward) if weights.patches.is_cuda else None
+        self._device = like.device
+        self._most_captured = most_captured
+        self._graphs = ShapeGraphs(self.forward) if like.is_cuda else None
 
+    @torch.inference_mode()
     def embed(self, items: Sequence[Media], *, graphs: bool = True) -> list[Tensor]:
         """[num_tokens, H] of each image, in the activations' dtype. Raises UsageError for one that does not fit.
 
         graphs: by CUDA graphs where these are faster; the result is the same.
         """
-        return _embed(items, self.config, self.weights.patches, self._replay if graphs else self.forward)
-
-    def _replay(self, patches: Tensor, shape: tuple[int, int, int]) -> Tensor:
-        """As forward, by a graph where that is faster."""
-        if self._graphs is None or len(patches) > MAX_CAPTURED_PATCHES:
-            return self.forward(patches, shape)
-        return self._graphs(patches, shape)
+        found: dict[int, Tensor] = {}
+        for grid, batch in _batches(items, self.config):
+            patches, shape = upload([items[i].data for i in batch], self._device), (len(batch), *grid)
+            if not graphs or self._graphs is None or len(patches) > self._most_captured:
+                made = self.forward(patches, shape)
+            else:
+                made = self._graphs(patches, shape)
+            found |= zip(batch, made, strict=True)
+        return [found[i] for i in range(len(items))]
 
     def forward(self, patches: Tensor, shape: tuple[int, int, int]) -> Tensor:
         """Embeddings [batch, tokens, H] of uint8 patches [batch * rows * columns, 3 p^2].
 
         shape: (batch, rows, columns). Waits for nothing on the host.
         """
+        raise NotImplementedError
+
+
+class VisionTower(_ByGrid):
+    """A vision transformer and the projector behind it. rows: what makes norms, heads and gates; None for torch."""
+
+    def __init__(self, config: VisionConfig, weights: VisionWeights, rows: Rows | None = None) -> None:
+        if (encoder := config.encoder) is None:
+            raise TypeError("the config has no encoder")
+        super().__init__(config, weights.patches, MAX_CAPTURED_PATCHES)
+        self.rows = rows or TorchRows()
+        self.weights = weights
+        # p = 2 (x / 255 - 0.5) in fp32, then in the weights' dtype
+        self._pixels = _pixel_table(weights.patches, 2.0, 0.5)
+        self._turns = _turns(config.num_positions, encoder.head_dim // 2, encoder.rope_theta, weights.patches)
+
+    def forward(self, patches: Tensor, shape: tuple[int, int, int]) -> Tensor:
         batch, rows, columns = shape
         w, eps = self.weights, self.config.eps
         x = F.linear(self._pixels[patches.int()], w.patches).view(batch, rows * columns, -1)
@@ -262,20 +279,15 @@ class VisionTower:
         return F.linear(normed.to(x.dtype), weights.projection)
 
 
-class PatchEmbedder:
+class PatchEmbedder(_ByGrid):
     """Patches as soft tokens, each on its own: three layer norms, a linear, a position, and the projector."""
 
     def __init__(self, config: VisionConfig, weights: PatchWeights) -> None:
-        self.config = config
+        super().__init__(config, weights.patches, MAX_CAPTURED_TOKENS)
         self.weights = weights
         self._pixels = _pixel_table(weights.patches, 1.0, 0.0)
 
-    def embed(self, items: Sequence[Media]) -> list[Tensor]:
-        """As VisionTower.embed."""
-        return _embed(items, self.config, self.weights.patches, self.forward)
-
     def forward(self, patches: Tensor, shape: tuple[int, int, int]) -> Tensor:
-        """As VisionTower.forward."""
         batch, rows, columns = shape
         w = self.weights
         y = F.linear(_layer_norm(self._pixels[patches.int()], w.input_norm), w.patches, w.patches_bias)
@@ -283,21 +295,6 @@ class PatchEmbedder:
         y = y + (w.positions[:columns, 0] + w.positions[:rows, 1, None]).flatten(0, 1)
         y = F.rms_norm(_layer_norm(y, w.position_norm), y.shape[-1:], None, self.config.eps)
         return F.linear(y, w.projection)
-
-
-@torch.inference_mode()
-def _embed(
-    items: Sequence[Media],
-    config: VisionConfig,
-    like: Tensor,
-    forward: Callable[[Tensor, tuple[int, int, int]], Tensor],
-) -> list[Tensor]:
-    """What `forward` makes of the items, those of one grid together. like: a tensor where it runs."""
-    found: dict[int, Tensor] = {}
-    for grid, batch in _batches(items, config):
-        patches = torch.from_numpy(np.concatenate([items[i].data for i in batch])).to(like.device)
-        found |= zip(batch, forward(patches, (len(batch), *grid)), strict=True)
-    return [found[i] for i in range(len(items))]
 
 
 def _layer_norm(x: Tensor, norm: tuple[Tensor, Tensor]) -> Tensor:

@@ -16,8 +16,8 @@ from kerngen.templates.tile_lists.op import tile_lists
 from kerngen.templates.tile_lists.spec import Problem
 
 POISON = -7  # of counts and lists
-_Q_LENS = [0, 1, 128, 129, 300, 0, 256, 40]
-_KV_LENS = [77, 1, 128, 2000, 1000, 0, 40000, 35000]
+_Q_LENS = [0, 1, 128, 129, 300, 0, 256, 40, 5, 5]
+_KV_LENS = [77, 1, 128, 2000, 1000, 0, 40000, 35000, 3, 0]
 
 
 def case_for(problem: Problem, name: str = "", alpha: float = 0.1) -> Case:

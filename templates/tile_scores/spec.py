@@ -110,8 +110,11 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
 
 
 def candidates(problem: Problem, target: Target) -> Sequence[Config]:
-    stages = (3, 4, 2) if target.arch.has_cp_async else (2,)
-    return [Config(n, w, s) for n, w in ((128, 8), (64, 4), (64, 8)) for s in stages]
+    """A block alone on its SM has a stage more in flight than two that share one."""
+    if not target.arch.has_cp_async:
+        return [Config(n, w, 2) for n, w in ((128, 8), (64, 4), (64, 8))]
+    two = [Config(n, w, s) for n, w in ((128, 8), (128, 4), (64, 4)) for s in (3, 2)]
+    return [*two, Config(256, 8, 3), Config(256, 8, 4)]
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:

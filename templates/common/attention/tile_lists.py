@@ -28,7 +28,7 @@ def first_list(begin: int, sequence: int) -> int:
 
 def num_entries(kv_len: int) -> int:
     """The most that a list has."""
-    return -(-kv_len // LIST_KEYS)
+    return max(-(-kv_len // LIST_KEYS), 0)
 
 
 def query_blocks(q_lens: Sequence[int]) -> list[tuple[int, int, int, int]]:

@@ -33,9 +33,9 @@ def candidates(p: Problem, target: Target) -> Iterator[Config]:
     """
     sms, shape = target.device.num_sms, _default_shape(p, target)
     if not target.arch.has_wgmma or p.head_dim == 128 or p.kv_format != "plain":
+        if target.arch.has_wgmma and "int8" in p.kv_format and p.head_dim > 128 and p.rows <= 8:
+            shape = _of_codes(p)
         yield from _mma(p, target, shape, 1 / 4, 1 / 2, 1, 2, 4)
-        if target.arch.has_wgmma and "int8" in p.kv_format:
-            yield from _of_codes(p, target)
         return
     groups, eights, quarters = p.groups(shape.block_m), p.groups(8), Config(8, 16, 4, 8, 3)
     yield from _mma(p, target, shape, *((1 / 2, 1) if 2 * groups <= sms else (2,)))
@@ -62,14 +62,11 @@ def candidates(p: Problem, target: Target) -> Iterator[Config]:
         yield from _mma(p, target, Config(8, 16, 4, 8, 5) if eights >= 8 else Config(8, 16, 8, 8, 3), 0.73)
 
 
-def _of_codes(p: Problem, target: Target) -> Iterator[Config]:
-    """Blocks of eight rows whose warps have long parts of a head each, since what a tile costs beside its codes is then
-    spread over more of them. As many warps as fill an SM's registers, in one block or in several.
+def _of_codes(p: Problem) -> Config:
+    """Warps with 256 dims of a head each: what a tile costs beside its codes is spread over more of them. Twelve warps, in
+    one block or in two, take an SM's registers.
     """
-    split_d = max(1, p.head_dim // 256)
-    for warps in (6, 12, 8, 4):
-        if warps % split_d == 0:
-            yield from _mma(p, target, Config(8, 16, split_d, warps, 4 if warps == 6 else 2), 1, 2)
+    return Config(8, 16, 1, 6, 4) if p.head_dim == 256 else Config(8, 16, 2, 12, 3)
 
 
 def _fragment_partials(p: Problem, target: Target) -> Iterator[Config]:

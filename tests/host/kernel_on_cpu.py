@@ -164,14 +164,6 @@ static unsigned __ballot_sync(unsigned, bool mine) {
     w.all.arrive_and_wait();
     return found;
 }
-static int __shfl_sync(unsigned, int x, int from) {
-    Warp& w = warp_here();
-    w.word[threadIdx.x % 32] = unsigned(x);
-    w.all.arrive_and_wait();
-    const int found = int(w.word[from]);
-    w.all.arrive_and_wait();
-    return found;
-}
 template <typename Run> static void grid_of(int blocks, int threads, int pause_us, Run run) {
     std::vector<std::unique_ptr<Block>> all;
     std::vector<std::thread> running;

@@ -29,9 +29,6 @@ _HOST = """
 static unsigned char arena[1 << 25];
 static void __syncwarp() { warp_here().all.arrive_and_wait(); }
 static int __shfl_up_sync(unsigned, int, int) { return 0; }
-static int __shfl_sync(unsigned, int, int) { return 0; }
-static unsigned __ballot_sync(unsigned, bool) { return 0; }
-static int __ffs(unsigned) { return 0; }
 """
 _BODIES = {
     "copy16_at": "if (valid) memcpy(arena + to, from, 16); else memset(arena + to, 0, 16);",

@@ -63,7 +63,7 @@ def candidates(p: Problem, target: Target) -> Iterator[Config]:
 
 
 def _of_codes(p: Problem) -> Config:
-    """Warps with 256 dims of a head each: what a tile costs beside its codes is spread over more of them. Twelve warps, in
+    """Warps with 256 dims of a head each: what a tile costs beside its codes is spread over more. Twelve warps, in
     one block or in two, take an SM's registers.
     """
     return Config(8, 16, 1, 6, 4) if p.head_dim == 256 else Config(8, 16, 2, 12, 3)

@@ -24,10 +24,7 @@ KERNEL = find_kernel("attn_prefill")
 TILES = {
     128: ((128, 128, 8, 1, 2), (192, 80, 12, 1, 2), (128, 176, 8, 1, 1)),
     256: ((128, 80, 8, 1, 2), (128, 64, 8, 1, 2), (128, 64, 8, 1, 1)),
-    512: (
-        *((64, 64, 8, 2, stages) for stages in (9, 8, 7, 4)),
-        *((128, 64, 8, 2, stages) for stages in (10, 6, 4)),
-    ),
+    512: tuple((64, 64, 8, 2, stages) for stages in (9, 8, 7, 4)),
 }
 WAYS = tuple(product((False, True), (False, True), (1, 2)))  # ping_pong, use_tma, cluster
 HALVES_WAYS = tuple(product((False,), (False, True), (1, 2, 4)))
@@ -36,8 +33,6 @@ SPLITS = (
     SPLIT,
     replace(SPLIT, use_tma=False, cluster=1),
     replace(SPLIT, use_tma=False, cluster=1, num_stages=7),  # beside codes
-    replace(SPLIT, block_m=128),
-    replace(SPLIT, use_tma=False, block_m=128, num_stages=6),
 )
 
 

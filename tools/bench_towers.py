@@ -1,10 +1,11 @@
-"""Times what embeds images, with generated weights, on this machine's GPU or CPU.
+"""Times what embeds images and sounds, with generated weights, on this machine's GPU or CPU.
 
     python -m tools.bench_towers gemma-4-31b gemma-4-e4b
 
-A figure is milliseconds of one call for a batch of square images of a budget of tokens, median of the samples, from
-uint8 patches in the host's memory to embeddings on the device. "host" is until the call returns, which is what an
-engine waits at least; "eager" is without CUDA graphs. TFLOP are of matrix products and attention.
+A figure is milliseconds of one call, median of the samples, from the host's memory to embeddings on the device: for a
+batch of square images of a budget of tokens, as uint8 patches, or for a sound, as frames. "host" is until the call
+returns, which is what an engine waits at least; "eager" is without CUDA graphs. TFLOP are of an image's matrix products
+and attention.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from kerngen.errors import UsageError
 from kerngen.runtime.backend import open_backend
 from kerngen.runtime.media.config import VisionConfig
+from kerngen.runtime.media.towers.audio import AudioTower, SampleEmbedder
 from kerngen.runtime.media.towers.vision import PatchEmbedder, VisionTower
 from kerngen.runtime.media.values import Media
 from kerngen.runtime.weights.synthetic import synthetic_towers
@@ -34,15 +36,18 @@ WARM_UP = 3  # calls: the first runs one by one, the second is captured
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """tokens: of an image. ms, host_ms: of a call for `batch` images. eager_ms: None where there are no graphs."""
+    """tokens: of an item. ms, host_ms: of a call for `batch` items. eager_ms: None where there are no graphs.
+    tflop: None for sounds.
+    """
 
     model: str
+    kind: str
     batch: int
     tokens: int
     ms: float
     host_ms: float
     eager_ms: float | None
-    tflop: float
+    tflop: float | None
 
 
 def square(config: VisionConfig, budget: int, seed: int) -> Media:
@@ -93,22 +98,33 @@ def measure(
     if device.type == "cuda":
         eager = timed(lambda: tower.embed(items, graphs=False), device, samples)[0]
     flop = batch * tflop(config, hidden_size, len(items[0].data))
-    return Row(model, batch, items[0].num_tokens, ms, host_ms, eager, flop)
+    return Row(model, "image", batch, items[0].num_tokens, ms, host_ms, eager, flop)
 
 
-HEADER = f"{'model':18} {'images':>6} {'tokens':>6} {'ms':>9} {'host':>9} {'eager':>9} {'TFLOP/s':>8}"
+def measure_sound(model: str, tower: AudioTower | SampleEmbedder, seconds: float, samples: int) -> Row:
+    config, device = tower.config, tower.weights.projection.device
+    frames, each = (round(seconds * 100), 4) if config.encoder else (round(seconds * 25), 1)
+    data = np.random.default_rng(0).normal(size=(frames, config.num_features)).astype(np.float32)
+    item = Media.of("audio", data, (frames, 1), -(-frames // each))
+    ms, host_ms = timed(lambda: tower.embed([item]), device, samples)
+    return Row(model, "sound", 1, item.num_tokens, ms, host_ms, None, None)
+
+
+HEADER = f"{'model':18} {'of':>6} {'items':>6} {'tokens':>6} {'ms':>9} {'host':>9} {'eager':>9} {'TFLOP/s':>8}"
 
 
 def line(r: Row) -> str:
     eager = "-" if r.eager_ms is None else f"{r.eager_ms:.2f}"
-    rate = r.tflop / r.ms * 1e3
-    return f"{r.model:18} {r.batch:6} {r.tokens:6} {r.ms:9.2f} {r.host_ms:9.2f} {eager:>9} {rate:8.1f}"
+    rate = "-" if r.tflop is None else f"{r.tflop / r.ms * 1e3:.1f}"
+    return f"{r.model:18} {r.kind:>6} {r.batch:6} {r.tokens:6} {r.ms:9.2f} {r.host_ms:9.2f} {eager:>9} {rate:>8}"
 
 
 @click.command()
 @click.argument("models", nargs=-1, required=True)
 @click.option("--tokens", default="70,280,1120", show_default=True, help="Budgets of an image's tokens.")
 @click.option("--batch", default="1,4", show_default=True, help="Numbers of images that go through together.")
+@click.option("--seconds", type=click.FloatRange(0), default=30.0, show_default=True,
+              help="Of a sound, for models that hear; 0 for none.")  # fmt: skip
 @click.option("--samples", type=click.IntRange(1), default=20, show_default=True)
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default=None, help="Default: the device's own.")
 @click.option("--device", default=None, help="For example cpu, cuda:1. Default: a GPU where there is one.")
@@ -120,26 +136,31 @@ def line(r: Row) -> str:
     help="What norms, heads and gates are made by: cuda, our kernels; auto for these on a GPU.",
 )
 @click.option("--json", "as_json", is_flag=True)
-def main(models: tuple[str, ...], tokens: str, batch: str, samples: int, dtype: str | None, device: str | None,
-         backend: str, as_json: bool) -> None:  # fmt: skip
-    """Time what embeds images of MODELS: released models, or folders with a config.json."""
+def main(models: tuple[str, ...], tokens: str, batch: str, seconds: float, samples: int, dtype: str | None,
+         device: str | None, backend: str, as_json: bool) -> None:  # fmt: skip
+    """Time what embeds images and sounds of MODELS: released models, or folders with a config.json."""
     budgets, batches = ([int(n) for n in option.split(",")] for option in (tokens, batch))
     rows: list[Row] = []
+
+    def tell(row: Row) -> None:
+        rows.append(row)
+        if not as_json:
+            click.echo(line(row))
+
     if not as_json:
         click.echo(HEADER)
     for model in models:
-        found = find_media(model)
-        config = found.only(["vision"]) if found else None
-        if config is None:
+        config = find_media(model)
+        if config is None or config.vision is None:
             raise UsageError(f"{model} takes no images")
         ops = open_backend(backend, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype=dtype)
-        tower = synthetic_towers(config, ops).vision
-        if not isinstance(tower, VisionTower | PatchEmbedder):
-            raise TypeError(f"{type(tower)} has another input")
+        towers = synthetic_towers(config, ops)
+        if not isinstance(towers.vision, VisionTower | PatchEmbedder):
+            raise TypeError(f"{type(towers.vision)} has another input")
         for budget, count in product(budgets, batches):
-            rows.append(measure(model, tower, config.hidden_size, count, budget, samples))
-            if not as_json:
-                click.echo(line(rows[-1]))
+            tell(measure(model, towers.vision, config.hidden_size, count, budget, samples))
+        if seconds and isinstance(towers.audio, AudioTower | SampleEmbedder):
+            tell(measure_sound(model, towers.audio, seconds, samples))
     if as_json:
         click.echo(json.dumps([asdict(r) for r in rows]))
 

@@ -341,11 +341,26 @@ def test_towers_are_timed(tmp_path: Path) -> None:
     """`python -m tools.bench_towers`, on a CPU."""
     make_towers(tmp_path, **CLIPPED)
     said = CliRunner().invoke(
-        main, [str(tmp_path), "--tokens", "4,9", "--batch", "2", "--samples", "1", "--device", "cpu", "--json"]
+        main,
+        [
+            str(tmp_path),
+            "--tokens",
+            "4,9",
+            "--batch",
+            "2",
+            "--seconds",
+            "1",
+            "--samples",
+            "1",
+            "--device",
+            "cpu",
+            "--json",
+        ],
     )
     assert said.exception is None, said.output
     rows = json.loads(said.stdout)
-    assert [(row["batch"], row["tokens"]) for row in rows] == [(2, 4), (2, 9)]
+    found = [(row["kind"], row["batch"], row["tokens"]) for row in rows]
+    assert found == [("image", 2, 4), ("image", 2, 9), ("sound", 1, 25)]
     assert all(0 < row["host_ms"] <= row["ms"] for row in rows)
     patches, width = 81, 32
     pixels, projector = 48 * width * patches, width * 32 * 9

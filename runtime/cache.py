@@ -85,14 +85,23 @@ class KVCache:
                     self._means[layer.index] = torch.zeros(of_page, dtype=ops.dtype, device=ops.device)
 
     @staticmethod
-    def whole(config: ModelConfig, ops: Ops, *, batch: int, max_len: int, page_size: int = PAGE_SIZE) -> KVCache:
-        """A cache whose sequences own all the pages that max_len tokens need: nothing to allocate, nothing to free."""
+    def whole(
+        config: ModelConfig, ops: Ops, *, batch: int, max_len: int, page_size: int = PAGE_SIZE, last: int | None = None
+    ) -> KVCache:
+        """A cache whose sequences own all the pages that max_len tokens need: nothing to allocate, nothing to free.
+
+        last: tokens, the newest ones, that sliding layers keep, as an engine has them; None for all. The entries before
+        them name their pages once more.
+        """
         pages = -(-max_len // page_size)
-        count = batch * pages + 1
-        cache = KVCache(config, ops, num_pages=dict.fromkeys(KINDS, count), batch=batch, max_len=max_len,
-                        page_size=page_size)  # fmt: skip
-        own = torch.arange(1, count, dtype=torch.int32, device=ops.device)
-        cache.tables.copy_(own.view(batch, pages).expand(2, -1, -1))
+        own = dict.fromkeys(KINDS, pages)
+        if last is not None:
+            own["sliding"] = min(pages, -(-last // page_size) + 1)
+        cache = KVCache(config, ops, num_pages={kind: batch * n + 1 for kind, n in own.items()}, batch=batch,
+                        max_len=max_len, page_size=page_size)  # fmt: skip
+        sequences, entries = torch.arange(batch)[:, None], torch.arange(pages)
+        for table, n in zip(cache.tables, (own[kind] for kind in KINDS), strict=True):
+            table.copy_(1 + sequences * n + entries % n)
         return cache
 
     def set_tables(self, tables: Tensor) -> None:

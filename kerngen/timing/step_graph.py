@@ -98,7 +98,8 @@ class StepGraph:
 
     def _cache(self, step: Step) -> KVCache:
         model = self.stage.made
-        cache = KVCache.whole(model.config, model.ops, batch=step.batch, max_len=step.context)
+        last = model.config.window + max(step.chunk, step.q_len)
+        cache = KVCache.whole(model.config, model.ops, batch=step.batch, max_len=step.context, last=last)
         for layer in model.config.layers:
             if layer.owns_kv:
                 randomize(cache.pages(layer))

@@ -136,3 +136,18 @@ def test_a_workload_is_found_without_torchs_compiler() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_cache_of_the_newest_tokens_has_pages_for_each_of_them() -> None:
+    """In sliding layers no two of a sequence's newest tokens share a row, nor do two sequences; full layers have all."""
+    config = read_model_config(TINY)
+    ops = KernelOps(Listening(), torch.bfloat16)
+    last, page_size = 70, 16
+    cache = KVCache.whole(config, ops, batch=3, max_len=1000, page_size=page_size, last=last)
+    full, sliding = cache.tables
+    assert torch.equal(full.flatten(), torch.arange(1, 3 * 63 + 1, dtype=torch.int32))
+    for newest in (70, 71, 700, 1000):
+        pages = sliding[:, (newest - last) // page_size : -(-newest // page_size)]
+        assert len(pages.unique()) == pages.numel()
+    assert cache.num_pages == {"full": 3 * 63 + 1, "sliding": 3 * 6 + 1}
+    assert (int(sliding.min()), int(sliding.max())) == (1, 3 * 6)

@@ -139,7 +139,7 @@ def test_a_workload_is_found_without_torchs_compiler() -> None:
 
 
 def test_a_cache_of_the_newest_tokens_has_pages_for_each_of_them() -> None:
-    """In sliding layers no two of a sequence's newest tokens share a row, nor do two sequences; full layers have all."""
+    """In sliding layers neither two of a sequence's newest tokens share a row nor two sequences; full ones have all."""
     config = read_model_config(TINY)
     ops = KernelOps(Listening(), torch.bfloat16)
     last, page_size = 70, 16

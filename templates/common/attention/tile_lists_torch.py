@@ -69,6 +69,8 @@ def kept_tiles(
     highest; all, if the last query stands at dense_from or behind.
     """
     tiles = num_entries(first + n)
+    if not tiles:  # all of them stand before the first key
+        return torch.zeros(num_kv_heads, 0, dtype=torch.bool, device=scores.device)
     tile = torch.arange(tiles, device=scores.device)
     always = (tile < num_first) | (tile > first // LIST_KEYS - num_last)
     if first + n - 1 >= dense_from:

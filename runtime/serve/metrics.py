@@ -5,7 +5,7 @@ what each of them does is told under names of our own, with the label `replica`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -63,9 +63,9 @@ def cache_usage(load: Load) -> float:
 
 
 class Metrics:
-    """Of one server. engines: what is behind it."""
+    """Of one server. engines: what is behind it; cache: what their caches are, as labels of cache_config_info."""
 
-    def __init__(self, model: str, engines: Engines) -> None:
+    def __init__(self, model: str, engines: Engines, cache: Mapping[str, str] | None = None) -> None:
         self._registry = registry = CollectorRegistry()
         self._engines = engines
         registry.register(_Replicas(model, engines))
@@ -80,6 +80,9 @@ class Metrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"vllm:{name}", text, _MODEL, registry=registry, buckets=buckets).labels(model)
 
+        if cache:
+            Gauge("vllm:cache_config_info", "What the cache of keys and values is; 1.", (*_MODEL, *cache),
+                  registry=registry).labels(model, *cache.values()).set(1)  # fmt: skip
         self._model = model
         self._running = gauge("num_requests_running", "Requests that have rows or are prefilled.")
         self._waiting = gauge("num_requests_waiting", "Requests that wait for pages or a row.")

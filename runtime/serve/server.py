@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +18,8 @@ from typing import Any
 import uvicorn
 
 from kerngen.errors import ToolchainError, UsageError
-from kerngen.runtime.config import read_model_config, read_sampling
+from kerngen.runtime.cache import PAGE_SIZE
+from kerngen.runtime.config import AS_STORED, Keeping, read_model_config, read_sampling
 from kerngen.runtime.conversation import DEFAULT_CONTEXT
 from kerngen.runtime.hub import find_checkpoint
 from kerngen.runtime.media.opening import open_support
@@ -129,6 +130,13 @@ def _not_there(host: str, port: int, error: OSError) -> UsageError:
     return UsageError(f"{host} port {port}: {error.strerror or error}", hint="--port takes another one, 0 any")
 
 
+def _cache_labels(load: Mapping[str, Any], ready: Ready) -> dict[str, str]:
+    """By vLLM's names where it has one: num_gpu_blocks are pages of full-attention layers."""
+    kept = Keeping(**{name: load[name] for name in asdict(AS_STORED) if name in load})
+    return {"block_size": str(PAGE_SIZE), "cache_dtype": kept.kv_cache_dtype, "cache_layout": kept.kv_cache_layout,
+            "num_gpu_blocks": str(ready.num_pages["full"])}  # fmt: skip
+
+
 async def _open(settings: Settings, on_load: OnLoad | None, say: Callable[[str], None]) -> Service:
     folder = find_checkpoint(settings.load["folder"])
     config = read_model_config(folder)
@@ -165,6 +173,7 @@ async def _open(settings: Settings, on_load: OnLoad | None, say: Callable[[str],
         limits=settings.limits,
         control_tokens=settings.control_tokens,
         media=media,
+        cache=_cache_labels(load, ready),
         created=int(time.time()),
     )
 

@@ -59,7 +59,7 @@ class Service:
     """names: what clients may call the model, the first is what it calls itself. suggested: sampling parameters of
     generation_config.json. stop_ids: tokens that end an answer. created: when the server began, in seconds.
     control_tokens: what looks like a control token in a raw prompt is one, unless its request says otherwise.
-    media: what is read of images and sounds, and by whom.
+    media: what is read of images and sounds, and by whom. cache: what the cache is, as Metrics has it.
     """
 
     client: Engines
@@ -74,6 +74,7 @@ class Service:
     tracing: Tracing | None = None
     control_tokens: bool = False
     media: MediaSupport = TEXT_ONLY
+    cache: Mapping[str, str] = field(default_factory=dict)
     is_draining: bool = False
     metrics: Metrics = field(init=False)
     _num_inside: int = field(default=0, init=False)
@@ -84,7 +85,7 @@ class Service:
     _media: ThreadPoolExecutor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self.names[0], self.client)
+        self.metrics = Metrics(self.names[0], self.client, self.cache)
         # A batch of one text is encoded in its thread: more of them would be the library's own.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._quick = ThreadPoolExecutor(QUICK_THREADS, thread_name_prefix="kerngen-text")

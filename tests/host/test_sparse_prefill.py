@@ -255,6 +255,13 @@ def test_metrics_have_tiles_by_layer() -> None:
     assert "key_tiles" not in Metrics("m", _Engines(Load(0, 0, 0, 0, 0, pages, pages))).text().decode()  # type: ignore[arg-type]
 
 
+def test_metrics_name_the_cache() -> None:
+    pages = {"full": 1, "sliding": 1}
+    cache = {"block_size": "64", "cache_dtype": "int8"}
+    text = Metrics("m", _Engines(Load(0, 0, 0, 0, 0, pages, pages)), cache).text().decode()  # type: ignore[arg-type]
+    assert 'vllm:cache_config_info{block_size="64",cache_dtype="int8",model_name="m"} 1.0' in text
+
+
 @pytest.fixture(scope="module")
 def long_text() -> str:
     return " ".join(f"The {i}th ship left the harbour in the rain." for i in range(90))

@@ -11,7 +11,6 @@ import gc
 import io
 import json
 import os
-import pickle
 import resource
 import signal
 import traceback
@@ -20,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import import_module
 from math import prod
@@ -69,7 +68,7 @@ class Decoders:
         most = num_processes or min(MAX_PROCESSES, usable_cores())
         self._processes = Processes(most, gives_up=False)
         for _ in range(most):  # which takes its seconds while a model is loaded
-            self._processes.submit(_make_ready)
+            self._processes.submit(_make_ready, self._decode)
 
     def decode_all(self, sources: Sequence[Source], cancellation: Cancellation | None = None) -> list[Media]:
         """What the model is given of each item of a request, in order; items are fetched and decoded side by side, and
@@ -158,13 +157,15 @@ def _names(sources: Sequence[Source]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Fork:
-    """A process that decodes one file. work, answer: the ends of its pipes here."""
+    """A process that decodes one file of these kinds. work, answer: the ends of its pipes here."""
 
     pid: int
     work: int
     answer: int
+    kinds: frozenset[FileKind]
 
 
+_decode: dict[FileKind, Decode] = {}  # that a fork has from here
 _waiting: list[_Fork] = []  # for a file; one at most
 _answered: list[int] = []  # pids that are to be waited for
 
@@ -187,8 +188,9 @@ def _prepare() -> bytes:
     return picture.getvalue()
 
 
-def _make_ready() -> None:
+def _make_ready(decode: Mapping[FileKind, Decode]) -> None:
     _prepare()
+    _decode.update(decode)
     if not _waiting:
         _waiting.append(_fork())
 
@@ -209,28 +211,32 @@ def _fork(*others: int) -> _Fork:
         _decode_and_exit(its_work, its_answer)
     os.close(its_work)
     os.close(its_answer)
-    return _Fork(pid, work, answer)
+    return _Fork(pid, work, answer, frozenset(_decode))
 
 
-def _hand_over(work: bytes) -> _Fork:
-    """A process that has been given it."""
+def _hand_over(source: Source, limits: MediaLimits) -> _Fork:
+    """A process that has been given it: a line of JSON, then the file."""
+    about = {"kind": source.kind, "num_tokens": source.num_tokens, "limits": asdict(limits)}
     while True:
         fork, was_waiting = (_waiting.pop(), True) if _waiting else (_fork(), False)
         try:
             with os.fdopen(fork.work, "wb") as pipe:
-                pipe.write(work)
-            return fork
+                if source.kind in fork.kinds:  # else it ends, with nothing to do
+                    pipe.write(json.dumps(about).encode() + b"\n")
+                    pipe.write(source.data or b"")
+                    return fork
         except BrokenPipeError:  # it has died: while it waited anything may have killed it
-            os.close(fork.answer)
-            os.waitpid(fork.pid, 0)
             if not was_waiting:
                 raise
+        os.close(fork.answer)
+        os.waitpid(fork.pid, 0)
 
 
 def _decoded(decode: Decode, source: Source, limits: MediaLimits) -> Media:
     _prepare()
     _answered[:] = [pid for pid in _answered if os.waitpid(pid, os.WNOHANG) == (0, 0)]
-    fork = _hand_over(pickle.dumps((decode, source, limits)))
+    _decode[source.kind] = decode
+    fork = _hand_over(source, limits)
     if not _waiting:
         with suppress(OSError):  # the next file tries again, and says so
             _waiting.append(_fork(fork.answer))
@@ -268,13 +274,15 @@ def _decode_and_exit(work: int, answer: int) -> NoReturn:
         with suppress(KerngenError):  # without Pillow, whose decoder says so
             image_media(file_pixels(_prepare()), ImageRule())
         with os.fdopen(work, "rb") as pipe:
-            decode, source, limits = pickle.load(pipe)  # EOFError: its parent is gone
+            asked = json.loads(pipe.readline())  # ValueError: its parent is gone
+            source = Source(asked["kind"], pipe.read(), num_tokens=asked["num_tokens"])
+        limits = MediaLimits(**asked["limits"])
         most = _data_bytes() + limits.decode_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         signal.setitimer(signal.ITIMER_REAL, limits.seconds(source.kind))
         media, told = None, dict[str, object]()
         try:
-            media = decode(source, limits)
+            media = _decode[source.kind](source, limits)
             told = {"media": (media.kind, media.data.dtype.str, media.data.shape, media.grid, media.num_tokens,
                               media.digest.hex(), media.times)}  # fmt: skip
         except KerngenError as e:

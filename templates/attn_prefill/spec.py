@@ -196,8 +196,8 @@ BODIES = (
         "wgmma_ws_split_d.cu.jinja", SPLIT_ARGS, SPLIT_D_SPACE, serves=lambda arch: arch.has_wgmma,
         when={"body": "wgmma_ws", "warps_d": 2, "block_m": 64, "split_kv": True},
     ),
-    # Right where it was timed, on an H200: 29 % faster than the body above for int8 caches of 8,192 tokens (5,533 of
-    # 7,759 us), 5 % slower for plain ones. A run of 100 tests, some of these two bodies, did not end: first find why.
+    # Right where it was timed: 29 % faster than the body above for int8 caches of 8,192 tokens (5,533 of 7,759 us), 5 %
+    # slower for plain ones. A run of 100 tests, some of these two bodies, did not end: first find why.
     Body(
         "wgmma_ws_cluster.cu.jinja", WGMMA_ARGS, CLUSTER_SPACE, serves=lambda arch: arch.has_wgmma,
         when={"body": "wgmma_ws", "warps_d": 2, "block_m": 128, "split_kv": False}, proven=False,

@@ -228,8 +228,7 @@ def test_what_stands_for_media_is_never_said(folder: Path, session: Session) -> 
 def test_generated_weights_have_towers_too(folder: Path, session: Session) -> None:
     made = load_generated(
         folder, name=str(folder), draft=False, draft_weights="stored", kv_cache_dtype="auto", kv_cache_layout="apart",
-        num_draft_tokens=None,
-        backend="torch", dtype="fp32", device="cpu", db=None, bundle=None,
+        sparse_prefill=None, num_draft_tokens=None, backend="torch", dtype="fp32", device="cpu", db=None, bundle=None,
         media=MediaOptions.parse("images,audio", LOCAL),
     )  # fmt: skip
 

@@ -2,12 +2,7 @@
 // A head's page is PAGE_SIZE rows of codes, then their scales. Codes become 16-bit elements in the copy.
 #pragma once
 #include "common/attention/kv_tile.cuh"
-
-DEVICE uint2 load8_l2(const void* p) {
-    uint2 v;
-    asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
-    return v;
-}
+#include "common/ptx/load_l2.cuh"
 
 template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Groups {
     typedef int8_t Element;

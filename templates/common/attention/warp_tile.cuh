@@ -3,6 +3,7 @@
 // elements. Which elements of a row a lane has is a tile's own choice, so it reads the operand Q^T as well, and says
 // which rows of O^T a lane gets.
 #pragma once
+#include "common/ptx/load_l2.cuh"
 #include "common/ptx/mma.cuh"
 
 // Rows of 16-byte chunks; xor keeps the 8 rows that ldmatrix reads at once in different banks.

@@ -56,13 +56,6 @@ DEVICE uint4 load_stream(const void* p) {
     return v;
 }
 
-// Through L2, since an SM's L1 may have the line from before it was written.
-DEVICE uint16_t load2_l2(const void* p) {
-    uint16_t v;
-    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
-    return v;
-}
-
 // 16 bytes that are read once; zeros and no access where `valid` is false. CONSTANT: this kernel does not write them;
 // else they are loaded from L2.
 template <bool CONSTANT> DEVICE uint4 load_or_zero(const void* p, bool valid) {

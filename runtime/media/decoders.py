@@ -105,8 +105,7 @@ class Decoders:
             source = read_source(source, limits, work)
             if (known := self._decoded.get(key := key_of(source, limits))) is not None:
                 return known
-            decode = self._decode[source.kind]
-            decoding = self._processes.submit(_decoded, decode, source, limits, cancellation=work)
+            decoding = self._processes.submit(_decoded, self._decode, source, limits, cancellation=work)
             with work.interrupting(decoding.cancel):  # where it waits for a process
                 media = decoding.result()
         except UsageError as e:
@@ -157,15 +156,14 @@ def _names(sources: Sequence[Source]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Fork:
-    """A process that decodes one file of these kinds. work, answer: the ends of its pipes here."""
+    """A process that decodes one file. work, answer: the ends of its pipes here."""
 
     pid: int
     work: int
     answer: int
-    kinds: frozenset[FileKind]
 
 
-_decode: dict[FileKind, Decode] = {}  # that a fork has from here
+_decode: dict[FileKind, Decode] = {}  # those of Decoders, once they are known here; a fork has them from here
 _waiting: list[_Fork] = []  # for a file; one at most
 _answered: list[int] = []  # pids that are to be waited for
 
@@ -211,7 +209,7 @@ def _fork(*others: int) -> _Fork:
         _decode_and_exit(its_work, its_answer)
     os.close(its_work)
     os.close(its_answer)
-    return _Fork(pid, work, answer, frozenset(_decode))
+    return _Fork(pid, work, answer)
 
 
 def _hand_over(source: Source, limits: MediaLimits) -> _Fork:
@@ -221,21 +219,20 @@ def _hand_over(source: Source, limits: MediaLimits) -> _Fork:
         fork, was_waiting = (_waiting.pop(), True) if _waiting else (_fork(), False)
         try:
             with os.fdopen(fork.work, "wb") as pipe:
-                if source.kind in fork.kinds:  # else it ends, with nothing to do
-                    pipe.write(json.dumps(about).encode() + b"\n")
-                    pipe.write(source.data or b"")
-                    return fork
+                pipe.write(json.dumps(about).encode() + b"\n")
+                pipe.write(source.data or b"")
+            return fork
         except BrokenPipeError:  # it has died: while it waited anything may have killed it
+            os.close(fork.answer)
+            os.waitpid(fork.pid, 0)
             if not was_waiting:
                 raise
-        os.close(fork.answer)
-        os.waitpid(fork.pid, 0)
 
 
-def _decoded(decode: Decode, source: Source, limits: MediaLimits) -> Media:
+def _decoded(decode: Mapping[FileKind, Decode], source: Source, limits: MediaLimits) -> Media:
     _prepare()
     _answered[:] = [pid for pid in _answered if os.waitpid(pid, os.WNOHANG) == (0, 0)]
-    _decode[source.kind] = decode
+    _decode.update(decode)
     fork = _hand_over(source, limits)
     if not _waiting:
         with suppress(OSError):  # the next file tries again, and says so

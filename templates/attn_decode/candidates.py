@@ -22,6 +22,7 @@ from kerngen.templates.attn_decode.spec import (
     why_invalid,
 )
 from kerngen.templates.attn_decode.wgmma_ws import TILE
+from kerngen.templates.common.rows.spec import has_codes
 
 PIPELINE_BYTES = 128 * 1024  # of stages of a block with body=mma: more only delay the first tile
 MAX_FRAGMENT_ROWS = 40  # of a block of head_dim 512: more leave attn_combine's blocks no registers beside it
@@ -33,7 +34,7 @@ def candidates(p: Problem, target: Target) -> Iterator[Config]:
     """
     sms, shape = target.device.num_sms, _default_shape(p, target)
     if not target.arch.has_wgmma or p.head_dim == 128 or p.kv_format != "plain":
-        if target.arch.has_wgmma and "int8" in p.kv_format and p.head_dim > 128 and p.rows <= 8:
+        if target.arch.has_wgmma and has_codes(p.kv_format) and p.head_dim > 128 and p.rows <= 8:
             shape = _of_codes(p)
         yield from _mma(p, target, shape, 1 / 4, 1 / 2, 1, 2, 4)
         return

@@ -21,6 +21,7 @@ from kerngen.arch import Arch, Target
 from kerngen.templates.attn_decode import wgmma_ws
 from kerngen.templates.common.rows.spec import (
     KV_GROUPS,
+    has_codes,
     is_shared,
     kv_row_bytes,
     require,
@@ -196,6 +197,7 @@ MAX_SLICES = 8  # of the splits, in a block of the combine
 
 def constants(p: Problem, c: Config, arch: Arch) -> dict[str, int]:
     found = {"MAX_SLICES": MAX_SLICES, "FRAGMENT_PARTIALS": int(wgmma_ws.has_fragment_partials(c))}
+    found["IS_CODES"] = int(has_codes(p.kv_format))
     return found | (wgmma_ws.constants(p, c, arch) if c.warpgroups else {})
 
 

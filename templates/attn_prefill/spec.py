@@ -19,7 +19,7 @@ from typing import ClassVar
 from kerngen.arch import Arch, Target
 from kerngen.templates.common.attention.tile_lists import LIST_KEYS, LIST_QUERIES
 from kerngen.templates.common.rows.spec import (
-    KV_GROUPS,
+    has_codes,
     kv_row_bytes,
     require,
     require_dtypes,
@@ -140,19 +140,12 @@ WGMMA_SPACE = {
 }
 
 SPLIT_D_SPACE = {
+    "block_m": (64,),
     "block_n": (64,),
     "num_warps": (8,),
     "num_stages": (7, 8, 9),
     "use_tma": (False, True),
     "cluster": (1, 2, 4),
-}
-
-CLUSTER_SPACE = {
-    "block_n": (64,),
-    "num_warps": (8,),
-    "num_stages": (5, 6, 7, 8, 9, 10),
-    "use_tma": (False, True),
-    "cluster": (2,),
 }
 
 # k, v: dense [total_k, num_kv_heads, head_dim] or the paged caches. cu_seqlens_k is null when paged, kv_lens and
@@ -190,21 +183,11 @@ BODIES = (
     ),
     Body(
         "wgmma_ws_split_d.cu.jinja", WGMMA_ARGS, SPLIT_D_SPACE, serves=lambda arch: arch.has_wgmma,
-        when={"body": "wgmma_ws", "warps_d": 2, "block_m": 64, "split_kv": False},
+        when={"body": "wgmma_ws", "warps_d": 2, "split_kv": False},
     ),
     Body(
         "wgmma_ws_split_d.cu.jinja", SPLIT_ARGS, SPLIT_D_SPACE, serves=lambda arch: arch.has_wgmma,
-        when={"body": "wgmma_ws", "warps_d": 2, "block_m": 64, "split_kv": True},
-    ),
-    # Right where it was timed: 29 % faster than the body above for int8 caches of 8,192 tokens (5,533 of 7,759 us), 5 %
-    # slower for plain ones. A run of 100 tests, some of these two bodies, did not end: first find why.
-    Body(
-        "wgmma_ws_cluster.cu.jinja", WGMMA_ARGS, CLUSTER_SPACE, serves=lambda arch: arch.has_wgmma,
-        when={"body": "wgmma_ws", "warps_d": 2, "block_m": 128, "split_kv": False}, proven=False,
-    ),
-    Body(
-        "wgmma_ws_cluster.cu.jinja", SPLIT_ARGS, CLUSTER_SPACE, serves=lambda arch: arch.has_wgmma,
-        when={"body": "wgmma_ws", "warps_d": 2, "block_m": 128, "split_kv": True}, proven=False,
+        when={"body": "wgmma_ws", "warps_d": 2, "split_kv": True},
     ),
     Body(
         "volta.cu.jinja", ARGS, SPACE, serves=lambda arch: not arch.has_ldmatrix,
@@ -222,21 +205,11 @@ def box_rows(problem: Problem, config: Config, of: str = "k") -> int:
     block's part of one) has fewer. 0: no TMA."""
     together = config.block_n
     if config.warps_d == 2:
-        together = CHUNK_BYTES // problem.head_dim if of == "v" else config.block_n // sharers(config)
+        together = CHUNK_BYTES // problem.head_dim if of == "v" else config.block_n // config.cluster
     rows = gcd(problem.page_size, together)  # no box crosses the end of a page
     if problem.kv_format != "plain":  # boxes bring rows as they lie
         return 0
     return rows if config.use_tma and rows and rows % 8 == 0 else 0
-
-
-def split_by_cluster(config: Config) -> bool:
-    """Whether the two warpgroups that share rows and split head_dim are of two blocks (wgmma_ws_cluster.cu.jinja)."""
-    return config.wgmma and config.warps_d == 2 and config.block_m == 128
-
-
-def sharers(config: Config) -> int:
-    """Blocks that have adjacent row tiles and share key tiles."""
-    return 1 if split_by_cluster(config) else config.cluster
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
@@ -247,21 +220,16 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
     return found | ({"MAX_SPLITS": MAX_SPLITS} if config.split_kv else {})
 
 
-def is_converted(problem: Problem) -> bool:
-    """Whether producer warps make elements of codes (common/attention/wgmma_code_copy.cuh)."""
-    return KV_GROUPS[problem.kv_format] > 0
-
-
 def raw_bytes(problem: Problem) -> int:
-    """Of four producer warps' stages of codes and scales."""
-    return 4 * RAW_BYTES * is_converted(problem)
+    """Of four producer warps' stages of codes and scales (common/attention/wgmma_code_copy.cuh)."""
+    return 4 * RAW_BYTES * has_codes(problem.kv_format)
 
 
 def registers(problem: Problem, config: Config) -> tuple[int, int]:
     """A thread's, of body=wgmma_ws: of the producer and of the consumer warpgroups."""
     if config.num_warps == 12:
         return 32, 160
-    return (56, 224) if is_converted(problem) else (40, 232)
+    return (56, 224) if has_codes(problem.kv_format) else (40, 232)
 
 
 def tensor_map(problem: Problem, config: Config, of: str, shape: tuple[int, ...]) -> TensorMap | None:
@@ -310,7 +278,7 @@ def _why_not_wgmma(problem: Problem, config: Config, target: Target) -> str | No
         return f"use_tma=True brings rows as they lie, {made}; use use_tma=False"
     if c.use_tma and not (box_rows(problem, c) and box_rows(problem, c, "v")):
         return f"use_tma=True: page_size={problem.page_size} is no multiple of 8 rows"
-    if sharers(c) > 1 and not c.use_tma:
+    if c.cluster > 1 and not c.use_tma:
         return f"cluster={c.cluster} copies to all its blocks in boxes; use use_tma=True"
     return None
 
@@ -320,13 +288,11 @@ def _why_not_split_d(problem: Problem, config: Config) -> str | None:
     c = config
     if problem.head_dim != 512:
         return f"body=wgmma_ws with warps_d=2 is for head_dim=512, not {problem.head_dim}; use warps_d=1"
-    if c.block_m not in (64, 128) or (c.block_n, c.num_warps) != (64, 8):
+    if (c.block_m, c.block_n, c.num_warps) != (64, 64, 8):
         return (
             f"block_m={c.block_m} block_n={c.block_n} num_warps={c.num_warps}: with warps_d=2 two warpgroups, 8 warps, "
-            "share 64 rows, or each 64 of 128 with one of another block, and take turns at tiles of 64 keys"
+            "share 64 rows and take turns at tiles of 64 keys"
         )
-    if c.block_m == 128 and c.cluster != 2:
-        return f"cluster={c.cluster}: block_m=128 with warps_d=2 is of two blocks; use cluster=2"
     if c.num_stages < 4:
         return f"num_stages={c.num_stages}: products of two chunks are under way while others come; it takes 4"
     if c.ping_pong:
@@ -356,7 +322,7 @@ def _why_not_split_m(problem: Problem, config: Config) -> str | None:
         return f"ping_pong=True takes turns between two warpgroups of num_warps=8; there are {c.num_warps} warps"
     if problem.head_dim > 256:
         return f"head_dim={problem.head_dim}: a warpgroup has 256 columns of the output at most; use warps_d=2"
-    if is_converted(problem) and (c.num_warps != 8 or problem.head_dim * c.block_n != 16384):
+    if has_codes(problem.kv_format) and (c.num_warps != 8 or problem.head_dim * c.block_n != 16384):
         return (
             f"num_warps={c.num_warps} block_n={c.block_n}: kv_format={problem.kv_format} is converted beside two "
             f"warpgroups, 8 warps, in tiles of {16384 // problem.head_dim} keys"
@@ -424,12 +390,9 @@ def _why_not_lists(problem: Problem, config: Config) -> str | None:
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     """Q, the K and V stages (one tile for both where there is no cp.async), and what warps of a row exchange."""
     c, row = config, problem.head_dim * 2
-    if c.wgmma and c.warps_d == 2:  # rings, and for each of two warpgroups probabilities and their bases; barriers
-        shown = 64 * c.block_n * 2 + 64 * 4
-        num_rings, told = (1, 16) if split_by_cluster(c) else (2, 0)
-        rings = num_rings * c.num_stages * CHUNK_BYTES
-        barriers = 8 * (1 + 2 * num_rings * c.num_stages + told)
-        return c.block_m * row + rings + 2 * shown + raw_bytes(problem) + barriers
+    if c.wgmma and c.warps_d == 2:  # two rings, and for each of two warpgroups probabilities and their bases; barriers
+        shown, barriers = c.block_m * c.block_n * 2 + c.block_m * 4, 8 * (1 + 4 * c.num_stages)
+        return c.block_m * row + 2 * (c.num_stages * CHUNK_BYTES + shown) + raw_bytes(problem) + barriers
     if c.wgmma:  # and the barriers
         tiles = 2 * c.num_stages * c.block_n * row
         return c.block_m * row + tiles + raw_bytes(problem) + 8 * (1 + 4 * c.num_stages)
@@ -462,10 +425,10 @@ def candidates(problem: Problem, target: Target) -> Sequence[Config]:
     if not target.arch.has_wgmma or (problem.lists and problem.head_dim < 512):
         return [Config(*fields) for fields in _MMA_TILES[problem.head_dim]]
     found = []
-    tiles = _CONVERTING_TILES if is_converted(problem) else _WGMMA_TILES
+    tiles = _CONVERTING_TILES if has_codes(problem.kv_format) else _WGMMA_TILES
     for config in tiles[problem.head_dim]:
         boxed = replace(config, use_tma=True)
-        config = boxed if box_rows(problem, boxed) else replace(config, cluster=config.cluster // sharers(config))
+        config = boxed if box_rows(problem, boxed) else replace(config, cluster=1)
         # A tuned point's winner serves down to half as many tokens.
         split_kv = config.warps_d == 2 and _blocks(problem, config) <= 2 * target.device.num_sms
         found.append(replace(config, split_kv=split_kv))
@@ -491,7 +454,7 @@ def num_splits(problem: Problem, config: Config, target: Target) -> int:
 def _row_tiles(problem: Problem, config: Config) -> int:
     """Of a kv head: clusters' tiles of packed rows, the sequences taken together."""
     group = problem.num_q_heads // problem.num_kv_heads
-    return -(-problem.num_tokens * group // (config.block_m * sharers(config)))
+    return -(-problem.num_tokens * group // (config.block_m * config.cluster))
 
 
 def _blocks(problem: Problem, config: Config) -> int:

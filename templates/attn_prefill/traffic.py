@@ -10,7 +10,6 @@ from kerngen.templates.attn_prefill.spec import (
     box_rows,
     cost,
     num_splits,
-    split_by_cluster,
     visible_pairs,
 )
 from kerngen.templates.kernel import Traffic
@@ -31,30 +30,27 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     diagonal, and again at the far end of a window. cuda_ops: a score takes about 12 instructions, a tensor instruction
     and its operands about two slots of a scheduler. clocks: of the longest block; where an SM has up to two, nothing
     makes up for that it sees more keys than others do. Parts of the keys are blocks of their own; what merges them is
-    the second launch, which reads what they leave. Two blocks that split head_dim count as one for each half of their
-    rows, which has half the keys and values in its shared memory.
+    the second launch, which reads what they leave.
     """
     p, c, splits = problem, config, num_splits(problem, config, target)
-    halved = split_by_cluster(c)
-    block_m = c.block_m // 2 if halved else c.block_m
     group = p.num_q_heads // p.num_kv_heads
     queries = p.num_tokens // max(p.batch, 1)
-    blocks = p.batch * p.num_kv_heads * -(-queries * group // block_m) * splits
+    blocks = p.batch * p.num_kv_heads * -(-queries * group // c.block_m) * splits
     ends = 1 + (0 < p.window < p.kv_len)
-    waste = ends * (c.block_n + min(block_m // group, queries)) // 2 if p.causal or p.window else c.block_n // 2
+    waste = ends * (c.block_n + min(c.block_m // group, queries)) // 2 if p.causal or p.window else c.block_n // 2
     rows = p.batch * p.num_q_heads * queries
     pairs = p.num_q_heads * visible_pairs(p) + rows * waste
-    pairs = pairs * blocks * block_m // max(rows * splits, 1)  # a block multiplies rows that it does not have
-    pairs = max(pairs, blocks * block_m * c.block_n)  # a block works on one tile at least
-    tiles = -(-pairs // (block_m * c.block_n))
-    longest = -(-min(p.kv_len, (p.window or p.kv_len) + block_m // group) // c.block_n) or 1  # of all parts
+    pairs = pairs * blocks * c.block_m // max(rows * splits, 1)  # a block multiplies rows that it does not have
+    pairs = max(pairs, blocks * c.block_m * c.block_n)  # a block works on one tile at least
+    tiles = -(-pairs // (c.block_m * c.block_n))
+    longest = -(-min(p.kv_len, (p.window or p.kv_len) + c.block_m // group) // c.block_n) or 1  # of all parts
     longest = -(-longest // splits)
-    flops = 4 * p.head_dim * tiles * block_m * c.block_n
+    flops = 4 * p.head_dim * tiles * c.block_m * c.block_n
     kv_tile = 2 * c.block_n * p.head_dim * 2
-    q_tile = block_m * p.head_dim * 2
+    q_tile = c.block_m * p.head_dim * 2
     if c.wgmma:  # one product's time is the other's softmax'; rows and columns come from shared memory
-        readers, q_read = block_m // 64, q_tile
-        exchange = 2 * block_m * c.block_n * 2 if c.warps_d > 1 else 0
+        readers, q_read = c.block_m // 64, q_tile
+        exchange = 2 * c.block_m * c.block_n * 2 if c.warps_d > 1 else 0
         product = c.block_n * p.head_dim // WGMMA_PER_CLOCK
         tile_clocks = (
             product + max(product, SOFTMAX_CLOCKS)
@@ -64,22 +60,22 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
         instructions = 0
     else:
         readers, q_read = c.num_warps // c.warps_d, 0 if c.q_in_regs else q_tile * c.warps_d
-        exchange = block_m * c.block_n * 2 * (1 + c.warps_d) if c.warps_d > 1 else 0
+        exchange = c.block_m * c.block_n * 2 * (1 + c.warps_d) if c.warps_d > 1 else 0
         chain = p.head_dim // c.warps_d // (16 if target.arch.has_mma16816 else 8)
         tile_clocks = chain * MMA_CLOCKS + SOFTMAX_CLOCKS + (EXCHANGE_CLOCKS if c.warps_d > 1 else 0)
         instructions = 2 * 32 * flops // (4096 if target.arch.has_ldmatrix else 2048)
     tiles_ahead = 2 * c.num_stages - 1 if target.arch.has_cp_async else 1
     in_flight = tiles_ahead * c.block_n * p.head_dim * 2
     if c.wgmma and c.warps_d > 1:  # what two rings of chunks hold beside those in use
-        in_flight = (1 if halved else 2) * (c.num_stages - 3) * CHUNK_BYTES
+        in_flight = 2 * (c.num_stages - 3) * CHUNK_BYTES
     elif c.wgmma:  # a place is free when its product is done, and the next waits for it
         in_flight -= kv_tile // 4
     return Traffic(
         cost(p).bytes,
         flops,
         l2_bytes=tiles * kv_tile // c.cluster + 2 * rows * p.head_dim * 2,
-        smem_bytes=tiles * (kv_tile // (1 + halved) + kv_tile * readers + q_read + exchange),
-        cuda_ops=12 * tiles * block_m * c.block_n + instructions,
+        smem_bytes=tiles * (kv_tile * (1 + readers) + q_read + exchange),
+        cuda_ops=12 * tiles * c.block_m * c.block_n + instructions,
         bytes_in_flight=in_flight,
         clocks=longest * tile_clocks,
         units=min(-(-tiles // longest), blocks) if blocks <= 2 * target.device.num_sms else blocks,

@@ -32,8 +32,7 @@ _BODIES = {
     " v = {q[0], q[1], q[2], q[3]}; if (!ll_all_valid(v)) sched_yield();",
     "ll_load4_if": "if (!wanted) return; pause_once(); const volatile uint32_t* q = (const volatile uint32_t*)p;"
     " v = {q[0], q[1], q[2], q[3]}; if (!v.x || !v.y || !v.z || !v.w) sched_yield();",
-    "load8_l2": "return *(const uint2*)p;",
-    "load2_l2": "return *(const uint16_t*)p;",
+    "load_l2": "return *p;",
     "load16": "return *(const uint4*)p;",
     "load16_constant": "return *(const uint4*)p;",
     "load_or_zero": "return valid ? *(const uint4*)p : uint4{};",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
 from pathlib import Path
 
 import kernel_on_cpu
@@ -13,7 +12,7 @@ import torch
 from kerngen.arch import Target, find_arch
 from kerngen.compiler.render import render
 from kerngen.templates import find_kernel
-from kerngen.templates.attn_prefill.spec import Problem, split_by_cluster
+from kerngen.templates.attn_prefill.spec import Problem
 from kerngen.templates.common.attention.kv_formats_torch import codes_and_scales, read_rows
 from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
 from kerngen.templates.values import KV_FORMATS
@@ -57,7 +56,9 @@ extern "C" __global__ void probe(void* out, Pool k, Pool v, const int32_t* pages
 }
 """
 _TILES = "{k_rows, v_rows, Tiles(keys), nullptr, 0, Tiles(keys).first, warp * 64}"
-_CHUNKS = "{k_rows, v_rows, 0, nullptr, nullptr, (end - 1) / 64, ((end - 1) / 64 - first / 64 + 2) / 2, MINE, TURN}"
+_CHUNKS = (
+    "{k_rows, v_rows, 0, nullptr, nullptr, (end - 1) / 64, ((end - 1) / 64 - first / 64 + 2) / 2, warp / 2, warp % 2}"
+)
 
 
 def _lines_of_tiles(head_dim: int, block_n: int, first: int, end: int, warp: int) -> list[tuple[bool, int, int]]:
@@ -90,31 +91,20 @@ def _lines_of_chunks(first: int, end: int, mine: int) -> list[list[tuple[bool, i
 
 
 @pytest.mark.skipif(kernel_on_cpu.COMPILER is None, reason="no C++ compiler")
-@pytest.mark.parametrize(("kv_format", "head_dim", "page_size", "dtype", "span", "changes"), [
-    ("int8", 128, 16, "fp16", (37, 300), {}), ("int8", 256, 64, "bf16", (0, 129), {}),
-    ("int8", 512, 16, "bf16", (70, 331), {"block_m": 64, "cluster": 1}),
-    ("shared_int8", 512, 16, "bf16", (70, 331), {"block_m": 64, "cluster": 1}),
-    ("int8", 512, 64, "fp16", (3, 64), {"block_m": 128, "num_stages": 6, "cluster": 2}),
-    ("shared_int8", 512, 64, "bf16", (0, 200), {"block_m": 128, "num_stages": 6, "cluster": 2}),
+@pytest.mark.parametrize(("kv_format", "head_dim", "page_size", "dtype", "span"), [
+    ("int8", 128, 16, "fp16", (37, 300)), ("int8", 256, 64, "bf16", (0, 129)),
+    ("int8", 512, 16, "bf16", (70, 331)), ("shared_int8", 512, 16, "bf16", (70, 331)),
+    ("int8", 512, 64, "fp16", (3, 64)), ("shared_int8", 512, 64, "bf16", (0, 200)),
 ])  # fmt: skip
 def test_lines_are_the_values_of_codes(
-    kv_format: str,
-    head_dim: int,
-    page_size: int,
-    dtype: str,
-    span: tuple[int, int],
-    changes: dict[str, int],
-    tmp_path: Path,
+    kv_format: str, head_dim: int, page_size: int, dtype: str, span: tuple[int, int], tmp_path: Path
 ) -> None:
     """Keys outside of `span` are zeros, and pages without any of it are not looked up."""
     problem = Problem(head_dim, 4, 2, page_size, dtype=dtype, kv_format=kv_format)
-    config = replace(KERNEL.default_config(problem, H200), **changes)
-    by_cluster, by_chunks = split_by_cluster(config), config.warps_d == 2
+    config = KERNEL.default_config(problem, H200)
+    by_chunks = config.warps_d == 2
     source = str(render(KERNEL, problem, config, H200))
-    chunks = _CHUNKS.replace("MINE", "1" if by_cluster else "warp / 2").replace(
-        "TURN", "warp" if by_cluster else "warp % 2"
-    )
-    steps = "CodeSteps" + (chunks if by_chunks else _TILES)
+    steps = "CodeSteps" + (_CHUNKS if by_chunks else _TILES)
     source = _HOST + source[: source.index('extern "C" __global__')] + _PROBE.replace("STEPS", steps)
     library = kernel_on_cpu.on_cpu(source, "probe", tmp_path, bodies=_BODIES)
 
@@ -140,9 +130,7 @@ def test_lines_are_the_values_of_codes(
         for is_key, pool in zip((True, False), pools, strict=True)
     }
     for warp in range(NUM_WARPS):
-        if by_cluster:
-            lines = [x for chunk in _lines_of_chunks(first, end, 1)[warp::4] for x in chunk]
-        elif by_chunks:
+        if by_chunks:
             lines = [x for chunk in _lines_of_chunks(first, end, warp // 2)[warp % 2 :: 2] for x in chunk]
         else:
             lines = _lines_of_tiles(head_dim, config.block_n, first, end, warp)

@@ -81,8 +81,8 @@ template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Gro
         uint2 codes = make_uint2(0, 0);
         uint16_t scale = 0;
         if (valid) {
-            codes = load8_l2(chunk.codes);
-            scale = load2_l2(chunk.scale);
+            codes = load_l2(reinterpret_cast<const uint2*>(chunk.codes));
+            scale = load_l2(chunk.scale);
         }
         return converted(codes, scale);
     }

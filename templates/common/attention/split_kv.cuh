@@ -2,6 +2,7 @@
 #pragma once
 #include "common/attention/tile_iterator.cuh"
 #include "common/ptx/copy.cuh"
+#include "common/ptx/load_l2.cuh"
 
 DEVICE void add(float4& sum, float4 x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; }
 DEVICE void add(float4& sum, float w, float4 x) { sum.x += w * x.x, sum.y += w * x.y, sum.z += w * x.z, sum.w += w * x.w; }
@@ -26,31 +27,6 @@ template <int NUM_TEAMS> struct RowMerge {
         for (int i = 0; i < NUM_TEAMS; ++i) weight[i] *= scale;
     }
 };
-
-// Loads through L2: other SMs may have written these since this SM's L1 was last invalidated.
-DEVICE int load_l2(const int* p) {
-    int v;
-    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-    return v;
-}
-DEVICE int64_t load_l2(const int64_t* p) {
-    int64_t v;
-    asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-    return v;
-}
-DEVICE float load_l2(const float* p) {
-    float v;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
-    return v;
-}
-DEVICE float4 load_l2(const float4* p) {
-    float4 v;
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "l"(p)
-                 : "memory");
-    return v;
-}
 
 template <bool BF16> DEVICE void store_half4(uint16_t* p, float4 v) {
     *reinterpret_cast<uint2*>(p) = make_uint2(Half<BF16>::pack(v.x, v.y), Half<BF16>::pack(v.z, v.w));

@@ -114,22 +114,23 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct CodeT
     // A line of all banks has two keys of 64 codes, or 128 codes of one. Units of 32 bytes change places in it so that
     // neither the eight lanes of two keys nor the sixteen of every other key meet in a bank: `flip` is that for a key, and
     // what two numbers without a common bit flip is what their sum does.
-    static DEVICE constexpr int line(int key) { return DIM >= 128 ? key * DIM : key / 2 * 128; }
+    template <int WIDTH = DIM> static DEVICE constexpr int line(int key) { return WIDTH >= 128 ? key * WIDTH : key / 2 * 128; }
     static DEVICE constexpr int flip(int key) { return key / 2 % 4 * 32 ^ key % 2 * 64; }
-    // Byte of 16 codes of a key.
-    static DEVICE int place(int key, int chunk) { return line(key) + chunk / 8 * 128 + (chunk % 8 * 16 ^ flip(key)); }
+    // Byte of 16 codes of a key, in rows of WIDTH codes.
+    template <int WIDTH = DIM> static DEVICE int place(int key, int chunk) {
+        return line<WIDTH>(key) + chunk / 8 * 128 + (chunk % 8 * 16 ^ flip(key));
+    }
     static DEVICE char* bytes(uint16_t* tile) { return reinterpret_cast<char*>(tile); }
     static DEVICE uint16_t* scales(uint16_t* tile, int at) { return tile + (SCALES_AT + at / 16 * SCALE_BYTES) / 2; }
-    // Whether K of a group is in the tile's turned rows, each of 64 codes, and where 16 codes of a key are there.
+    // Whether K of a group is in the tile's turned rows, each of 64 codes, and where those begin.
     static DEVICE bool is_turned(int group) { return IS_SHARED_TILE && group % TURNED_EVERY == 0; }
-    static DEVICE int turned_place(int key, int chunk) { return key / 2 * 128 + (chunk * 16 ^ flip(key)); }
     static DEVICE constexpr int turned_rows(int group_here) { return TURNED_AT + group_here / TURNED_EVERY * KEYS * 64; }
 
     // Codes of keys that may not be read can be anything: their scales are zeros.
     static DEVICE void fetch(uint16_t* tile, int at, typename Format::Chunk src, const KeysToFetch& keys, int part, bool is_key, int lane) {
         constexpr int CHUNKS = DIM / 16, AT_ONCE = 32 / CHUNKS;  // keys
         const int first = lane / CHUNKS, chunk = lane % CHUNKS;
-        const int group = part * (DIM / 64), width = Format::row_width(group + chunk / 4, is_key);
+        const int group = part * GROUPS_HERE, width = Format::row_width(group + chunk / 4, is_key);
         const int8_t* const from = Format::codes(Format::after(src, first, chunk * 2)).codes;
         const int to = place(first, chunk);
         uint16_t* const scale = scales(tile, at);
@@ -140,11 +141,11 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct CodeT
 #pragma unroll
             for (int n = 0; n < TURNED_HERE; ++n) {
                 if (!is_turned(group)) break;  // the first one is if any is
-                const int row = lane / 4, its = turned_place(row, lane % 4) + turned_rows(n * TURNED_EVERY) + at * 64;
+                const int row = lane / 4, its = place<64>(row, lane % 4) + turned_rows(n * TURNED_EVERY) + line<64>(at);
                 const int8_t* const turned = Format::turned_codes(src, row, group + n * TURNED_EVERY) + lane % 4 * 16;
 #pragma unroll
                 for (int i = 0; i < 16; i += 8)
-                    if (is_copied(row + i)) copy16(bytes(tile) + its + i * 64, turned + i * Format::ROTATED);
+                    if (is_copied(row + i)) copy16(bytes(tile) + its + line<64>(i), turned + i * Format::ROTATED);
             }
         }
         if (whole) {
@@ -158,7 +159,7 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct CodeT
             if (is_copied(first + i * AT_ONCE)) copy(i * AT_ONCE);
         for (int n = lane; n < Format::SCALE_PIECES * 8; n += 32)
             if (const int key = Format::key_of_scale(n); !keys.skipped(key))
-                scale[n] = keys.readable(key) ? load2_l2(Format::scale_piece(src, group, n / 8) + n % 8) : uint16_t(0);
+                scale[n] = keys.readable(key) ? load_l2(Format::scale_piece(src, group, n / 8) + n % 8) : uint16_t(0);
     }
     template <class Stored>
     static DEVICE void put(uint16_t* tile, int row, int chunk, const Stored& x, bool high, bool is_key) {
@@ -166,7 +167,7 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct CodeT
         int to = place(row, here / 2);
         if (IS_SHARED_TILE && is_key) {
             if (!is_turned(chunk / 8)) return;
-            to = turned_rows(here / 8) + turned_place(row, here % 8 / 2);
+            to = turned_rows(here / 8) + place<64>(row, here % 8 / 2);
         }
         *reinterpret_cast<uint2*>(bytes(tile) + to + here % 2 * 8) = high ? x.high : x.low;
         if (chunk % 8 == 0)
@@ -199,11 +200,11 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct CodeT
                 for (int h = 0; h < 2; ++h) {
                     int from = (here ^ group % 2 * 64) + group / 2 * 128 + line(at + h * 8);
                     if (is_turned(part * GROUPS_HERE + group))
-                        from = turned_rows(group) + turned_place(g, lane % 4) + (at + h * 8) * 64;
+                        from = turned_rows(group) + place<64>(g, lane % 4) + line<64>(at + h * 8);
                     const uint4 x = *reinterpret_cast<const uint4*>(bytes(tile) + from);
                     codes[h][0] = x.x, codes[h][1] = x.y;
                     codes[h][2] = x.z, codes[h][3] = x.w;
-                    scale[h] = Half<false>::to_float(scales(tile, at)[Format::scale_at(g + h * 8, part * (DIM / 64) + group, true)]);
+                    scale[h] = Half<false>::to_float(scales(tile, at)[Format::scale_at(g + h * 8, part * GROUPS_HERE + group, true)]);
                 }
             }
 #pragma unroll
@@ -258,7 +259,7 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct CodeT
                         const int key = n + h * 8;
                         const char* const from = bytes(tile) + (here ^ flip(key) ^ group % 2 * 64) + group / 2 * 128 + line(at + key);
                         x[n] = *reinterpret_cast<const uint2*>(from);
-                        its[n] = scales(tile, at)[Format::scale_at(first + key, part * (DIM / 64) + group, false)];
+                        its[n] = scales(tile, at)[Format::scale_at(first + key, part * GROUPS_HERE + group, false)];
                     }
                     codes[h][0] = __byte_perm(x[0].x, x[1].x, 0x5140);
                     codes[h][1] = __byte_perm(x[0].x, x[1].x, 0x7362);

@@ -61,6 +61,11 @@ def is_shared(kv_format: str) -> bool:
     return kv_format.startswith("shared")
 
 
+def has_codes(kv_format: str) -> bool:
+    """Whether such a cache holds codes and scales, which are converted as they are read."""
+    return KV_GROUPS[kv_format] > 0
+
+
 def require_kv_format(kv_format: str, head_dim: int, page_size: int, page_heads: int) -> None:
     """Raises ProblemError for a format of the cache that is none, or that cannot hold such heads."""
     if kv_format == "plain":

@@ -1,8 +1,8 @@
 """What was measured, from data/performance/*.toml: `python docs/site/performance.py` writes it into the docs anew.
 
-docs/performance.md has a table and a chart of each board, h200.toml and h100.toml; docs/vllm.md has vllm.toml's tables.
-kernels.toml and history.toml, which hold tables as they were measured, have a page each on the site, which is not
-committed.
+docs/performance.md has a table and a chart of each board, h200.toml and h100.toml; each page of MEASURED has the tables
+of a file. kernels.toml and history.toml, which hold tables as they were measured, have a page each on the site, which
+is not committed.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 
 import chart
 
-PAGE, VLLM = chart.ROOT / "docs" / "performance.md", chart.ROOT / "docs" / "vllm.md"
+PAGE = chart.ROOT / "docs" / "performance.md"
 BOARDS = ("h200", "h100")
 TABLES = ("kernels", "history")
+MEASURED = {"vllm": "vllm.md", "media": "media.md", "caches": "runtime.md"}  # where each file's tables stand, in docs
 
 
 def begin(board: str) -> str:
@@ -25,10 +26,11 @@ def begin(board: str) -> str:
 
 def pages() -> dict[Path, str]:
     """The text of each page that has something made. Raises SystemExit where one has no place for it."""
-    return {
-        PAGE: _filled(PAGE, {board: _board(board) for board in BOARDS}),
-        VLLM: _filled(VLLM, {"vllm": _measured(_read("vllm"))}),
-    }
+    made = {PAGE: _filled(PAGE, {board: _board(board) for board in BOARDS})}
+    for name, file in MEASURED.items():
+        page = chart.ROOT / "docs" / file
+        made[page] = _filled(page, {name: _measured(_read(name))})
+    return made
 
 
 def _filled(page: Path, made: Mapping[str, Iterable[str]]) -> str:

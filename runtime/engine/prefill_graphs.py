@@ -86,10 +86,12 @@ class PrefillGraphs:
         self._lengths = torch.zeros(2 * SEQUENCES + 1, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(3, SIZES[-1], dtype=torch.int64, device=device)
         self._media: MediaRows | None = None
+        self._ends: Tensor | None = None  # as MediaOfChunks has them, of a model whose images see themselves
         if model.media is not None:
             rows = torch.zeros(SIZES[-1], model.config.hidden_size, dtype=model.ops.dtype, device=device)
             self._media = MediaRows(rows, torch.zeros(SIZES[-1], dtype=torch.int64, device=device))
-        self._ends = torch.zeros(SIZES[-1], dtype=torch.int32, device=device)
+            if model.media.bidirectional:
+                self._ends = torch.zeros(SIZES[-1], dtype=torch.int32, device=device)
         self._listed: Tensor | None = None  # [2, SEQUENCES]: as ListedChunks has them
         if model.config.sparse is not None:
             self._listed = torch.zeros(2, SEQUENCES, dtype=torch.int32, device=device)
@@ -118,9 +120,9 @@ class PrefillGraphs:
         """What a graph of `size` tokens does: of the `last` tokens [SEQUENCES, H], in the order of the sequences."""
         self._model.ops.row_invariant = False
         batch, cache = self.batch(size)
-        if has_media and self._media is not None and self._model.media is not None:
+        if has_media and self._media is not None:
             media = MediaRows(self._media.rows[:size], self._media.places[:size])
-            batch = replace(batch, media=media, ends=self._ends[:size] if self._model.media.bidirectional else None)
+            batch = replace(batch, media=media, ends=None if self._ends is None else self._ends[:size])
         return self._model.forward(batch, cache, outputs=outputs)
 
     def batch(self, size: int) -> tuple[Batch, KVCache]:
@@ -175,7 +177,8 @@ class PrefillGraphs:
         self._media.rows[count:size] = self._media.rows[0]
         places = [*media.places, *[media.places[0]] * (size - count)]
         self._media.places[:size].copy_(self._send(places, torch.int64))
-        self._ends[:size].copy_(self._send([*media.ends, *range(size - len(media.ends))], torch.int32))
+        if self._ends is not None:
+            self._ends[:size].copy_(self._send([*media.ends, *range(size - len(media.ends))], torch.int32))
 
     def clear(self, size: int) -> None:
         """Have it be of nobody's tokens."""

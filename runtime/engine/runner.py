@@ -337,9 +337,9 @@ class Runner:
             alone = rows.untyped_storage().nbytes() == rows.nbytes
             self._embeddings[item.digest] = rows if alone else rows.clone()
 
-    def with_media(self, batch: Batch, chunks: Sequence[PrefillChunk]) -> Batch:
-        """`batch`, which is a forward of `chunks`, with what stands there in place of tokens."""
-        if (found := self._media_of(chunks)) is None:
+    def with_media(self, batch: Batch, found: MediaOfChunks | None) -> Batch:
+        """`batch` with what stands in its chunks in place of tokens."""
+        if found is None:
             return batch
         media = MediaRows(torch.cat(found.rows), self._sent(found.places, torch.int64))
         ends = self._sent(found.ends, torch.int32) if found.see_themselves else None
@@ -390,15 +390,16 @@ class Runner:
                 tables[i, j, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
         return tables
 
-    def _layout(self, chunks: Sequence[PrefillChunk]) -> tuple[list[int], list[int], list[int], Tensor]:
-        """What a forward of `chunks` is given: ids, starts, sizes as `chunks` has them, and tables, on the host."""
+    def _layout(
+        self, chunks: Sequence[PrefillChunk]
+    ) -> tuple[list[int], list[int], list[int], Tensor, list[tuple[int, int]]]:
+        """What a forward of `chunks` is given: ids, starts, sizes, tables on the host, and listed, as `chunks` has
+        them.
+        """
         tables = self._tables(chunks, max(len(c.pages[0]) for c in chunks))
         ids = [t for c in chunks for t in c.tokens]
-        return ids, [c.start for c in chunks], [len(c.tokens) for c in chunks], tables
-
-    def _listed(self, chunks: Sequence[PrefillChunk]) -> list[tuple[int, int]]:
-        """What `chunks` is given of each; nothing where prompts read all keys."""
-        return [] if self.model.config.sparse is None else [(c.means_from, c.dense_from) for c in chunks]
+        listed = [] if self.model.config.sparse is None else [(c.means_from, c.dense_from) for c in chunks]
+        return ids, [c.start for c in chunks], [len(c.tokens) for c in chunks], tables, listed
 
     def _sent(self, values: Values, dtype: torch.dtype) -> Tensor:
         """`values` on the device, without waiting for it: torch reuses pinned memory once its copies have ended."""
@@ -413,27 +414,25 @@ class Runner:
         began = self._beginning()
         chunks = plan.chunks
         prompt_logprobs: tuple[NDArray[np.int64], ...] = ()
-        ids, starts, sizes, tables = self._layout(chunks)
-        listed = self._listed(chunks)
+        ids, starts, sizes, tables, listed = self._layout(chunks)
+        media = self._media_of(chunks)
         outputs = "none" if all(c.new_row is None for c in chunks) else "last"
-        tokens, has_media = sum(sizes), any(c.media for c in chunks)
+        tokens = sum(sizes)
         if any(c.targets for c in chunks):
             batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32), listed)
-            batch = self.with_media(batch, chunks)
             ends = [0, *accumulate(sizes)]
-            states = self.forward(batch, cache)
+            states = self.forward(self.with_media(batch, media), cache)
             prompt_logprobs = tuple(self._prompt_words(c, states[end:]) for c, end in zip(chunks, ends, strict=False))
             hidden = states[self._sent([end - 1 for end in ends[1:]], torch.int64)]
-        elif plan.num_tokens and (
-            (short := self.prefill_graphs.run(
-                ids, starts, sizes, tables, plan.num_tokens, outputs, listed, self._media_of(chunks))) is not None
-        ):  # fmt: skip
+        elif (
+            short := self.prefill_graphs.run(ids, starts, sizes, tables, plan.num_tokens, outputs, listed, media)
+        ) is not None:
             hidden, tokens = short, plan.num_tokens
         else:
             batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32), listed)
-            hidden = self.forward(self.with_media(batch, chunks), cache, outputs)
+            hidden = self.forward(self.with_media(batch, media), cache, outputs)
         now = self._now()
-        if not has_media:  # how long a tower takes says nothing of the next chunk
+        if media is None:  # how long a tower takes says nothing of the next chunk
             self._prefills.append((tokens, began, now))
         return StepOutput(first=self._first(plan, hidden), prompt_logprobs=prompt_logprobs)
 
@@ -466,15 +465,15 @@ class Runner:
         """
         self.model.ops.row_invariant = False  # where it counts, a chunk is a forward by itself: its rows are the same
         tokens, lengths = ragged_layout(ids, starts, sizes)
+        kv_lens = lengths[len(sizes) + 1 :]
         cache, choices = self.cache.with_tables(tables), None
         if listed:
-            ends = [start + size for start, size in zip(starts, sizes, strict=True)]
-            num_keys = sum(end - means_from for end, (means_from, _) in zip(ends, listed, strict=True))
+            num_keys = sum(kv_lens) - sum(means_from for means_from, _ in listed)
             rows = self._sent(list(zip(*listed, strict=True)), torch.int32)
             choices = ListedChunks(rows[0], rows[1], num_keys)
         batch = Batch.ragged(
             self._sent(tokens, torch.int64), self._sent(lengths, torch.int32), cache,
-            max_seqlen=max(sizes), max_kv_len=max(lengths[len(sizes) + 1 :]), listed=choices,
+            max_seqlen=max(sizes), max_kv_len=max(kv_lens), listed=choices,
         )  # fmt: skip
         return batch, cache
 
@@ -585,19 +584,18 @@ class Runner:
 
     def _mixed(self, plan: StepPlan, rows: DecodeRows) -> StepOutput:
         """A decode step without drafts and a prefill as one forward."""
-        ids, starts, sizes, tables = self._layout(plan.chunks)
-        listed = self._listed(plan.chunks)
+        ids, starts, sizes, tables, listed = self._layout(plan.chunks)
+        media = self._media_of(plan.chunks)
         self.logit_processors.guide(rows.masks)
         shape = Shape(plan.num_tokens, rows.batch, rows.mode)
-        has_media = any(c.media for c in plan.chunks)
-        if shape in self.mixed_graphs and len(sizes) < SEQUENCES and not has_media:
+        if shape in self.mixed_graphs and len(sizes) < SEQUENCES and media is None:
             self.prefill_graphs.put(ids, starts, sizes, tables, shape.chunk, listed)
             began = self._beginning()
             result, last = self.mixed_graphs.replay(shape)
         else:
             began = self._beginning()
             batch, cache = self.chunks(ids, starts, sizes, self._sent(tables, torch.int32), listed)
-            result, last = self.mixed_step(rows.batch, rows.mode, self.with_media(batch, plan.chunks), cache)
+            result, last = self.mixed_step(rows.batch, rows.mode, self.with_media(batch, media), cache)
         decoded = self._result(result[: plan.num_running], 1, began=began)
         return StepOutput(decoded, self._first(plan, last))
 

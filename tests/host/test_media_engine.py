@@ -115,9 +115,9 @@ def logits_of(model: Gemma4, request: Request, cuts: Sequence[int] = ()) -> Tens
         chunk = Chunk(handle, start, list(request.prompt[start:end]), is_last=False)
         runner, plan = engine.runner, prefill_chunk(chunk, (), model.config.vocab_size)
         runner._update_media(engine._media_update([chunk]))
-        ids, starts, sizes, tables = runner._layout([plan])
-        batch, cache = runner.chunks(ids, starts, sizes, tables)
-        found.append(model.logits(model.forward(runner.with_media(batch, [plan]), cache)))
+        batch, cache = runner.chunks(*runner._layout([plan]))
+        media = runner._media_of([plan])
+        found.append(model.logits(model.forward(runner.with_media(batch, media), cache)))
     return torch.cat(found)
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import asdict, astuple, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime.config_fields import Fields, read_config, read_json, short
@@ -77,19 +79,22 @@ class Keeping:
     sparse_prefill: float | None = None
 
     def __post_init__(self) -> None:
-        if self.draft_weights not in DRAFT_WEIGHTS:
-            raise UsageError(f"draft weights {self.draft_weights!r} are not known",
-                             hint=f"known: {', '.join(DRAFT_WEIGHTS)}")  # fmt: skip
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise UsageError(f"a KV cache of dtype {self.kv_cache_dtype!r} is not known",
-                             hint=f"known: {', '.join(KV_CACHE_DTYPES)}")  # fmt: skip
-        if self.kv_cache_layout not in KV_CACHE_LAYOUTS:
-            raise UsageError(f"a KV cache of layout {self.kv_cache_layout!r} is not known",
-                             hint=f"known: {', '.join(KV_CACHE_LAYOUTS)}")  # fmt: skip
+        for said, name, known in (
+            (f"draft weights {self.draft_weights!r} are", self.draft_weights, DRAFT_WEIGHTS),
+            (f"a KV cache of dtype {self.kv_cache_dtype!r} is", self.kv_cache_dtype, KV_CACHE_DTYPES),
+            (f"a KV cache of layout {self.kv_cache_layout!r} is", self.kv_cache_layout, KV_CACHE_LAYOUTS),
+        ):
+            if name not in known:
+                raise UsageError(f"{said} not known", hint=f"known: {', '.join(known)}")
         if self.sparse_prefill is not None and not self.sparse_prefill > 0:
             what = f"sparse prefill by alpha {self.sparse_prefill:g}"
             raise UsageError(f"{what}: tiles of keys are kept that weigh alpha times the heaviest",
                              hint="between 0 and 1, as 0.1; leave it out for all keys")  # fmt: skip
+
+    @staticmethod
+    def of(options: Mapping[str, Any]) -> Keeping:
+        """Those of `options` that are fields, of what a session is loaded with; the rest as it is usual."""
+        return Keeping(**{f.name: options[f.name] for f in fields(Keeping) if f.name in options})
 
     @property
     def drafts_as_stored(self) -> bool:
@@ -110,8 +115,8 @@ class Keeping:
     @property
     def sparse(self) -> SparsePrefill | None:
         """None where prompts read all keys."""
-        is_dense = self.sparse_prefill is None or self.sparse_prefill >= 1
-        return None if is_dense or self.sparse_prefill is None else SparsePrefill(self.sparse_prefill)
+        alpha = self.sparse_prefill
+        return None if alpha is None or alpha >= 1 else SparsePrefill(alpha)
 
 
 AS_STORED = Keeping()

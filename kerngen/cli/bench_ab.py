@@ -16,7 +16,7 @@ import click
 from kerngen.cli.keeping_options import keeping_options
 from kerngen.cli.step_options import step_of, step_options
 from kerngen.errors import LaunchError, UsageError
-from kerngen.runtime.config import AS_STORED, Keeping
+from kerngen.runtime.config import Keeping
 from kerngen.system.cores import usable_cores
 
 if TYPE_CHECKING:
@@ -148,9 +148,9 @@ def _where(plans: Sequence[Any], model_name: str | None, kept: Keeping, step: An
         return None
     if len(steps) < len(plans) or any(s != steps[0] for s in steps):
         raise UsageError("the files are timed in different places", hint="one command for each step, or --step MODEL")
-    said: dict[str, Any] = {"phase": "decode", "batch": 1, "context": 512, "tokens": None, **asdict(AS_STORED)}
+    said: dict[str, Any] = {"phase": "decode", "batch": 1, "context": 512, "tokens": None}
     said |= steps[0]
-    model = find_model(said["model"], kept=Keeping(**{name: said[name] for name in asdict(AS_STORED)}))
+    model = find_model(said["model"], kept=Keeping.of(said))
     return Where(model, step_of(said["phase"], said["batch"], said["context"], said["tokens"]))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ import click
 from kerngen.cli.model_options import host_option, load_arguments, load_options, media_option
 from kerngen.cli.tables import say
 from kerngen.cli.vllm_options import ServeCommand
-from kerngen.runtime.config import AS_STORED, Keeping
+from kerngen.runtime.config import Keeping
 
 if TYPE_CHECKING:
     from kerngen.runtime.serve.server import Settings
@@ -163,8 +163,7 @@ def _weights(settings: Settings, model: Path, generated: bool) -> Iterator[Setti
 
     with TemporaryDirectory(prefix="kerngen-generated-") as folder:
         load = settings.load
-        text = write_checkpoint(name, Path(folder), draft=load["draft"],
-                                kept=Keeping(**{name: load[name] for name in asdict(AS_STORED)}))  # fmt: skip
+        text = write_checkpoint(name, Path(folder), draft=load["draft"], kept=Keeping.of(load))
         say(f"weights are generated: what it says means nothing; {text}", err=True)
         yield replace(settings, load={**load, "folder": folder, "name": name}, opens=load_generated,
                       names=settings.names or (f"{model.name}-generated",))  # fmt: skip

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,7 @@ import uvicorn
 
 from kerngen.errors import ToolchainError, UsageError
 from kerngen.runtime.cache import PAGE_SIZE
-from kerngen.runtime.config import AS_STORED, Keeping, read_model_config, read_sampling
+from kerngen.runtime.config import Keeping, read_model_config, read_sampling
 from kerngen.runtime.conversation import DEFAULT_CONTEXT
 from kerngen.runtime.hub import find_checkpoint
 from kerngen.runtime.media.opening import open_support
@@ -132,7 +132,7 @@ def _not_there(host: str, port: int, error: OSError) -> UsageError:
 
 def _cache_labels(load: Mapping[str, Any], ready: Ready) -> dict[str, str]:
     """By vLLM's names where it has one: num_gpu_blocks are pages of full-attention layers."""
-    kept = Keeping(**{name: load[name] for name in asdict(AS_STORED) if name in load})
+    kept = Keeping.of(load)
     return {"block_size": str(PAGE_SIZE), "cache_dtype": kept.kv_cache_dtype, "cache_layout": kept.kv_cache_layout,
             "num_gpu_blocks": str(ready.num_pages["full"])}  # fmt: skip
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kerngen.arch import Target
-from kerngen.templates.common.attention.tile_lists import num_entries, num_lists
-from kerngen.templates.common.rows.spec import require, require_heads, require_tokens
+from kerngen.templates.common.attention.tile_lists import num_entries, num_lists, require_lists
+from kerngen.templates.common.rows.spec import require, require_heads
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, args
 
 MAX_GROUP = 64  # query heads of a kv head
@@ -39,10 +39,7 @@ class Problem:
         require_heads(self.num_q_heads, self.num_kv_heads)
         group = self.num_q_heads // self.num_kv_heads
         require(group <= MAX_GROUP, f"{group} query heads share a kv head; at most {MAX_GROUP}")
-        require(self.batch > 0, f"batch={self.batch} is not positive")
-        require_tokens(self.num_tokens)
-        lists = num_lists(self.num_tokens, self.batch)
-        require(lists <= 65535, f"num_tokens={self.num_tokens} batch={self.batch}: {lists} lists; 65,535 at most")
+        require_lists(self.num_tokens, self.batch)
         require(self.kv_len > 0, f"kv_len={self.kv_len} is not positive")
 
 

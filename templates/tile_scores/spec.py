@@ -16,9 +16,10 @@ from kerngen.templates.common.attention.tile_lists import (
     LIST_QUERIES,
     num_entries,
     num_lists,
+    require_lists,
     require_means,
 )
-from kerngen.templates.common.rows.spec import require, require_dtypes, require_heads, require_tokens, why_no_dtype
+from kerngen.templates.common.rows.spec import require, require_dtypes, require_heads, why_no_dtype
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, Traffic, args
 
 HEAD_DIMS = (128, 256, 512)
@@ -52,10 +53,7 @@ class Problem:
         known = ", ".join(map(str, HEAD_DIMS))
         require(self.head_dim in HEAD_DIMS, f"head_dim={self.head_dim}: tile_scores has {known}")
         require_heads(self.num_q_heads, self.num_kv_heads)
-        require(self.batch > 0, f"batch={self.batch} is not positive")
-        require_tokens(self.num_tokens)
-        lists = num_lists(self.num_tokens, self.batch)
-        require(lists <= 65535, f"num_tokens={self.num_tokens} batch={self.batch}: {lists} lists; 65,535 at most")
+        require_lists(self.num_tokens, self.batch)
         require(self.kv_len > 0, f"kv_len={self.kv_len} is not positive")
         require_dtypes(self.dtype)
         require_means(self.mean_keys, self.page_size)

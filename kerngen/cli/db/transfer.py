@@ -180,8 +180,9 @@ def cells_of(model: str, arch: Any) -> set[str]:
     from kerngen.tuning_db import problem_key
     from kerngen.workload.workload import find_model, workload
 
-    kinds = DRAFT_WEIGHTS if find_model(model).drafter is not None else DRAFT_WEIGHTS[:1]
-    shared = any(layer.v_is_k for layer in find_model(model).target.layers)
+    found = find_model(model)
+    kinds = DRAFT_WEIGHTS if found.drafter is not None else DRAFT_WEIGHTS[:1]
+    shared = any(layer.v_is_k for layer in found.target.layers)
     layouts = KV_CACHE_LAYOUTS if shared else KV_CACHE_LAYOUTS[:1]
     alphas = (None, 0.1)  # no problem has an alpha
     ways = [Keeping(*each) for each in product(kinds, KV_CACHE_DTYPES, layouts, alphas)]

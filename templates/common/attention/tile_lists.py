@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kerngen.templates.common.rows.spec import require
+from kerngen.templates.common.rows.spec import require, require_tokens
 
 LIST_QUERIES = 128  # query tokens that share a list
 LIST_KEYS = 128  # keys of an entry
@@ -40,6 +40,14 @@ def query_blocks(q_lens: Sequence[int]) -> list[tuple[int, int, int, int]]:
             found.append((at + first // LIST_QUERIES, sequence, first, min(LIST_QUERIES, q_len - first)))
         begin += q_len
     return found
+
+
+def require_lists(num_tokens: int, batch: int) -> None:
+    """Raises ProblemError unless a grid has a block for each list of a kv head, in y or z."""
+    require(batch > 0, f"batch={batch} is not positive")
+    require_tokens(num_tokens)
+    lists = num_lists(num_tokens, batch)
+    require(lists <= 65535, f"num_tokens={num_tokens} batch={batch}: {lists} lists; 65,535 at most")
 
 
 def require_means(mean_keys: int, page_size: int) -> None:

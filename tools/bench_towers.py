@@ -22,9 +22,9 @@ import click
 import numpy as np
 import torch
 
-from kerngen.errors import UsageError
+from kerngen.errors import KerngenError
 from kerngen.runtime.backend import open_backend
-from kerngen.runtime.media.config import VisionConfig
+from kerngen.runtime.media.config import MediaConfig, VisionConfig
 from kerngen.runtime.media.towers.audio import AudioTower, SampleEmbedder
 from kerngen.runtime.media.towers.vision import PatchEmbedder, VisionTower
 from kerngen.runtime.media.values import Media
@@ -147,12 +147,10 @@ def main(models: tuple[str, ...], tokens: str, batch: str, seconds: float, sampl
         if not as_json:
             click.echo(line(row))
 
+    found = [(model, _config_of(model)) for model in models]
     if not as_json:
         click.echo(HEADER)
-    for model in models:
-        config = find_media(model)
-        if config is None or config.vision is None:
-            raise UsageError(f"{model} takes no images")
+    for model, config in found:
         ops = open_backend(backend, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype=dtype)
         towers = synthetic_towers(config, ops)
         if not isinstance(towers.vision, VisionTower | PatchEmbedder):
@@ -163,6 +161,16 @@ def main(models: tuple[str, ...], tokens: str, batch: str, seconds: float, sampl
             tell(measure_sound(model, towers.audio, seconds, samples))
     if as_json:
         click.echo(json.dumps([asdict(r) for r in rows]))
+
+
+def _config_of(model: str) -> MediaConfig:
+    try:
+        config = find_media(model)
+    except KerngenError as e:
+        raise click.ClickException(str(e)) from e
+    if config is None or config.vision is None:
+        raise click.ClickException(f"{model} takes no images")
+    return config
 
 
 if __name__ == "__main__":

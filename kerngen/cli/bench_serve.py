@@ -139,12 +139,16 @@ def _spread(ms: dict[str, float] | None) -> str:
 
 def _image(text: str | None) -> tuple[int, int] | None:
     from kerngen.errors import UsageError
+    from kerngen.runtime.media.limits import MAX_PIXELS
 
     if text is None:
         return None
     width, _, height = text.partition("x")
     if not (width.isdecimal() and height.isdecimal() and int(width) > 0 and int(height) > 0):
         raise UsageError(f"--image {text!r} is no size of a picture", hint="--image 1920x1080")
+    if int(width) * int(height) > MAX_PIXELS:
+        raise UsageError(f"--image {text}: servers take images of at most {MAX_PIXELS:,} pixels",
+                         hint="--image 1920x1080")  # fmt: skip
     return int(width), int(height)
 
 

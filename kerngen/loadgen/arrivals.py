@@ -79,7 +79,7 @@ async def _probe(server: Server, model: str, plan: Plan) -> None:
     outcome = await follow(server, asked, plan.timeout_s, leaves=lambda chunks: chunks >= 2)
     if outcome.error:
         raise UsageError(f"the first request was not answered: {outcome.error}",
-                         hint="--vocab, --prompt-tokens and --answer-tokens say what is asked")  # fmt: skip
+                         hint="--vocab, --prompt-tokens, --answer-tokens and --image say what is asked")  # fmt: skip
 
 
 async def _warm(server: Server, model: str, plan: Plan, say: Say) -> None:

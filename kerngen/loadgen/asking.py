@@ -72,7 +72,10 @@ async def _prepared(server: Server, model: str, shape: Shape, number: int) -> As
         return Asked("/v1/completions", {**body, "prompt": ids}, len(ids))
     status, said = await server.ask("POST", "/detokenize", {"model": model, "tokens": ids})
     if status != 200:
-        raise UsageError(f"/detokenize: {_said(said)}", hint="--as ids sends tokens, which need none")
+        raise UsageError(
+            f"/detokenize: {_said(said)}",
+            hint="--vocab NUMBER for a vocabulary of another size; --as ids sends tokens, which need no text",
+        )
     try:
         text = str(json.loads(said)["prompt"])
     except (ValueError, LookupError, TypeError):

@@ -91,6 +91,7 @@ def test_pictures_are_another_one_for_each_prompt() -> None:
 
 @pytest.mark.parametrize(("options", "says"), [
     (["--image", "1920"], "--image '1920' is no size of a picture"),
+    (["--image", "99999999x99999999"], "--image 99999999x99999999: servers take images of at most 50,000,000 pixels"),
     (["--image", "0x5", "--as", "chat"], "--image '0x5' is no size"),
     (["--image", "3x5"], "pictures are shown in chats"),
     (["--same-image", "--as", "chat"], "pictures are shown in chats"),

@@ -60,6 +60,7 @@ from kerngen.templates.embed.op import embed
 from kerngen.templates.exchange_best.op import exchange_best, exchange_best_logits
 from kerngen.templates.exchange_best.spec import POSTED
 from kerngen.templates.exchange_norm.op import exchange_norm, exchange_pair_norm
+from kerngen.templates.gather_kv.op import gather_kv, gathered, keys_seen
 from kerngen.templates.gelu_gate.op import gelu_mul
 from kerngen.templates.greedy_head import spec as head_spec
 from kerngen.templates.greedy_head.op import greedy_head
@@ -82,6 +83,12 @@ R = TypeVar("R")
 # another one to the drafter's.
 SCREEN_ROOM = 16
 
+# Of a cache that is not plain, bytes for each query of a prefill in which keys and values are gathered (gather_kv): at
+# most, of several heads together, and of a single one. What takes more is converted within attn_prefill. 128 MB of
+# 2,048 tokens, and 512 MB where one head has 262,144 keys; an MLP's activations take as much.
+GATHERED_BYTES = 64 << 10
+GATHERED_BYTES_OF_ONE = 256 << 10
+
 
 def has_room(size: int, free_bytes: int) -> bool:
     """Whether a head in few bits, of `size` bytes, is made where `free_bytes` are free."""
@@ -93,6 +100,18 @@ def screen_of(head: Linear, *, likely: bool = False) -> int:
     if not head.is_dense or head.in_features % VEC or head.in_features > head_spec.MAX_HIDDEN:
         return 0
     return screen_bytes(head.out_features, head.in_features, head_spec.bits_for(head.in_features, likely=likely))
+
+
+def heads_at_once(queries: int, kv: KVView, batch: AttnBatch) -> int:
+    """KV heads, a divisor of all, that are gathered at once before attn_prefill reads them, for so many queries; 0: it
+    reads the cache.
+    """
+    if kv.format == PLAIN or not queries:
+        return 0
+    of_head = 4 * len(batch.kv_lens) * keys_seen(batch, kv.page_size) * kv.head_dim  # K and V in 16 bits
+    most = GATHERED_BYTES * queries // max(of_head, 1)
+    divisors = (n for n in range(1, kv.num_kv_heads + 1) if kv.num_kv_heads % n == 0 and n <= most)
+    return max(divisors, default=int(of_head <= GATHERED_BYTES_OF_ONE * queries))
 
 
 class KernelOps:
@@ -247,7 +266,24 @@ class KernelOps:
         return self.run(call, "head norms, RoPE, cache, attention")
 
     def attn_prefill(self, q: Tensor, kv: KVView, batch: AttnBatch) -> Tensor:
-        return self.run(attn_prefill(q, kv, batch), "attention")
+        heads, count = heads_at_once(len(q), kv, batch), kv.num_kv_heads
+        if heads == 0:
+            return self.run(attn_prefill(q, kv, batch), "attention")
+        if heads == count:
+            return self._attend_gathered(q, kv, batch, 0, heads)
+        out, group = torch.empty_like(q), q.shape[1] // count
+        for first in range(0, count, heads):
+            part, mask = slice(first * group, (first + heads) * group), batch.mask
+            if mask.lists is not None and mask.counts is not None:
+                counts, lists = (x[:, first : first + heads].contiguous() for x in (mask.counts, mask.lists))
+                mask = replace(mask, counts=counts, lists=lists)
+            of_part = replace(batch, mask=mask)
+            out[:, part] = self._attend_gathered(q[:, part].contiguous(), kv, of_part, first, heads)
+        return out
+
+    def _attend_gathered(self, q: Tensor, kv: KVView, batch: AttnBatch, first: int, heads: int) -> Tensor:
+        made = self.run(gather_kv(kv, batch, q.dtype, first, heads), "keys and values in 16 bits")
+        return self.run(attn_prefill(q, *gathered(made, batch)), "attention")
 
     def write_means(self, means: Tensor, kv: KVView, batch: AttnBatch, starts: Tensor, num_keys: int) -> None:
         self.run(key_means(means, kv, batch, starts, num_keys), "means of keys")

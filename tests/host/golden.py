@@ -130,6 +130,9 @@ PROBLEMS = {
         ("ranks=2,num_tokens=1", "ranks=4,num_tokens=64", "ranks=8,num_tokens=1",
          "hidden=2816,top_k=8,has_scalar=True,num_tokens=8"), ("H200",),
     ),
+    "gather_kv": (
+        ("num_keys=8192", "head_dim=256,num_kv_heads=16,heads=16,num_keys=8192", "page_size=16,num_keys=64"), ("H200",),
+    ),
     "key_means": (("num_tokens=2048", "num_kv_heads=2,num_tokens=128"), ("H200",)),
     "kv_write": (("num_tokens=1", "num_tokens=4096"), ("H200",)),
     "tile_lists": (("num_tokens=2048",), ("H200",)),

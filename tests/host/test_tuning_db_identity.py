@@ -99,6 +99,11 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
          "has_next": True},
         {"vecs_per_thread": 1, "rows_per_block": 1},
     ),
+    "gather_kv": (
+        {"num_keys": 8192, "batch": 1, "heads": 4},
+        {"head_dim": 512, "num_kv_heads": 4, "page_size": 64, "kv_format": "int8", "dtype": "bf16"},
+        {"threads": 256, "rows": 4},
+    ),
     "gelu_gate": (
         {"num_tokens": 1},
         {"width": 21504, "dtype": "bf16", "packed": True, "has_bounds": False},

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kerngen.errors import CheckpointError
-from kerngen.runtime.media.config import BOTH, MediaConfig, Part, VisionConfig
+from kerngen.runtime.media.config import BOTH, AudioConfig, MediaConfig, Part, VisionConfig
+from kerngen.runtime.media.towers.conformer import Conformer, KernelConformer, TorchConformer
 from kerngen.runtime.media.towers.dispatch import Tower, Towers
 from kerngen.runtime.media.towers.linear import TowerSource
 from kerngen.runtime.media.towers.rows import KernelRows, Rows, TorchRows
@@ -25,7 +26,9 @@ from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.weights.quantized import FLOATS
 from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.weights.tensors import Advance, TensorSource
+from kerngen.templates.attn_relative.spec import HEAD_DIMS, MAX_WINDOW
 from kerngen.templates.common.rows.spec import VEC
+from kerngen.templates.glu_conv.spec import MAX_TAPS
 from kerngen.templates.qkv_norm_rope_2d.spec import MAX_HEAD_DIM
 
 PREFIXES = ("model.", "")
@@ -63,7 +66,7 @@ def build_towers(source: TowerSource, config: MediaConfig, ops: Ops) -> Towers:
     if config.audio is not None:
         from kerngen.runtime.media.towers.audio import audio_tower  # which few models need
 
-        audio = audio_tower(source, config.audio, config.hidden_size)
+        audio = audio_tower(source, config.audio, config.hidden_size, conformer_of(config.audio, ops))
     return Towers(vision, audio)
 
 
@@ -77,6 +80,20 @@ def rows_of(config: VisionConfig, ops: Ops) -> Rows:
     if isinstance(ops, KernelOps) and fits and all(size % VEC == 0 for size in sizes):
         return KernelRows(ops.run)
     return TorchRows()
+
+
+def conformer_of(config: AudioConfig, ops: Ops) -> Conformer:
+    """As rows_of, of a conformer."""
+    encoder = config.encoder
+    if not isinstance(ops, KernelOps) or encoder is None:
+        return TorchConformer()
+    fits = (
+        encoder.hidden_size % VEC == 0
+        and encoder.hidden_size // encoder.num_heads in HEAD_DIMS
+        and encoder.num_keys <= MAX_WINDOW
+        and encoder.conv_kernel <= MAX_TAPS
+    )
+    return KernelConformer(ops.run) if fits else TorchConformer()
 
 
 class TowerTensors(TensorSource):

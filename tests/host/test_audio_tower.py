@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -20,13 +21,21 @@ from transformers import (
     Gemma4UnifiedForConditionalGeneration,
 )
 
+from kerngen.arch import find_arch
 from kerngen.errors import UsageError
-from kerngen.runtime.media.config import AudioConfig, read_media_config
+from kerngen.runtime.executors.reference import Reference
+from kerngen.runtime.media.config import AudioConfig, MediaConfig, read_media_config
 from kerngen.runtime.media.sound import SoundRule, sound_media
 from kerngen.runtime.media.towers import audio
 from kerngen.runtime.media.towers.audio import AudioTower, audio_tower
+from kerngen.runtime.media.towers.conformer import READY_TOKENS, KernelConformer, TorchConformer
 from kerngen.runtime.media.values import Media
+from kerngen.runtime.ops.kernels import KernelOps
+from kerngen.runtime.weights.towers import conformer_of
+from kerngen.templates.call import Call
+from kerngen.workload.towers import tower_problems
 
+R = TypeVar("R")
 HIDDEN = 40
 TEXT: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": HIDDEN, "intermediate_size": 16, "num_hidden_layers": 1,
@@ -270,6 +279,35 @@ def test_the_12b_frames_equal_transformers() -> None:
             want = model.model.get_audio_features(torch.from_numpy(item.data.copy())[None]).pooler_output[0]
         assert got.shape == (item.num_tokens, HIDDEN)
         assert torch.allclose(got, want, atol=1e-6, rtol=1e-5)
+
+
+def test_our_kernels_compute_what_torch_does() -> None:
+    """By their references, sounds of several lengths together; and they ask for what is built for the model."""
+    _, read = made_config(Gemma4Config, **(AUDIO | {"hidden_size": 64}))
+    tower = audio_tower(Drawn(), read, HIDDEN)
+    asked = set[tuple[str, Any]]()
+
+    class Noting(Reference):
+        def run(self, call: Call[R], where: str) -> R:
+            most = READY_TOKENS[-1]
+            assert call.problem.num_tokens <= most
+            asked.add((call.kernel, replace(call.problem, num_tokens=most)))
+            return super().run(call, where)
+
+    conformer = conformer_of(read, KernelOps(Noting(), torch.float32))
+    assert isinstance(conformer, KernelConformer)
+    ours = audio_tower(Drawn(), read, HIDDEN, conformer)
+    items = [mel_media(frames) for frames in (*FRAMES, 201)]
+    for got, want in zip(ours.embed(items), tower.embed(items), strict=True):
+        assert error(got, want) < 1e-5
+    media = MediaConfig(None, read, HIDDEN, False, *range(7))
+    built = {(name, replace(p, dtype="fp32")) for name, p in tower_problems(media, find_arch("sm90"))}
+    assert {name for name, _ in asked} == {"attn_relative", "glu_conv", "residual_norms", "silu"}
+    assert asked <= built
+    assert read.encoder is not None
+    for odd in ({"hidden_size": 48}, {"num_keys": 33}, {"conv_kernel": 9}):
+        config = replace(read, encoder=replace(read.encoder, **odd))
+        assert isinstance(conformer_of(config, KernelOps(Noting(), torch.float32)), TorchConformer), odd
 
 
 class Counted:

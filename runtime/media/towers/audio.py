@@ -20,54 +20,77 @@ from torch import Tensor
 
 from kerngen.errors import UsageError
 from kerngen.runtime.media.config import AudioConfig, AudioEncoderConfig
+from kerngen.runtime.media.towers.conformer import Conformer, TorchConformer, ask_all
 from kerngen.runtime.media.towers.graphs import ShapeGraphs
-from kerngen.runtime.media.towers.linear import ClippedLinear, TowerSource, clipped_linear
+from kerngen.runtime.media.towers.linear import (
+    NO_BOUNDS,
+    Bounds,
+    ClippedLinear,
+    Interval,
+    TowerSource,
+    clipped_linear,
+    within,
+)
 from kerngen.runtime.media.towers.upload import upload
 from kerngen.runtime.media.values import Media
 
 MAX_FRAMES = 12_000  # of one forward, padding counted: four sounds of 30 s, whose first convolution gives 0.2 GB
 # Above these the GPU takes longer than the host, and a graph's memory would be better spent.
 MAX_CAPTURED_FRAMES = 6_000
-GRAPH_STEP = 240  # frames, 2.4 s: what lengths are rounded up to, so that few graphs serve them all
+# Frames, 2 s: what lengths are rounded up to, so that few graphs serve them all. The longest sound is 15 of them.
+GRAPH_STEP = 200
 _K_SCALE = math.log(1.0 + math.e) / math.log(2.0)
-_INVALID = -1e9  # score of a key that a query does not see
 
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardWeights:
-    """up [4 D, D], down [D, 4 D], norms [D]."""
+    """up [4 D, D], down [D, 4 D], norms [D]; post_norm is multiplied by what the residual adds of it.
+
+    bounds: of what up gives and down takes. end_bounds: of what down gives, of what the norms behind it take, and of
+    what the next linear takes.
+    """
 
     pre_norm: Tensor
     up: ClippedLinear
+    bounds: Bounds
     down: ClippedLinear
     post_norm: Tensor
+    end_bounds: Bounds
 
 
 @dataclass(frozen=True, slots=True)
 class AudioAttentionWeights:
     """qkv: rows q | k | v, out [D, D], norms [D].
 
-    q_scale [d] and relative_keys [heads, d, window + 1], of distances from window to 0, are in fp32, made of
-    per_dim_scale and relative_k_proj. A token sees `window` tokens, itself and those before it.
+    q_scale [d] and relative_keys [heads, window + 1, d], of distances from window to 0, are in fp32, made of
+    per_dim_scale and relative_k_proj. A token sees `window` tokens, itself and those before it. bounds: of q, k, v and
+    what out takes. end_bounds: as of FeedForwardWeights.
     """
 
     pre_norm: Tensor
     qkv: ClippedLinear
+    bounds: Bounds
     out: ClippedLinear
     post_norm: Tensor
+    end_bounds: Bounds
     q_scale: Tensor
     relative_keys: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class LightConvWeights:
-    """start: rows value | gate; kernel [D, 1, size], end [D, D], norms [D]."""
+    """start: rows value | gate; taps [size, D], end [D, D], norms [D].
+
+    bounds: of what start gives, of what the norm takes, and of what end takes. end_bounds: as of FeedForwardWeights.
+    """
 
     pre_norm: Tensor
     start: ClippedLinear
-    kernel: Tensor
+    taps: Tensor
+    bounds: Bounds
     conv_norm: Tensor
     end: ClippedLinear
+    end_bounds: Bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +123,13 @@ class SampleWeights:
     projection: Tensor
 
 
-def audio_tower(source: TowerSource, config: AudioConfig, hidden_size: int) -> AudioTower | SampleEmbedder:
-    """What embeds sound, with the weights of `source`. hidden_size: the text model's."""
+def audio_tower(
+    source: TowerSource, config: AudioConfig, hidden_size: int, conformer: Conformer | None = None
+) -> AudioTower | SampleEmbedder:
+    """What embeds sound, with the weights of `source`. hidden_size: the text model's. conformer: as of AudioTower."""
     if config.encoder is None:
         return SampleEmbedder(config, SampleWeights(_projection(source, config, hidden_size)))
-    return AudioTower(config, _audio_weights(source, config, config.encoder, hidden_size))
+    return AudioTower(config, _audio_weights(source, config, config.encoder, hidden_size), conformer)
 
 
 def _projection(source: TowerSource, config: AudioConfig, hidden_size: int) -> Tensor:
@@ -123,15 +148,30 @@ def _audio_weights(
     return AudioWeights(
         convs=tuple(convs),
         input=source.tensor(f"{subsample}.input_proj_linear.weight", width, quarter),
-        layers=tuple(_layer(source, f"audio_tower.layers.{i}", encoder) for i in range(encoder.num_layers)),
+        layers=_layers(source, "audio_tower.layers", encoder),
         output=source.tensor("audio_tower.output_proj.weight", config.hidden_size, width),
         output_bias=source.tensor("audio_tower.output_proj.bias", config.hidden_size),
         projection=_projection(source, config, hidden_size),
     )
 
 
-def _layer(source: TowerSource, name: str, encoder: AudioEncoderConfig) -> AudioLayerWeights:
+def _layers(source: TowerSource, name: str, encoder: AudioEncoderConfig) -> tuple[AudioLayerWeights, ...]:
     width = encoder.hidden_size
+    ups = [
+        clipped_linear(source, [(f"{name}.{i}.feed_forward1.ffw_layer_1", 4 * width)], width, clips=encoder.clips)
+        for i in range(encoder.num_layers)
+    ]
+    return tuple(_layer(source, name, encoder, ups, i) for i in range(encoder.num_layers))
+
+
+def _layer(
+    source: TowerSource, name: str, encoder: AudioEncoderConfig, ups: Sequence[ClippedLinear], index: int
+) -> AudioLayerWeights:
+    """ups: of every layer's first feed-forward. index: which layer."""
+    name, width = f"{name}.{index}", encoder.hidden_size
+    heads, dim = encoder.num_heads, width // encoder.num_heads
+    largest = _largest(encoder, ups[0].weight.dtype)
+    taken = ups[index + 1].takes if index + 1 < encoder.num_layers else NO_BOUNDS
 
     def norm(which: str) -> Tensor:
         return source.tensor(f"{name}.{which}.weight", width)
@@ -139,38 +179,63 @@ def _layer(source: TowerSource, name: str, encoder: AudioEncoderConfig) -> Audio
     def linear(modules: Sequence[str], rows: int, columns: int) -> ClippedLinear:
         return clipped_linear(source, [(f"{name}.{each}", rows) for each in modules], columns, clips=encoder.clips)
 
-    def feed_forward(which: str) -> FeedForwardWeights:
+    def bounds(*each: Interval) -> Bounds:
+        return Bounds.table_of(each, ups[0].weight)
+
+    def end_bounds(given: ClippedLinear, takes: Interval) -> Bounds:
+        """Of the residual behind `given`, whose norm and those of the sum take no more than `largest`."""
+        return bounds(within(given.gives[0], largest), (-largest, largest), takes)
+
+    def feed_forward(which: str, up: ClippedLinear, given: ClippedLinear, takes: Interval) -> FeedForwardWeights:
         return FeedForwardWeights(
             pre_norm=norm(f"{which}.pre_layer_norm"),
-            up=linear([f"{which}.ffw_layer_1"], 4 * width, width),
-            down=linear([f"{which}.ffw_layer_2"], width, 4 * width),
-            post_norm=norm(f"{which}.post_layer_norm"),
+            up=up.before() if which == "feed_forward1" and not index else up.between(),
+            bounds=bounds(*up.gives, given.takes),
+            down=given.between(),
+            post_norm=norm(f"{which}.post_layer_norm") * encoder.residual_weight,
+            end_bounds=end_bounds(given, takes),
         )
 
-    heads, dim = encoder.num_heads, width // encoder.num_heads
+    downs = [linear([f"feed_forward{i}.ffw_layer_2"], width, 4 * width) for i in (1, 2)]
+    up = linear(["feed_forward2.ffw_layer_1"], 4 * width, width)
+    qkv = linear([f"self_attn.{which}_proj" for which in "qkv"], width, width)
+    out = linear(["self_attn.post"], width, width)
+    start, end = linear(["lconv1d.linear_start"], 2 * width, width), linear(["lconv1d.linear_end"], width, width)
     scale = source.tensor(f"{name}.self_attn.per_dim_scale", dim)
     relative = source.tensor(f"{name}.self_attn.relative_k_proj.weight", width, width)
     keys = F.linear(_distances(width, encoder.num_keys).to(relative), relative).float()
+    kernel = source.tensor(f"{name}.lconv1d.depthwise_conv1d.weight", width, 1, encoder.conv_kernel)
     return AudioLayerWeights(
-        first=feed_forward("feed_forward1"),
+        first=feed_forward("feed_forward1", ups[index], downs[0], qkv.takes),
         attention=AudioAttentionWeights(
             pre_norm=norm("norm_pre_attn"),
-            qkv=linear([f"self_attn.{which}_proj" for which in "qkv"], width, width),
-            out=linear(["self_attn.post"], width, width),
+            qkv=qkv.between(),
+            bounds=bounds(*qkv.gives, out.takes),
+            out=out.between(),
             post_norm=norm("norm_post_attn"),
+            # The norm before a convolution takes what it gets.
+            end_bounds=bounds(within(out.gives[0], largest), NO_BOUNDS, start.takes),
             q_scale=F.softplus(scale).float() * (dim**-0.5 / math.log(2.0)),
-            relative_keys=keys.view(-1, heads, dim).permute(1, 2, 0).contiguous(),
+            relative_keys=keys.view(-1, heads, dim).transpose(0, 1).contiguous(),
         ),
         light_conv=LightConvWeights(
             pre_norm=norm("lconv1d.pre_layer_norm"),
-            start=linear(["lconv1d.linear_start"], 2 * width, width),
-            kernel=source.tensor(f"{name}.lconv1d.depthwise_conv1d.weight", width, 1, encoder.conv_kernel),
+            start=start.between(),
+            taps=kernel[:, 0].t().contiguous(),
+            bounds=bounds(start.gives[0], (-largest, largest), end.takes),
             conv_norm=norm("lconv1d.conv_norm"),
-            end=linear(["lconv1d.linear_end"], width, width),
+            end=end.between(),
+            end_bounds=bounds(end.gives[0], (-largest, largest), up.takes),
         ),
-        second=feed_forward("feed_forward2"),
+        second=feed_forward("feed_forward2", up, downs[1], taken),
         out_norm=norm("norm_out"),
     )
+
+
+def _largest(encoder: AudioEncoderConfig, dtype: torch.dtype) -> float:
+    """What transformers clamps to before norms, which makes fp16's infinities its largest number."""
+    largest: float = torch.tensor(min(encoder.largest, torch.finfo(dtype).max), dtype=dtype).item()
+    return largest
 
 
 def _distances(width: int, window: int) -> Tensor:
@@ -184,16 +249,16 @@ def _distances(width: int, window: int) -> Tensor:
 
 
 class AudioTower:
-    """A conformer and the projector behind it."""
+    """A conformer and the projector behind it. conformer: what computes beside products; None for torch."""
 
-    def __init__(self, config: AudioConfig, weights: AudioWeights) -> None:
+    def __init__(self, config: AudioConfig, weights: AudioWeights, conformer: Conformer | None = None) -> None:
         if config.encoder is None:
             raise TypeError("the config has no encoder")
         self.config = config
         self.weights = weights
+        self.conformer = conformer or TorchConformer()
         self._encoder = config.encoder
-        # transformers clamps what norms take to this, which makes fp16's infinities its largest number.
-        self._largest = min(self._encoder.largest, torch.finfo(weights.input.dtype).max)
+        self._largest = _largest(config.encoder, weights.input.dtype)
         self._graphs = ShapeGraphs(self.forward) if weights.input.is_cuda else None
 
     @torch.inference_mode()
@@ -209,7 +274,7 @@ class AudioTower:
         found: dict[int, Tensor] = {}
         for batch in _batches(lengths):
             padded = _padded([items[i].data for i in batch], lengths[batch[0]])
-            frames = upload([padded], self.weights.input.device)
+            frames = upload(padded, self.weights.input.device)
             rows = self._replay(frames, (len(batch), lengths[batch[0]]))
             found |= {i: row[: items[i].num_tokens] for i, row in zip(batch, rows, strict=True)}
         return [found[i] for i in range(len(items))]
@@ -220,69 +285,60 @@ class AudioTower:
             return self.forward(frames, shape)
         return self._graphs(frames, shape)
 
+    def warm_up(self) -> None:
+        """Ask for the kernels that sounds of all lengths need. What listens takes it down; nothing is computed."""
+        if not isinstance(self.conformer, TorchConformer):
+            ask_all(self.conformer, self._encoder, self.weights.input.dtype)
+
     def forward(self, frames: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Embeddings [batch, tokens, H] of log-mel frames in fp32 [batch, num_frames, mels + 1]; the last column is 1,
-        or 0 for padding at a sound's end. shape: (batch, num_frames). Waits for nothing on the host.
+        """Embeddings [batch, tokens, H] of log-mel frames in fp32, as `_padded` lays them out. shape: (batch,
+        num_frames). Waits for nothing on the host.
 
         Attention and convolutions look at no later token: what tokens behind a sound's end are does not matter to its
         own. Only the halving of the frames looks ahead.
         """
-        weights = self.weights
-        x = self._halved_twice(frames)
-        unseen = _unseen(x.shape[1], self._encoder.num_keys, x.device)
-        for layer in weights.layers:
-            x = self._feed_forward(x, layer.first)
-            y = self._attention(layer.attention, self._norm(x, layer.attention.pre_norm), unseen)
-            x = x + self._norm(y, layer.attention.post_norm)
-            x = self._light_conv(x, layer.light_conv)
-            x = self._feed_forward(x, layer.second)
-            x = self._norm(x, layer.out_norm)
-        x = F.linear(x, weights.output, weights.output_bias)
-        return _project(x, weights.projection, self.config.eps)
+        (batch, num_frames), weights, eps = shape, self.weights, self.config.eps
+        mels, lengths = frames[: batch * num_frames], frames[batch * num_frames :].flatten()[:batch]
+        x = self._halved_twice(mels.view(batch, num_frames, -1), lengths)
+        seq_len, x = x.shape[1], x.flatten(0, 1)
+        y = F.rms_norm(x.clamp(-self._largest, self._largest), x.shape[-1:], weights.layers[0].first.pre_norm, eps)
+        for layer, following in zip(weights.layers, (*weights.layers[1:], None), strict=True):
+            attention, conv = layer.attention, layer.light_conv
+            x, y = self._feed_forward(layer.first, x, y, attention.pre_norm, None)
+            y = self.conformer.attention(attention.qkv(y), attention.q_scale, attention.relative_keys,
+                                         attention.bounds, _K_SCALE, self._encoder.logit_cap, seq_len)  # fmt: skip
+            x, y = self._residual(x, attention.out(y), attention.post_norm, conv.pre_norm, None, attention.end_bounds)
+            y = self.conformer.glu_conv(conv.start(y), conv.taps, conv.conv_norm, conv.bounds, seq_len, eps)
+            x, y = self._residual(x, conv.end(y), None, layer.second.pre_norm, None, conv.end_bounds)
+            following_norm = None if following is None else following.first.pre_norm
+            x, y = self._feed_forward(layer.second, x, y, layer.out_norm, following_norm)
+        y = F.linear(y.unflatten(0, (batch, seq_len)), weights.output, weights.output_bias)
+        return _project(y, weights.projection, eps)
 
-    def _halved_twice(self, frames: Tensor) -> Tensor:
-        """[batch, tokens, D]: time and mels halved by each convolution, for which what is no sound is zero."""
-        x, is_sound = frames[:, None, :, :-1].to(self.weights.input.dtype), frames[:, None, :, -1:]
-        for kernel, norm in self.weights.convs:
-            x = (x * is_sound.to(x.dtype)).contiguous(memory_format=torch.channels_last)
-            x = F.conv2d(x, kernel, stride=2, padding=1).permute(0, 2, 3, 1)  # [batch, time, mels, channels]
-            x = F.layer_norm(x, norm.shape, norm, eps=self.config.eps).relu().permute(0, 3, 1, 2)
-            is_sound = is_sound[:, :, ::2]
-        return F.linear(x.permute(0, 2, 3, 1).flatten(2), self.weights.input)
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x.clamp(-self._largest, self._largest), weight.shape, weight, self.config.eps)
-
-    def _feed_forward(self, x: Tensor, weights: FeedForwardWeights) -> Tensor:
-        y = weights.down(F.silu(weights.up(self._norm(x, weights.pre_norm))))
-        return x + self._norm(y, weights.post_norm) * self._encoder.residual_weight
-
-    def _light_conv(self, x: Tensor, weights: LightConvWeights) -> Tensor:
-        y = F.glu(weights.start(F.rms_norm(x, x.shape[-1:], weights.pre_norm, self.config.eps)))
-        y = F.pad(y.transpose(1, 2), (weights.kernel.shape[-1] - 1, 0))
-        y = F.conv1d(y, weights.kernel, groups=len(weights.kernel)).transpose(1, 2)
-        return x + weights.end(F.silu(self._norm(y, weights.conv_norm)))
-
-    def _attention(self, weights: AudioAttentionWeights, x: Tensor, unseen: Tensor) -> Tensor:
-        """x [B, N, D]; unseen: see `_unseen`. Returns [B, N, D].
-
-        Queries go in blocks of `window`, each with the keys of its own block and of the one before: all that they see,
-        and no product of every query with every key.
+    def _halved_twice(self, frames: Tensor, lengths: Tensor) -> Tensor:
+        """[batch, tokens, D] of frames [batch, num_frames, mels] and how many of them are sound, behind which they are
+        zero: time and mels halved by each convolution, for which what is no sound is zero.
         """
-        batch, tokens, width = x.shape
-        heads, dim, window = self._encoder.num_heads, width // self._encoder.num_heads, self._encoder.num_keys
-        num_blocks = len(unseen)
-        qkv = F.pad(weights.qkv(x).float(), (0, 0, 0, num_blocks * window - tokens))
-        qkv = qkv.view(batch, num_blocks, window, 3, heads, dim).permute(3, 0, 4, 1, 2, 5)
-        q = qkv[0] * weights.q_scale  # [B, heads, blocks, window, d]
-        past = F.pad(qkv[1:], (0, 0, 0, 0, 1, 0))[:, :, :, :-1]
-        k, v = torch.cat((past, qkv[1:]), -2)  # [B, heads, blocks, 2 * window, d]
-        relative = q.flatten(2, 3) @ weights.relative_keys  # [B, heads, blocks * window, window + 1]
-        scores = q @ (k * _K_SCALE).transpose(-1, -2) + _shifted(relative.unflatten(2, (num_blocks, window)))
-        cap = self._encoder.logit_cap
-        scores = (torch.tanh(scores / cap) * cap).masked_fill(unseen, _INVALID)
-        y = torch.softmax(scores, -1) @ v
-        return weights.out(y.permute(0, 2, 3, 1, 4).reshape(batch, -1, width)[:, :tokens].to(x.dtype))
+        x = frames.to(self.weights.input.dtype)[:, None]
+        is_sound = torch.arange(frames.shape[1], device=frames.device) < lengths[:, None]
+        for i, (kernel, norm) in enumerate(self.weights.convs):
+            x = F.conv2d(x.contiguous(memory_format=torch.channels_last), kernel, stride=2, padding=1)
+            x = F.layer_norm(x.permute(0, 2, 3, 1), norm.shape, norm, eps=self.config.eps).relu_()
+            if i + 1 < len(self.weights.convs):
+                is_sound = is_sound[:, ::2]
+                x = (x * is_sound[..., None, None]).permute(0, 3, 1, 2)  # [batch, channels, time, mels]
+        return F.linear(x.flatten(2), self.weights.input)
+
+    def _feed_forward(
+        self, weights: FeedForwardWeights, x: Tensor, y: Tensor, following: Tensor, last: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        y = weights.down(self.conformer.silu(weights.up(y), weights.bounds))
+        return self._residual(x, y, weights.post_norm, following, last, weights.end_bounds)
+
+    def _residual(
+        self, x: Tensor, y: Tensor, post: Tensor | None, following: Tensor, last: Tensor | None, bounds: Bounds
+    ) -> tuple[Tensor, Tensor]:
+        return self.conformer.residual_norms(x, y, post, following, last, bounds, self.config.eps)
 
 
 class SampleEmbedder:
@@ -308,30 +364,14 @@ def _project(x: Tensor, projection: Tensor, eps: float) -> Tensor:
     return F.linear(F.rms_norm(x, x.shape[-1:], None, eps), projection)
 
 
-def _shifted(relative: Tensor) -> Tensor:
-    """[..., window, 2 * window] of [..., window, window + 1]: key c, i + window - c tokens before query i, gets column
-    c - i, which is of that distance. Other keys get what nobody sees. Source: appendix B of arXiv 1901.02860.
-    """
-    window = relative.shape[-2]
-    wide = F.pad(relative, (0, window))  # a column more than there are keys, so that each row begins one further right
-    return wide.flatten(-2)[..., : 2 * window * window].unflatten(-1, (window, 2 * window))
-
-
-def _unseen(num_tokens: int, window: int, device: torch.device) -> Tensor:
-    """bool [blocks, window, 2 * window]: keys that are later, too far back, or before the sound's beginning."""
-    num_blocks = -(-num_tokens // window)
-    key, query = torch.arange(2 * window, device=device), torch.arange(window, device=device)[:, None]
-    is_first = torch.arange(num_blocks, device=device)[:, None, None] == 0
-    return (key <= query) | (key > query + window) | (is_first & (key < window))
-
-
-def _padded(sounds: Sequence[NDArray[np.float32]], num_frames: int) -> NDArray[np.float32]:
-    """[batch, num_frames, features + 1], the last column 1 where there is sound."""
-    frames = np.zeros((len(sounds), num_frames, sounds[0].shape[1] + 1), np.float32)
-    for row, sound in zip(frames, sounds, strict=True):
-        row[: len(sound), :-1] = sound
-        row[: len(sound), -1] = 1.0
-    return frames
+def _padded(sounds: Sequence[NDArray[np.float32]], num_frames: int) -> list[NDArray[np.float32]]:
+    """What, one below another, is every sound with zeros up to num_frames, and then the sounds' lengths, row by row."""
+    features = sounds[0].shape[1]
+    zeros = np.zeros((max(num_frames - min(map(len, sounds)), 0), features), np.float32)
+    lengths = np.zeros((-(-len(sounds) // features), features), np.float32)
+    lengths.flat[: len(sounds)] = [len(sound) for sound in sounds]
+    parts = [part for sound in sounds for part in (sound, zeros[: num_frames - len(sound)])]
+    return [*parts, lengths]
 
 
 def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:

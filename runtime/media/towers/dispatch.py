@@ -11,7 +11,7 @@ from torch import Tensor
 from kerngen.errors import UsageError
 from kerngen.runtime.media.config import BOTH, MediaConfig
 from kerngen.runtime.media.options import WORDS, part_of
-from kerngen.runtime.media.towers.audio import require_sound
+from kerngen.runtime.media.towers.audio import AudioTower, require_sound
 from kerngen.runtime.media.towers.vision import VisionTower, require_image
 from kerngen.runtime.media.values import Media
 
@@ -48,9 +48,10 @@ class Towers:
         return tuple(tower.weights for tower in (self.vision, self.audio) if tower is not None)
 
     def warm_up(self) -> None:
-        """As VisionTower.warm_up: torch computes what the others do."""
-        if isinstance(self.vision, VisionTower):
-            self.vision.warm_up()
+        """As VisionTower.warm_up and AudioTower.warm_up: torch computes what the others do."""
+        for tower in (self.vision, self.audio):
+            if isinstance(tower, VisionTower | AudioTower):
+                tower.warm_up()
 
     def embed(self, items: Sequence[Media]) -> list[Tensor]:
         """As Tower.embed, of items of any kind in any order. Raises UsageError for a kind that has no tower."""

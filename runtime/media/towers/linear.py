@@ -43,14 +43,28 @@ class Bounds:
     @staticmethod
     def of(each: Sequence[Interval], like: Tensor) -> Bounds | None:
         """On the device of `like`; None where nothing is bounded."""
-        if all(interval == NO_BOUNDS for interval in each):
-            return None
+        return None if all(interval == NO_BOUNDS for interval in each) else Bounds.table_of(each, like)
+
+    @staticmethod
+    def table_of(each: Sequence[Interval], like: Tensor) -> Bounds:
+        """As `of`, where nothing is bounded too."""
         return Bounds(tuple(each), torch.tensor(each, dtype=torch.float32, device=like.device))
+
+
+def within(interval: Interval, largest: float) -> Interval:
+    """What clamps as `interval` and then -largest to largest do."""
+    low, high = (max(-largest, min(bound, largest)) for bound in interval)
+    return low, high
 
 
 def clamp_(x: Tensor, interval: Interval) -> Tensor:
     """x, clamped in place."""
     return x if interval == NO_BOUNDS else x.clamp_(*interval)
+
+
+def clamped(x: Tensor, interval: Interval) -> Tensor:
+    """As clamp_, of a tensor that others read too."""
+    return x if interval == NO_BOUNDS else x.clamp(*interval)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +83,7 @@ class ClippedLinear:
         """x [..., in]. Returns [..., out]."""
         weights = self.weight.split([rows for rows, _, _ in self.inputs])
         parts = [
-            F.linear(x if (low, high) == NO_BOUNDS else x.clamp(low, high), weight)
+            F.linear(clamped(x, (low, high)), weight)
             for weight, (_, low, high) in zip(weights, self.inputs, strict=True)
         ]
         y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)

@@ -22,6 +22,6 @@ def tower_problems(media: MediaConfig, arch: Arch) -> tuple[tuple[str, Any], ...
     ops = KernelOps(Record(lambda kernel, problem, _: asked.setdefault((kernel, problem)), lambda _: None), dtype)
     if media.vision is not None:
         rows.ask_all(rows_of(media.vision, ops), media.vision, dtype)
-    if media.audio is not None and (encoder := media.audio.encoder) is not None:
-        conformer.ask_all(conformer_of(media.audio, ops), encoder, dtype)
+    if media.audio is not None:
+        conformer.ask_all(conformer_of(media.audio, ops), media.audio, dtype)
     return tuple(asked)

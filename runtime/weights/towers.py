@@ -29,6 +29,7 @@ from kerngen.runtime.weights.tensors import Advance, TensorSource
 from kerngen.templates.attn_relative.spec import HEAD_DIMS, MAX_WINDOW
 from kerngen.templates.common.rows.spec import VEC
 from kerngen.templates.glu_conv.spec import MAX_TAPS
+from kerngen.templates.mel_conv.spec import CHANNELS, MAX_MELS
 from kerngen.templates.qkv_norm_rope_2d.spec import MAX_HEAD_DIM
 
 PREFIXES = ("model.", "")
@@ -92,6 +93,8 @@ def conformer_of(config: AudioConfig, ops: Ops) -> Conformer:
         and encoder.hidden_size // encoder.num_heads in HEAD_DIMS
         and encoder.num_keys <= MAX_WINDOW
         and encoder.conv_kernel <= MAX_TAPS
+        and encoder.channels[0] in CHANNELS
+        and config.num_features <= MAX_MELS
     )
     return KernelConformer(ops.run) if fits else TorchConformer()
 

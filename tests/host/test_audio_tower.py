@@ -302,7 +302,7 @@ def test_our_kernels_compute_what_torch_does() -> None:
         assert error(got, want) < 1e-5
     media = MediaConfig(None, read, HIDDEN, False, *range(7))
     built = {(name, replace(p, dtype="fp32")) for name, p in tower_problems(media, find_arch("sm90"))}
-    assert {name for name, _ in asked} == {"attn_relative", "glu_conv", "residual_norms", "silu"}
+    assert {name for name, _ in asked} == {"attn_relative", "glu_conv", "mel_conv", "residual_norms", "silu"}
     assert asked <= built
     assert read.encoder is not None
     for odd in ({"hidden_size": 48}, {"num_keys": 33}, {"conv_kernel": 9}):

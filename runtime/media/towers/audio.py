@@ -104,11 +104,13 @@ class AudioLayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class AudioWeights:
-    """convs: (kernel [C', C, 3, 3], norm [C']) of each halving; input [D, mels / 4 * C'], output [O, D] and its bias
-    [O], projection [H, O].
+    """Of the halvings: taps [9, C] and norm [C] of the first, kernel [C', C, 3, 3] and norm [C'] of the second.
+
+    input [D, mels / 4 * C'], output [O, D] and its bias [O], projection [H, O].
     """
 
-    convs: tuple[tuple[Tensor, Tensor], ...]
+    first: tuple[Tensor, Tensor]
+    second: tuple[Tensor, Tensor]
     input: Tensor
     layers: tuple[AudioLayerWeights, ...]
     output: Tensor
@@ -146,7 +148,8 @@ def _audio_weights(
         convs.append((kernel, source.tensor(f"{subsample}.layer{i}.norm.weight", given)))
     quarter = -(-config.num_features // 4) * encoder.channels[1]
     return AudioWeights(
-        convs=tuple(convs),
+        first=(convs[0][0].flatten(1).t().contiguous(), convs[0][1]),
+        second=(convs[1][0].contiguous(memory_format=torch.channels_last), convs[1][1]),
         input=source.tensor(f"{subsample}.input_proj_linear.weight", width, quarter),
         layers=_layers(source, "audio_tower.layers", encoder),
         output=source.tensor("audio_tower.output_proj.weight", config.hidden_size, width),
@@ -288,7 +291,7 @@ class AudioTower:
     def warm_up(self) -> None:
         """Ask for the kernels that sounds of all lengths need. What listens takes it down; nothing is computed."""
         if not isinstance(self.conformer, TorchConformer):
-            ask_all(self.conformer, self._encoder, self.weights.input.dtype)
+            ask_all(self.conformer, self.config, self.weights.input.dtype)
 
     def forward(self, frames: Tensor, shape: tuple[int, int]) -> Tensor:
         """Embeddings [batch, tokens, H] of log-mel frames in fp32, as `_padded` lays them out. shape: (batch,
@@ -299,7 +302,7 @@ class AudioTower:
         """
         (batch, num_frames), weights, eps = shape, self.weights, self.config.eps
         mels, lengths = frames[: batch * num_frames], frames[batch * num_frames :].flatten()[:batch]
-        x = self._halved_twice(mels.view(batch, num_frames, -1), lengths)
+        x = self._halved_twice(mels, lengths, num_frames)
         seq_len, x = x.shape[1], x.flatten(0, 1)
         y = F.rms_norm(x.clamp(-self._largest, self._largest), x.shape[-1:], weights.layers[0].first.pre_norm, eps)
         for layer, following in zip(weights.layers, (*weights.layers[1:], None), strict=True):
@@ -315,19 +318,14 @@ class AudioTower:
         y = F.linear(y.unflatten(0, (batch, seq_len)), weights.output, weights.output_bias)
         return _project(y, weights.projection, eps)
 
-    def _halved_twice(self, frames: Tensor, lengths: Tensor) -> Tensor:
-        """[batch, tokens, D] of frames [batch, num_frames, mels] and how many of them are sound, behind which they are
-        zero: time and mels halved by each convolution, for which what is no sound is zero.
+    def _halved_twice(self, frames: Tensor, lengths: Tensor, num_frames: int) -> Tensor:
+        """[batch, tokens, D] of frames [batch * num_frames, mels], of which `lengths` [batch] are sound and those
+        behind are zero: time and mels halved by each convolution, for which what is no sound is zero.
         """
-        x = frames.to(self.weights.input.dtype)[:, None]
-        is_sound = torch.arange(frames.shape[1], device=frames.device) < lengths[:, None]
-        for i, (kernel, norm) in enumerate(self.weights.convs):
-            x = F.conv2d(x.contiguous(memory_format=torch.channels_last), kernel, stride=2, padding=1)
-            x = F.layer_norm(x.permute(0, 2, 3, 1), norm.shape, norm, eps=self.config.eps).relu_()
-            if i + 1 < len(self.weights.convs):
-                is_sound = is_sound[:, ::2]
-                x = (x * is_sound[..., None, None]).permute(0, 3, 1, 2)  # [batch, channels, time, mels]
-        return F.linear(x.flatten(2), self.weights.input)
+        (taps, norm), (kernel, last), eps = self.weights.first, self.weights.second, self.config.eps
+        x = self.conformer.mel_conv(frames, lengths, taps, norm, num_frames, eps).permute(0, 3, 1, 2)  # channels last
+        x = F.conv2d(x, kernel, stride=2, padding=1).permute(0, 2, 3, 1)  # [batch, time, mels, channels]
+        return F.linear(F.layer_norm(x, last.shape, last, eps=eps).relu_().flatten(2), self.weights.input)
 
     def _feed_forward(
         self, weights: FeedForwardWeights, x: Tensor, y: Tensor, following: Tensor, last: Tensor | None

@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kerngen.runtime.media.config import AudioEncoderConfig
+from kerngen.runtime.media.config import AudioConfig
 from kerngen.runtime.media.towers.linear import Bounds, clamp_, clamped
 from kerngen.templates.attn_relative.op import attn_relative
 from kerngen.templates.call import Call
 from kerngen.templates.glu_conv.op import glu_conv
+from kerngen.templates.mel_conv.op import mel_conv
+from kerngen.templates.mel_conv.spec import NUM_TAPS
 from kerngen.templates.residual_norms.op import residual_norms
 from kerngen.templates.silu.op import bounded_silu
 
@@ -27,7 +29,17 @@ _INVALID = -1e9  # score of a key that a query does not see
 
 
 class Conformer(Protocol):
-    """Tensors are [tokens, width] of whole sounds of seq_len tokens each, and weights [width], all of one dtype."""
+    """Tensors are, but for frames, [tokens, width] of whole sounds of seq_len tokens each, and weights [width], all of
+    one dtype.
+    """
+
+    def mel_conv(
+        self, frames: Tensor, lengths: Tensor, taps: Tensor, norm: Tensor, num_frames: int, eps: float
+    ) -> Tensor:
+        """relu(layer_norm(conv(frames))) [sounds, num_frames / 2, mels / 2, channels] of frames [sounds * num_frames,
+        mels] in fp32: a 3 x 3 convolution of one channel with stride 2 and padding 1, normed over channels, zero behind
+        a sound's end. taps [9, channels]: row by row. lengths [sounds] in fp32: frames from there on are zero.
+        """
 
     def residual_norms(
         self,
@@ -69,6 +81,15 @@ class Conformer(Protocol):
 
 class TorchConformer:
     """By torch."""
+
+    def mel_conv(
+        self, frames: Tensor, lengths: Tensor, taps: Tensor, norm: Tensor, num_frames: int, eps: float
+    ) -> Tensor:
+        x = frames.to(taps.dtype).view(len(lengths), 1, num_frames, -1)
+        x = F.conv2d(x, taps.t().reshape(-1, 1, 3, 3), stride=2, padding=1).permute(0, 2, 3, 1)
+        x = F.layer_norm(x, norm.shape, norm, eps=eps).relu_()
+        is_sound = torch.arange(0, num_frames, 2, device=x.device) < lengths[:, None]
+        return x.mul_(is_sound[..., None, None])
 
     def residual_norms(
         self,
@@ -131,6 +152,12 @@ class KernelConformer:
     def __init__(self, run: Callable[[Call[Any], str], Any]) -> None:
         self._run = run
 
+    def mel_conv(
+        self, frames: Tensor, lengths: Tensor, taps: Tensor, norm: Tensor, num_frames: int, eps: float
+    ) -> Tensor:
+        made: Tensor = self._run(mel_conv(frames, lengths, taps, norm, num_frames, eps), "first convolution (sound)")
+        return made
+
     def residual_norms(
         self,
         residual: Tensor,
@@ -161,10 +188,13 @@ class KernelConformer:
         return made
 
 
-def ask_all(conformer: Conformer, encoder: AudioEncoderConfig, dtype: torch.dtype) -> None:
-    """Ask `conformer` for all that an encoder asks for at any number of tokens. The tensors have no memory: it is for
-    who listens, and not for who computes.
+def ask_all(conformer: Conformer, config: AudioConfig, dtype: torch.dtype) -> None:
+    """Ask `conformer` for all that the encoder of `config` asks for at any number of tokens. The tensors have no
+    memory: it is for who listens, and not for who computes.
     """
+
+    if (encoder := config.encoder) is None:
+        return
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -175,7 +205,9 @@ def ask_all(conformer: Conformer, encoder: AudioEncoderConfig, dtype: torch.dtyp
     keys, taps = empty(heads, window + 1, dim, dtype=torch.float32), empty(encoder.conv_kernel, width)
     of_two, of_three, of_four = (Bounds.table_of([(-1.0, 1.0)] * n, norm) for n in (2, 3, 4))
     for count in READY_TOKENS:
-        x = empty(count, width)
+        x, frames = empty(count, width), empty(2 * count, config.num_features, dtype=torch.float32)
+        channels = empty(NUM_TAPS, encoder.channels[0])
+        conformer.mel_conv(frames, scale[:1], channels, channels[0], 2 * count, 1.0)
         for post, last in ((norm, None), (norm, norm), (None, None)):
             conformer.residual_norms(x, x, post, norm, last, of_three, 1.0)
         conformer.silu(empty(count, 4 * width), of_two)

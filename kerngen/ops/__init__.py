@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     from kerngen.templates.add_norm import op as _add_norm
     from kerngen.templates.attn_decode import op as _attn_decode
     from kerngen.templates.attn_prefill import op as _attn_prefill
+    from kerngen.templates.attn_relative import op as _attn_relative
     from kerngen.templates.call import Op
     from kerngen.templates.centroid_head import op as _centroid_head
     from kerngen.templates.check_pages import op as _check_pages
@@ -32,9 +33,11 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     from kerngen.templates.exchange_best import op as _exchange_best
     from kerngen.templates.exchange_norm import op as _exchange_norm
     from kerngen.templates.gelu_gate import op as _gelu_gate
+    from kerngen.templates.glu_conv import op as _glu_conv
     from kerngen.templates.greedy_head import op as _greedy_head
     from kerngen.templates.key_means import op as _key_means
     from kerngen.templates.kv_write import op as _kv_write
+    from kerngen.templates.mel_conv import op as _mel_conv
     from kerngen.templates.moe_combine import op as _moe_combine
     from kerngen.templates.moe_route import op as _moe_route
     from kerngen.templates.moe_router import op as _moe_router
@@ -43,7 +46,9 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     from kerngen.templates.ple_inputs import op as _ple_inputs
     from kerngen.templates.qkv_norm_rope import op as _qkv_norm_rope
     from kerngen.templates.qkv_norm_rope_2d import op as _qkv_norm_rope_2d
+    from kerngen.templates.residual_norms import op as _residual_norms
     from kerngen.templates.rmsnorm import op as _rmsnorm
+    from kerngen.templates.silu import op as _silu
     from kerngen.templates.softcap_argmax import op as _softcap_argmax
     from kerngen.templates.tile_lists import op as _tile_lists
     from kerngen.templates.tile_scores import op as _tile_scores
@@ -68,9 +73,11 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     attn_prefill = _flat(_attn_prefill.attn_prefill)
     attn_prefill_dense = _flat(_attn_prefill.attn_prefill_dense)
     attn_prefill_into = _flat(_attn_prefill.attn_prefill_into)
+    attn_relative = _run(_attn_relative.attn_relative)
     bounded_add_norm = _run(_add_norm.bounded_add_norm)
     bounded_add_post_norm = _run(_add_norm.bounded_add_post_norm)
     bounded_gelu_gate = _run(_gelu_gate.bounded_gelu_gate)
+    bounded_silu = _run(_silu.bounded_silu)
     centroid_greedy = _run(_centroid_head.centroid_greedy)
     centroid_logits = _run(_centroid_head.centroid_logits)
     check_pages = _flat(_check_pages.check_pages)
@@ -90,9 +97,11 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     exchange_post_norm_functional = _flat(_exchange_norm.exchange_post_norm_functional)
     gelu_gate = _run(_gelu_gate.gelu_gate)
     gelu_mul = _run(_gelu_gate.gelu_mul)
+    glu_conv = _run(_glu_conv.glu_conv)
     greedy_head = _run(_greedy_head.greedy_head)
     key_means = _flat(_key_means.key_means)
     kv_write = _flat(_kv_write.kv_write)
+    mel_conv = _run(_mel_conv.mel_conv)
     moe_combine = _run(_moe_combine.moe_combine)
     moe_combine_functional = _run(_moe_combine.moe_combine_functional)
     moe_sum = _run(_moe_combine.moe_sum)
@@ -104,6 +113,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     q_norm_rope = _flat(_qkv_norm_rope.q_norm_rope)
     qkv_norm_rope = _flat(_qkv_norm_rope.qkv_norm_rope)
     qkv_norm_rope_2d = _run(_qkv_norm_rope_2d.qkv_norm_rope_2d)
+    residual_norms = _run(_residual_norms.residual_norms)
     rmsnorm = _run(_rmsnorm.rmsnorm)
     softcap = _run(_softcap_argmax.softcap)
     tile_lists = _flat(_tile_lists.tile_lists)
@@ -126,9 +136,11 @@ __all__ = [
     "attn_prefill",
     "attn_prefill_dense",
     "attn_prefill_into",
+    "attn_relative",
     "bounded_add_norm",
     "bounded_add_post_norm",
     "bounded_gelu_gate",
+    "bounded_silu",
     "centroid_greedy",
     "centroid_logits",
     "check_pages",
@@ -148,11 +160,13 @@ __all__ = [
     "exchange_post_norm_functional",
     "gelu_gate",
     "gelu_mul",
+    "glu_conv",
     "greedy_head",
     "head_screen",
     "key_means",
     "kv_write",
     "load_ahead",
+    "mel_conv",
     "moe_combine",
     "moe_combine_functional",
     "moe_route",
@@ -165,6 +179,7 @@ __all__ = [
     "q_norm_rope",
     "qkv_norm_rope",
     "qkv_norm_rope_2d",
+    "residual_norms",
     "rmsnorm",
     "softcap",
     "tile_lists",

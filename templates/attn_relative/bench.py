@@ -20,7 +20,8 @@ BENCH_CASES: tuple[Case, ...] = tuple(case_for(Problem(num_tokens=t)) for t in (
 def baselines(case: Case, inputs: dict[str, Any]) -> dict[str, Callable[[], object]]:
     """torch: the keys of each query unfolded, and products of them."""
     p: Problem = case.problem
-    cap, *of_parts, of_out = inputs["logit_cap"], *inputs["bounds"].tolist()
+    cap: float = inputs["logit_cap"]
+    *of_parts, of_out = inputs["bounds"].tolist()
     relative = inputs["relative_keys"][:, 1:]
     unseen = torch.arange(p.window) < p.window - 1 - torch.arange(p.num_tokens)[:, None]
     unseen = unseen.to(relative.device)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from kerngen.runtime.backend import open_backend
 from kerngen.runtime.media.config import AudioConfig, AudioEncoderConfig
 from kerngen.runtime.media.towers import audio
 from kerngen.runtime.media.towers.audio import AudioTower, audio_tower
+from kerngen.runtime.media.towers.conformer import KernelConformer
 from kerngen.runtime.media.values import Media
+from kerngen.runtime.weights.towers import conformer_of
+from kerngen.templates.common.rows.torch_rows import DTYPE_NAME
 
 HIDDEN = 256
 ENCODER = AudioEncoderConfig(
@@ -20,6 +25,7 @@ ENCODER = AudioEncoderConfig(
     logit_cap=50.0, largest=1e10, clips=True,
 )  # fmt: skip
 CONFIG = AudioConfig(num_features=128, hidden_size=1536, eps=1e-6, encoder=ENCODER)
+UNBOUNDED = replace(CONFIG, encoder=replace(ENCODER, clips=False))
 FRAMES = (100, 37, 128, 4, 1, 38, 700, 2999)
 
 
@@ -84,3 +90,42 @@ def test_16_bits_stay_near_fp32(dtype: torch.dtype) -> None:
     assert error(tower("cuda", dtype).embed(items), want, lambda t: t.norm()) < (
         0.03 if dtype == torch.bfloat16 else 0.005
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_our_kernels_are_no_further_from_fp32_than_torch(dtype: torch.dtype) -> None:
+    """Of the same weights; alone and together, launched, captured and replayed."""
+    if dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        pytest.skip("this GPU has no bf16")
+    conformer = conformer_of(CONFIG, open_backend("cuda", device="cuda", dtype=DTYPE_NAME[dtype]))
+    assert isinstance(conformer, KernelConformer)
+    theirs = tower("cuda", dtype)
+    ours = AudioTower(CONFIG, theirs.weights, conformer)
+    ours.warm_up()
+    items = [sound(frames, 5) for frames in FRAMES]
+    want = tower("cpu").embed(items)
+    for chosen in ([0], [4], [7], list(range(len(items)))):
+        mine, wanted = [items[i] for i in chosen], [want[i] for i in chosen]
+        off = error(theirs.embed(mine), wanted, lambda t: t.norm())
+        first = ours.embed(mine)
+        assert error(first, wanted, lambda t: t.norm()) <= 1.3 * off
+        for _ in range(3):
+            assert all(torch.equal(a, b) for a, b in zip(ours.embed(mine), first, strict=True))
+
+
+def test_fp16_survives_what_overflows() -> None:
+    """As torch: of rows that one product makes infinite, kernels leave numbers."""
+    theirs = audio_tower(Drawn("cuda", torch.float16), UNBOUNDED, HIDDEN)
+    assert isinstance(theirs, AudioTower)
+    layers = list(theirs.weights.layers)
+    first, conv = layers[0].first, layers[1].light_conv
+    layers[0] = replace(layers[0], first=replace(first, down=replace(first.down, weight=first.down.weight * 60_000)))
+    layers[1] = replace(layers[1], light_conv=replace(conv, end=replace(conv.end, weight=conv.end.weight * 60_000)))
+    theirs.weights = replace(theirs.weights, layers=tuple(layers))
+    ours = AudioTower(
+        UNBOUNDED, theirs.weights, conformer_of(UNBOUNDED, open_backend("cuda", device="cuda", dtype="fp16"))
+    )
+    items = [sound(50, 5)]
+    got, want = ours.embed(items), theirs.embed(items)
+    assert got[0].isfinite().all()
+    assert error(got, [t.cpu().float() for t in want], lambda t: t.norm()) < 0.02

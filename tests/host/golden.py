@@ -125,6 +125,13 @@ PROBLEMS = {
     "qkv_norm_rope_2d": (
         ("num_tokens=576", "num_tokens=2304", "num_heads=12,head_dim=64,has_bounds=True,num_tokens=2304"), ("H200",),
     ),
+    "attn_relative": (("num_tokens=750",), ("H200",)),
+    "glu_conv": (("num_tokens=750",), ("H200",)),
+    "mel_conv": (("num_tokens=1500",), ("H200",)),
+    "residual_norms": (
+        ("num_tokens=750", "has_last=True,num_tokens=750", "has_post=False,num_tokens=750"), ("H200",),
+    ),
+    "silu": (("num_tokens=750",), ("H200",)),
     "exchange_best": (("num_tokens=1", "ranks=4,width=2816,num_tokens=64", "width=131072,source=logits"), ("H200",)),
     "exchange_norm": (
         ("ranks=2,num_tokens=1", "ranks=4,num_tokens=64", "ranks=8,num_tokens=1",

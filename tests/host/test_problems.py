@@ -51,6 +51,14 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str | None]]] = {
         ({"num_heads": 0}, "num_heads=0 is not positive"), ({"dtype": "fp64"}, f"{DTYPES}fp16, bf16, fp32"),
         ({"num_tokens": 2**28}, "4,294,967,296 heads; at most 2,147,483,647"),
     ],
+    "attn_relative": [
+        ({"head_dim": 48}, "head_dim=48 is not one of: 8, 16"), ({"num_heads": 0}, "num_heads=0 is not in 1"),
+        ({"window": 33}, "window=33 is not in 1..32"), ({"dtype": "fp64"}, f"{DTYPES}fp16, bf16, fp32"),
+    ],
+    "glu_conv": [({"width": 100}, f"width=100 {OF_8}"), ({"num_taps": 9}, "num_taps=9 is not in 1..8")],
+    "mel_conv": [({"mels": 513}, "mels=513 is not in 1..512"), ({"channels": 24}, "channels=24 is not one of: 8, 16")],
+    "residual_norms": [({"hidden": 100}, f"hidden=100 {OF_8}"), ({"num_tokens": 0}, "num_tokens=0 is not in 1")],
+    "silu": [({"num_tokens": 2**20, "width": 21504}, "2,818,572,288 vectors of 8; at most")],
     "exchange_best": [
         ({"ranks": 9}, "ranks=9 is not in 2..8"), ({"width": 100}, f"width=100 {OF_8}"),
         ({"source": "row"}, "source='row' is not one of: rows, logits"),

@@ -104,6 +104,31 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"head_dim": 512, "num_kv_heads": 4, "page_size": 64, "kv_format": "int8", "dtype": "bf16"},
         {"threads": 256, "rows": 4},
     ),
+    "attn_relative": (
+        {"num_tokens": 1},
+        {"num_heads": 8, "head_dim": 128, "window": 12, "dtype": "bf16"},
+        {"num_warps": 4, "queries": 2},
+    ),
+    "glu_conv": (
+        {"num_tokens": 1},
+        {"width": 1024, "num_taps": 5, "dtype": "bf16"},
+        {"vecs_per_thread": 1, "tokens_per_block": 4},
+    ),
+    "mel_conv": (
+        {"num_tokens": 1},
+        {"mels": 128, "channels": 128, "dtype": "bf16"},
+        {"num_warps": 4, "rows_per_block": 2},
+    ),
+    "residual_norms": (
+        {"num_tokens": 1},
+        {"hidden": 1024, "dtype": "bf16", "has_post": True, "has_last": False},
+        {"vecs_per_thread": 1, "rows_per_block": 1},
+    ),
+    "silu": (
+        {"num_tokens": 1},
+        {"width": 4096, "dtype": "bf16"},
+        {"threads": 256, "vecs_per_thread": 2},
+    ),
     "gelu_gate": (
         {"num_tokens": 1},
         {"width": 21504, "dtype": "bf16", "packed": True, "has_bounds": False},

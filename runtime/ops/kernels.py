@@ -75,7 +75,7 @@ from kerngen.templates.rmsnorm.op import rmsnorm
 from kerngen.templates.softcap_argmax.op import argmax, softcap
 from kerngen.templates.tile_lists.op import TileRule, tile_lists
 from kerngen.templates.tile_scores.op import tile_scores
-from kerngen.templates.values import PLAIN, AttnBatch, HeadNorms, KVView, PageLimits, PagesInUse, Peers, Routed
+from kerngen.templates.values import KV_FORMATS, AttnBatch, HeadNorms, KVView, PageLimits, PagesInUse, Peers, Routed
 
 R = TypeVar("R")
 
@@ -333,9 +333,9 @@ class KernelOps:
             peers = self.executor.layer_peers.get(residual.shape[1])
             if peers is None or None in (out_is_summand, down_is_summand) or not out_is_summand:
                 return None  # by NCCL, or of some layers alone
-        if any(x.kv.format != PLAIN for x in layers):
+        if (letters := _letters(layers)) is None or (kv_format := _kv_format(layers, letters)) is None:
             return None
-        if (letters := _letters(layers)) is None or (tensors := _int4_layers(layers, letters, ple)) is None:
+        if (tensors := _int4_layers(layers, letters, ple)) is None:
             return None
         sliding, full = (next((x for x in layers if bool(x.batch.mask.window) == w), layers[0]) for w in (True, False))
         own = any(x.heads.owns_kv for x in layers)
@@ -348,6 +348,7 @@ class KernelOps:
             stack = Stack(
                 full.heads.num_q_heads, sliding.batch.mask.window or 1, sliding.heads.num_rotated_pairs,
                 full.heads.num_rotated_pairs, full.heads.eps, full.batch.max_kv_len, top_k,
+                kv_format,
             )  # fmt: skip
             given = residual, ple, token, tensors, final_norm, letters
             if peers is None:
@@ -502,7 +503,11 @@ def _int4_layers(layers: Sequence[LayerInStep], letters: str, ple: Tensor | None
         **found,
         input_norms=[w.input_norm for w in each],
         q_norms=[x.heads.q_weight for x in layers],
-        k_norms=[x.heads.k_weight for x in layers if x.heads.k_weight is not None],
+        k_norms=[
+            w
+            for w in (x.heads.k_weight if x.heads.owns_kv else x.heads.folded(x.kv.format) for x in layers)
+            if w is not None
+        ],
         k_caches=[kv.k_cache for kv in kept],
         v_caches=[kv.v_cache for kv in kept],
         post_attention_norms=[w.post_attention_norm for w in each],
@@ -530,6 +535,17 @@ def _summands(layers: Sequence[LayerInStep]) -> tuple[bool | None, bool | None]:
 
 def _of_all(found: Sequence[bool]) -> bool | None:
     return found[0] if len(set(found)) == 1 else None
+
+
+def _kv_format(layers: Sequence[LayerInStep], letters: str) -> str | None:
+    """decode_layers' `kv_format`: that of the full layers' caches, or of the sliding ones' where there are none. None
+    where those of either kind are not as it says.
+    """
+    own = [layer.kv.format.name for layer in layers if not layer.batch.mask.window] or [layers[0].kv.format.name]
+    wanted = {"f": own[0], "s": layers_spec.SLIDING_FORMATS.get(own[0], own[0])}
+    if any(x.kv.format != KV_FORMATS.get(wanted[c]) for x, c in zip(layers, letters.lower(), strict=True)):
+        return None
+    return own[0]
 
 
 def _letters(layers: Sequence[LayerInStep]) -> str | None:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from kerngen.templates.call import Op
 from kerngen.templates.common.attention.heads_torch import inverse_frequencies
+from kerngen.templates.common.attention.kv_formats_torch import in_format
+from kerngen.templates.common.rows.spec import is_shared
 from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE, Draw, poisoned
 from kerngen.templates.common.w4.pack import drawn, pack
 from kerngen.templates.decode_layers.op import decode_layers, decode_layers_over_ranks
@@ -46,6 +48,7 @@ def case_for(problem: Problem, **options: Any) -> Case:
     names += [f"ple{p.ple_width}"] * bool(p.ple_width)
     names += [f"e{p.num_experts}-{p.top_k}x{p.expert_inner}"] * bool(p.num_experts)
     names += [f"n{p.ranks}" + "-mlp" * (not p.mlp_is_whole)] * (p.ranks > 1)
+    names += [p.kv_format] * (p.kv_format != "plain")
     names += [f"w{p.window}", f"p{p.page_size}", f"g{p.group_size}", f"{p.residual_dtype}-{p.dtype}", *options]
     return Case("_".join([*names, f"kv{p.kv_len}"]), p, p.hidden + p.inner + p.kv_len, options)
 
@@ -208,12 +211,56 @@ def _over_ranks() -> tuple[Case, ...]:
     )
 
 
+def _formats() -> tuple[Case, ...]:
+    """Caches in each format: the ends of tiles, pages and windows, of a unit's first and last tile; all numbers of q
+    heads to a KV head, both head dims in either kind; long contexts; layers that own nothing, and drafters; ranks.
+    """
+    half: dict[str, Any] = {"dtype": "fp16", "residual_dtype": "fp32"}
+    turns: tuple[dict[str, Any], ...] = ({}, half)
+    shapes: list[dict[str, Any]] = []
+    for form in ("int8", "shared", "shared_int8"):
+        base: dict[str, Any] = {"kv_format": form, "k_eq_v": form != "int8"}
+        for turn, kv_len in enumerate((1, 2, 15, 16, 17, 33, 63, 64, 65, 81, 200)):
+            shapes.append(base | {"kv_len": kv_len} | turns[turn % 2])
+        for turn, kv_len in enumerate((512, 513, 577)):
+            shapes.append(base | {"window": 512, "page_size": 64, "kv_len": kv_len} | turns[turn % 2])
+        drafter = base | {"layers": "SSSF", "k_eq_v": False}
+        for turn, kv_len in enumerate((0, 1, 16, 17, 64, 66, 67, 81)):
+            shapes.append(drafter | {"window": 65, "kv_len": kv_len} | turns[turn % 2])
+        more: dict[str, Any] = {"hidden": 256, "inner": 512, "kv_len": 300}
+        shapes += [
+            base | more | {"layers": "sssssf", "num_q_heads": 8, "num_kv_heads": 4},
+            base | more | half | {"num_q_heads": 16, "num_kv_heads": 8},
+            base | more | {"num_q_heads": 16, "num_kv_heads": 1, "num_full_kv_heads": 2},
+            base | more | half | {"num_q_heads": 32, "num_kv_heads": 16, "num_full_kv_heads": 4, "page_size": 64},
+            base | {"window": 4000, "kv_len": 5000},  # more than 32 tiles of keys a block
+            base | half | {"window": 4000, "kv_len": 40000, "page_size": 64},  # and more pages than are kept at hand
+            base | {"hidden": 1024, "inner": 2112, "window": 1024, "kv_len": 4099, "page_size": 64},
+            base | {"layers": "f", "head_dim": 512, "kv_len": 70},
+            drafter | more | {"num_q_heads": 32, "num_kv_heads": 16, "num_full_kv_heads": 4, "window": 257},
+            base | {"layers": "ssf", "ranks": 2, "hidden": 320, "num_q_heads": 8, "num_kv_heads": 4, "kv_len": 100},
+            base | {"layers": "ssf", "num_experts": 16, "top_k": 3, "expert_inner": 160, "hidden": 320, "kv_len": 70},
+        ]
+    int8: dict[str, Any] = {"kv_format": "int8"}
+    shapes += [
+        int8 | {"layers": "sfSF", "shared_inner": 192, "ple_width": 64, "kv_len": 70},
+        int8 | half | {"layers": "sfSF", "shared_inner": 192, "ple_width": 256, "kv_len": 300, "num_q_heads": 8},
+        int8 | {"layers": "s", "full_head_dim": 256},
+        int8 | half | {"head_dim": 512, "full_head_dim": 256, "num_rotated_pairs": 256, "num_full_rotated_pairs": 32},
+    ]
+    return tuple(
+        case_for(Problem(**_shape(**shape)), **({"signed": True} if shape.get("layers") == "SSSF" else {}))
+        for shape in shapes
+    )
+
+
 CASES = (
     *_kinds(),
     *_over_ranks(),
     *_experts(),
     *_around(),
     *_drafters(),
+    *_formats(),
     # every block of a board has weights, and tiles of keys
     case_for(Problem(**_shape(hidden=1024, inner=2112, window=1024, kv_len=4099, k_eq_v=True, page_size=64))),
     case_for(Problem(**_shape(hidden=1024, inner=2400, window=1000, kv_len=4100, dtype="fp16", residual_dtype="fp16"))),
@@ -248,7 +295,8 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         layers += [tensors[name] for name in layer_tensors(p.num_experts)]
         if index in given:
             kind = letter.lower()
-            last[kind] = _cache(p, letter, *tables[kind], draw), _cache(p, letter, *tables[kind], draw)
+            k, v = (_cache(p, letter, *tables[kind], draw) for _ in range(2))
+            last[kind] = in_format(k, v, p.kv_format_of(letter))
         caches.append(last[letter.lower()])
     # With experts it is not about 0, by which the routers tell them apart: see _with_experts.
     residual = draw.normal(1, p.hidden, dtype=p.residual_dtype, mean=1.0 if p.num_experts else 0.0)
@@ -306,7 +354,8 @@ def _layer(p: Problem, letter: str, draw: Draw, zeros: bool, *, signed: bool) ->
     for name in ("post_attention_norm", "post_ffn_norm"):
         made[name] = _norm(p, draw, p.hidden, share)
     made["q_norm"] = _norm(p, draw, dim, SCORE_STD * dim**-0.5)
-    made["k_norm"] = _norm(p, draw, dim) if letter.islower() else None
+    reads_shared = letter == "F" and is_shared(p.kv_format)
+    made["k_norm"] = _norm(p, draw, dim) if letter.islower() or reads_shared else None
     made |= dict.fromkeys(("ple_gate", "ple_projection", "post_ple_norm"))
     if p.ple_width:
         made["ple_gate"] = draw.normal(p.ple_width, p.hidden, dtype=p.dtype, std=p.hidden**-0.5)

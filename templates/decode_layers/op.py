@@ -7,19 +7,21 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kerngen.errors import ProblemError
 from kerngen.templates.call import Call, op
 from kerngen.templates.common.rows.spec import keys_that_matter, require
-from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, empty
+from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, TORCH_DTYPE, empty
 from kerngen.templates.common.w4.tiling import STRIP
 from kerngen.templates.decode_layers.spec import (
     EXPERT_MATRICES,
     MATRICES,
     PEER_ROWS,
+    SLIDING_FORMATS,
     Problem,
     layer_tensors,
     sources,
 )
-from kerngen.templates.values import Peers
+from kerngen.templates.values import KV_FORMATS, Peers
 
 EVERY_TENSOR = layer_tensors(num_experts=1)
 EXPERT_TENSORS = EVERY_TENSOR[len(layer_tensors(num_experts=0)) :]
@@ -85,7 +87,9 @@ class LayerTensors:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Figures of the model. window, num_rotated_pairs: of sliding layers. top_k: experts of a token, 0 for none."""
+    """Figures of the model. window, num_rotated_pairs: of sliding layers. top_k: experts of a token, 0 for none.
+    kv_format: of the full layers' caches, and so of the sliding ones' (Problem.kv_format_of).
+    """
 
     num_q_heads: int
     window: int
@@ -94,6 +98,7 @@ class Stack:
     eps: float
     max_kv_len: int = 0
     top_k: int = 0
+    kv_format: str = "plain"
 
 
 _TAKES: dict[str, str] = {
@@ -112,8 +117,8 @@ _TAKES: dict[str, str] = {
     **{f"{name}_scales": "each D[_, _, 32]" for name in MATRICES},
     "q_norms": "each D[_]",
     "k_norms": "each D[_]",
-    "k_caches": "each D[_, _, _, _]",
-    "v_caches": "each D[_, _, _, _]",
+    "k_caches": "each C[_, _, _, _]",
+    "v_caches": "each C[_, _, _, _]",
     "post_attention_norms": "each D[H]",
     "pre_ffn_norms": "each D[H]",
     "post_ffn_norms": "each D[H]",
@@ -150,14 +155,17 @@ def decode_layers(
     layer that owns K and V, those of the per-layer inputs none where ple is None, and those of the experts, from
     router_scales to expert_down_scales, none where there are no experts. Layers may be S and F alone, a
     drafter's: k_norms is empty then, slots and full_slots are None, and k_caches and v_caches have one for each of the
-    two letters, in the order in which they come first.
+    two letters, in the order in which they come first. Where K and V share a pool (kv_format), k_norms have those of F
+    layers too, the weight of the keys that each reads, and both lists of caches name that pool.
 
     residual [1, H] in the weights' dtype or fp32, not written; ple [1, L, P] or None; positions [1] int64, kv_lens [1]
     int32, what full attention sees, the token with it if any layer owns its key. Of sliding layers, and of full ones:
     slots [1] int64, the row of the caches that the token's K and V go to, block_table [1, max_pages] int32, inv_freq
     [d / 2] fp32 with its first num_rotated_pairs to turn. Matrices as w4a16_gemm's, packed [N / 32, K / 32, 32, 4]
     int32 and scales [N / 32, K / group_size, 32]: qkv as qkv_norm_rope's, q alone in S and F; out; gate_up as
-    w4a16_gated's; down. Norms [H], those of heads [d]; caches [num_pages, nkv, page_size, d]; ple_gates [P, H],
+    w4a16_gated's; down. Norms [H], those of heads [d]; caches [num_pages, nkv, page_size, d], or as
+    values.py, KVFormat, has them: of the format kv_format in full layers, in sliding ones of "plain" where that is
+    "shared" and of "int8" where it is "shared_int8"; ple_gates [P, H],
     ple_projections [H, P]; layer_scalars [1]. Routers [E, H], their scales [H], per_expert_scales [E]; the experts'
     matrices as moe_w4a16's, expert_gate_up_packed [E, 2 I / 32, H / 32, 32, 4] and expert_down_packed [E, H / 32, I /
     32, 32, 4], and top_k of them a token, 0 without experts: E is a multiple of 8 up to 128, top_k 8 at most, and such
@@ -207,10 +215,14 @@ def _call(
     require(len(residual) == 1, f"decode_layers takes one token, not {len(residual)}")
     count, own = len(layers), [letter.islower() for letter in layers]
     kinds = [layers[index].lower() for index in sources(layers)]  # of the caches
+    form = KV_FORMATS.get(stack.kv_format)
+    if form is None:
+        raise ProblemError(f"kv_format={stack.kv_format!r} is not one of: {', '.join(KV_FORMATS)}")
+    has_k_norm = [letter.islower() or (letter == "F" and form.is_shared) for letter in layers]
     require(count > 0, "there are no layers")
     given = tensors.by_name()
     num_experts = tensors.routers[0].shape[0] if tensors.routers else 0
-    kv_of_owners = {"k_norm": sum(own), "k_cache": len(kinds), "v_cache": len(kinds)}
+    kv_of_owners = {"k_norm": sum(has_k_norm), "k_cache": len(kinds), "v_cache": len(kinds)}
     wanted = kv_of_owners | dict.fromkeys(PLE_TENSORS, 0 if ple is None else count)
     wanted |= dict.fromkeys(EXPERT_TENSORS, count if num_experts else 0)
     for name, those in given.items():
@@ -223,20 +235,23 @@ def _call(
 
     first = dict(zip(reversed(kinds), reversed(tensors.k_caches), strict=True))  # of each kind
     sliding, full = (first.get(letter, tensors.k_caches[0]) for letter in "sf")
+    formats = {"f": form, "s": KV_FORMATS[SLIDING_FORMATS.get(form.name, form.name)]}
+    dims = {letter: formats[letter if letter in first else kinds[0]].head_dim(cache.shape[3])
+            for letter, cache in zip("sf", (sliding, full), strict=True)}  # fmt: skip
     full_rows = tensors.qkv_packed[layers.index("f")].shape[0] * STRIP if "f" in layers else 0
     inner = {letter.isupper(): w.shape[1] * STRIP for letter, w in zip(layers, tensors.down_packed, strict=True)}
     own_inner = inner[min(inner)]  # of layers that own K and V, or of all if none does
     table, window = (token.full_block_table, 0) if "f" in first else (token.block_table, stack.window)
     max_keys = stack.max_kv_len or table.shape[1] * sliding.shape[2]
     problem = Problem(
-        layers, residual.shape[1], stack.num_q_heads, sliding.shape[1], sliding.shape[3], full.shape[1], full.shape[3],
-        full_rows == (stack.num_q_heads + full.shape[1]) * full.shape[3], own_inner,
+        layers, residual.shape[1], stack.num_q_heads, sliding.shape[1], dims["s"], full.shape[1], dims["f"],
+        full_rows == (stack.num_q_heads + full.shape[1]) * dims["f"], own_inner,
         0 if inner.get(True, own_inner) == own_inner else inner[True], 0 if ple is None else ple.shape[2],
         stack.window, sliding.shape[2], stack.num_rotated_pairs, stack.num_full_rotated_pairs,
         tensors.out_packed[0].shape[1] * STRIP // tensors.out_scales[0].shape[1], DTYPE_NAME[final_norm.dtype],
         DTYPE_NAME[residual.dtype], keys_that_matter(max_keys, 1, window), num_experts, stack.top_k,
         tensors.expert_down_packed[0].shape[2] * STRIP if num_experts else 0,
-        1 if peers is None else peers.addresses.shape[0] - 1, mlp_is_whole,
+        1 if peers is None else peers.addresses.shape[0] - 1, mlp_is_whole, form.name,
     )  # fmt: skip
     if peers is not None:
         require(0 <= peers.rank < problem.ranks, f"rank={peers.rank} is not in 0..{problem.ranks - 1}")
@@ -251,7 +266,7 @@ def _call(
     flat: list[Tensor | None] = []
     for index, letter in enumerate(layers):
         of_layer: dict[str, Tensor | None] = {n: those[index] if those else None for n, those in in_each.items()}
-        of_layer["k_norm"] = next(norms) if own[index] else None
+        of_layer["k_norm"] = next(norms) if has_k_norm[index] else None
         of_layer |= {name: those[index] for name, those in attended.items()}
         _require_shapes(problem, f"layer {index} ({letter})", letter, of_layer)
         flat += [of_layer[name] for name in layer_tensors(num_experts)]
@@ -289,7 +304,18 @@ def _require_shapes(p: Problem, where: str, letter: str, tensors: Mapping[str, T
         wanted[f"{name}_packed"] = p.num_experts, n // STRIP, k // STRIP, 32, 4
         wanted[f"{name}_scales"] = p.num_experts, n // STRIP, k // p.group_size, STRIP
     if (cache := tensors["k_cache"]) is not None:
-        wanted |= dict.fromkeys(("k_cache", "v_cache"), (cache.shape[0], num_kv_heads, p.page_size, dim))
+        form = KV_FORMATS[p.kv_format_of(letter)]
+        wanted |= dict.fromkeys(
+            ("k_cache", "v_cache"), (cache.shape[0], num_kv_heads, p.page_size, form.row_entries(dim))
+        )
+        dtype = form.dtype or TORCH_DTYPE[p.dtype]
+        for name in ("k_cache", "v_cache"):
+            its = tensors[name]
+            require(its is None or its.dtype == dtype, f"{where}: {name} is {its is not None and its.dtype}; kv_format="
+                    f"{form.name} takes {dtype}")  # fmt: skip
+        if form.is_shared:
+            is_one = cache is tensors["v_cache"]
+            require(is_one, f"{where}: k_cache and v_cache are two tensors; kv_format={form.name} has one pool")
     for name, shape in wanted.items():
         if (tensor := tensors[name]) is not None:
             require(tuple(tensor.shape) == shape, f"{where}: {name} is {list(tensor.shape)}; it takes {list(shape)}")

@@ -10,13 +10,17 @@ rounded once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from kerngen.templates.common.attention.attention_torch import attend, first_key, gather_pages
-from kerngen.templates.common.attention.heads_torch import new_heads, written
+from kerngen.templates.common.attention.heads_torch import new_heads, written_both
+from kerngen.templates.common.attention.kv_formats_torch import CODE_FLIP, all_values
+from kerngen.templates.common.rows.spec import has_codes
 from kerngen.templates.common.rows.torch_rows import (
+    TORCH_DTYPE,
     add_normed,
     add_per_layer,
     gelu_gated,
@@ -31,12 +35,14 @@ from kerngen.templates.moe_router import spec as moe_router
 from kerngen.templates.moe_router.reference import expected as route
 from kerngen.templates.moe_w4a16 import spec as moe_w4a16
 from kerngen.templates.moe_w4a16.reference import expected as multiply
+from kerngen.templates.values import KV_FORMATS
 
 
 def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Any]:
     """out [1, hidden], and if any layer owns K and V k_caches and v_caches, a tuple of a layer each, in fp32, holding
-    values of their dtypes. Layers without K and V of their own give the caches that they attend to. With ranks as
-    `expected_of` where every rank has these layers: what a launch gives that is its own peers (cases.py).
+    values of their dtypes, or in their format where that is not plain (`values`). Layers without K and V of their own
+    give the caches that they attend to. With ranks as `expected_of` where every rank has these layers: what a launch
+    gives that is its own peers (cases.py).
     """
     return expected_of(problem, [inputs] * problem.ranks)[0]
 
@@ -94,7 +100,8 @@ class _Part:
         if letter.islower():
             slots = _given(inputs, letter, "slots").where(inputs["kv_lens"] > 0, -1)
             old = inputs["k_caches"][index], inputs["v_caches"][index]
-            last[letter] = written(old[0], slots, k), written(old[1], slots, v)
+            made = written_both(*old, slots, k, v, p.kv_format_of(letter))
+            last[letter] = made[0], made[1]
         elif not p.makes_kv:
             last[letter.lower()] = inputs["k_caches"][index], inputs["v_caches"][index]
         self.caches.append(last[letter.lower()])
@@ -158,6 +165,7 @@ def _heads(
     return new_heads(
         raw, p.num_q_heads, p.heads_of(letter)[0] if letter.islower() else 0, letter == "f" and p.k_eq_v,
         p.num_full_rotated_pairs if is_full else p.num_rotated_pairs, p.dtype, given,
+        shared=KV_FORMATS[p.kv_format_of(letter)].is_shared,
     )  # fmt: skip
 
 
@@ -165,14 +173,34 @@ def _attended(p: Problem, letter: str, q: Tensor, caches: tuple[Tensor, Tensor],
     """[1, num_q_heads * head_dim]: what the token sees, rounded."""
     (kv_len,), window = inputs["kv_lens"].tolist(), 0 if letter in "fF" else p.window
     pages = _given(inputs, letter, "block_table")[0]
-    k, v = (gather_pages(cache, pages, first_key(kv_len, 1, window), kv_len) for cache in caches)
+    form, dtype, first = p.kv_format_of(letter), TORCH_DTYPE[p.dtype], first_key(kv_len, 1, window)
+    k, v = (gather_pages(cache, pages, first, kv_len, form, dtype, keys=keys)
+            for cache, keys in zip(caches, (True, False), strict=True))  # fmt: skip
     return rounded(attend(q, k, v, kv_len, window=window).flatten(1), p.dtype)
+
+
+def values(problem: Problem, name: str, tensor: Tensor) -> Tensor:
+    """What an output holds, in the caches' format or not; a cache's rows tell whose layers' it is."""
+    p = problem
+    if name == "out" or p.kv_format == "plain":
+        return tensor
+    is_full = tensor.shape[3] == KV_FORMATS[p.kv_format].row_entries(p.full_head_dim)
+    return all_values(tensor, p.kv_format_of("f" if is_full else "s"), TORCH_DTYPE[p.dtype])
 
 
 def tolerance(problem: Problem) -> Tolerance:
     """cases.py keeps every row near a deviation of 1. A flip in a row that is multiplied next reaches all that follows,
     and so does one of attention's weights, which a kernel may round. With other sums and rounded weights out was off by
     up to 4 units in the last place of 1 behind one layer of the cases, 11 behind two, and 23 behind more. Of the
-    experts' products the kernel rounds the sum alone.
+    experts' products the kernel rounds the sum alone. Where caches hold codes the token's own keys may have others, and
+    P is rounded by scales.
     """
-    return tolerance_of_flips(problem.dtype, 4.0, 2 + 2 * min(3, len(problem.layers)))
+    codes = 2 if has_codes(problem.kv_format) else 0
+    return tolerance_of_flips(problem.dtype, 4.0, 2 + 2 * min(3, len(problem.layers)) + codes)
+
+
+def tolerance_of(problem: Problem, name: str) -> Tolerance:
+    """Of the caches too: a rounding that flips may flip a code."""
+    plain = tolerance(problem)
+    is_code = name != "out" and has_codes(problem.kv_format)
+    return replace(plain, atol=plain.atol + CODE_FLIP) if is_code else plain

@@ -26,16 +26,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
-from math import ceil, lcm, prod
+from math import ceil, lcm
 from typing import Any, ClassVar
 
 from kerngen.arch import Arch, Target
 from kerngen.templates.common.rows.spec import (
     ELEMENT_BYTES,
+    KV_GROUPS,
     VEC,
+    has_codes,
+    is_shared,
     keys_that_matter,
+    kv_row_bytes,
     require,
     require_dtypes,
+    require_kv_format,
+    require_shared,
     require_vectors,
     why_no_dtype,
 )
@@ -48,12 +54,15 @@ EXPERT_MATRICES = ("expert_gate_up", "expert_down")  # the same of a layer with 
 GATE_UP = 2  # which of a layer's products this is; behind it those of the MLPs alone
 DOWN = (3, 5)  # and this: the dense one, and the experts'
 HEAD_DIMS = (256, 512)
+ROTATED = 128  # dims of K that a cache keeps beside V where they share it (values.py)
+SLIDING_FORMATS = {"shared": "plain", "shared_int8": "int8"}  # of sliding layers' caches, where full ones' are so
 MAX_PLE_WIDTH = 256  # a vector a lane
 MAX_EXPERTS, MAX_TOP_K = 128, 8  # logits of four a lane; choices of eight lanes
 TILE_KEYS = 16  # of one page: keys that are fetched and multiplied together
 KEY_BATCH = 4  # tiles of K that are multiplied before their V
 UNIT_HEADS = 8  # q heads of one KV head that a block takes, at most
 ATTENTION_BYTES = 2 * 8 * 640 + 2 * 8 * 520  # of shared memory: scores by warps, of two batches, and Q
+OFFSET_BYTES = 8 * 8 * 4  # and where caches hold codes: sums of Q by heads and 64 dims
 GATED_COPIES = 4  # of the gated per-layer row: all blocks wait for its few lines, and the copies serve them in turn
 LEAST_SMEM_BYTES = 160 * 1024  # with less a launch each was not compared with
 MAX_CANDIDATES = 12
@@ -120,6 +129,7 @@ class Problem:
     expert_inner: int = 0
     ranks: int = 1
     mlp_is_whole: bool = False
+    kv_format: str = "plain"  # of the full layers' caches, and so of the sliding ones': kv_format_of
 
     def __post_init__(self) -> None:
         p = self
@@ -146,6 +156,7 @@ class Problem:
         require(p.window > 0, f"window={p.window}: a sliding layer sees a key at least")
         require(p.kv_len >= 0, f"kv_len={p.kv_len} is negative")
         require(p.page_size % TILE_KEYS == 0, f"page_size={p.page_size} is no multiple of {TILE_KEYS}")
+        p._require_kv_formats()
         if p.ple_width:
             require_vectors(ple_width=p.ple_width)
         require(p.ple_width <= MAX_PLE_WIDTH, f"ple_width={p.ple_width} is more than {MAX_PLE_WIDTH}")
@@ -167,6 +178,19 @@ class Problem:
                 require_matrix(n, k, p.group_size, p.dtype)
             require_matrix(p.inner_of(letter), p.hidden, p.group_size, p.dtype)  # gate, and up: whole strips of each
 
+    def _require_kv_formats(self) -> None:
+        p = self
+        for kind in dict.fromkeys(p.layers.lower()):
+            require_kv_format(p.kv_format_of(kind), p.heads_of(kind)[1], p.page_size, 0)
+        if "f" in p.layers.lower():  # of a drafter's layers it is another's projection whose V is K
+            require_shared(p.kv_format, p.k_eq_v or "f" not in p.layers, p.num_full_rotated_pairs)
+            reads = is_shared(p.kv_format) and p.makes_kv and "F" in p.layers
+            require(not reads, f"kv_format={p.kv_format}: an F of layers={p.layers!r} reads another's K and V")
+        else:
+            require(
+                not is_shared(p.kv_format), f"kv_format={p.kv_format} of layers={p.layers!r}: full layers share one"
+            )
+
     def _require_experts(self) -> None:
         p = self
         require(
@@ -186,6 +210,10 @@ class Problem:
 
     def inner_of(self, letter: str) -> int:
         return self.shared_inner or self.inner if letter.isupper() else self.inner
+
+    def kv_format_of(self, letter: str) -> str:
+        """Of the cache of such a layer: sliding ones share none."""
+        return self.kv_format if letter in "fF" or not is_shared(self.kv_format) else SLIDING_FORMATS[self.kv_format]
 
     def heads_of(self, letter: str) -> tuple[int, int]:
         """KV heads and the elements of a head."""
@@ -319,6 +347,10 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
         "TENSORS": [name.upper() for name in layer_tensors(p.num_experts)],
         "NEW_KEY": int(p.makes_kv),  # of the keys that are seen: one, the last, is none of the cache's
         "UNIT_ELEMENTS": _unit_elements(p),
+        "IS_PLAIN": p.kv_format == "plain",
+        "HAS_CODES": has_codes(p.kv_format),
+        "SLIDING_FORMAT": p.kv_format_of("s"),
+        "FULL_FORMAT": p.kv_format_of("f"),
         "WORK_BYTES": _work_bytes(p),
         "SHARED_BYTES": _shared_bytes(p, c),
         "COPIES": GATED_COPIES,
@@ -376,8 +408,30 @@ def slot_bytes(problem: Problem, config: Config) -> int:
 
 
 def _tile_bytes(p: Problem) -> int:
-    """Of a tile's keys or values, the longest of the layers', by pairs and padded."""
-    return TILE_KEYS // 2 * max(4 * p.heads_of(kind)[1] + 16 for kind in _kinds(p))
+    """Of a tile's keys or values, the longest of the layers': see _tile_bytes_of."""
+    return max(_tile_bytes_of(p, kind) for kind in _tiled_kinds(p))
+
+
+def _tiled_kinds(p: Problem) -> str:
+    """Kinds of layers that there is code for: of caches that are plain, those that there are; else both."""
+    return _kinds(p) if p.kv_format == "plain" else "sf"
+
+
+def _tile_bytes_of(p: Problem, kind: str) -> int:
+    """Of a tile's keys or values, by pairs and padded, and their scales; where K is V, of both."""
+    kv_format, dim = p.kv_format_of(kind), p.heads_of(kind)[1]
+    size = 1 if has_codes(kv_format) else ELEMENT_BYTES[p.dtype]
+    rows = [dim, ROTATED] if is_shared(kv_format) else [dim]
+    scales = TILE_KEYS * 2 * sum(rows) // KV_GROUPS[kv_format] if has_codes(kv_format) else 0
+    return sum(TILE_KEYS // 2 * (2 * size * row + 16) for row in rows) + scales
+
+
+def _batch_slots(p: Problem, c: Config) -> int:
+    """Stages that a batch of tiles holds until it is multiplied twice, the most, where K is V; else 1."""
+    if not is_shared(p.kv_format):
+        return 1
+    slot_tiles = min(slot_bytes(p, c) // _tile_bytes_of(p, "f"), 32 // (TILE_KEYS // 2))
+    return ceil((KEY_BATCH - 1) / slot_tiles) + 1
 
 
 def _least_slot_bytes(p: Problem) -> int:
@@ -386,7 +440,7 @@ def _least_slot_bytes(p: Problem) -> int:
 
 
 def _work_bytes(p: Problem) -> int:
-    return max(_max_tiles(p) * 96, ATTENTION_BYTES)
+    return max(_max_tiles(p) * 96, ATTENTION_BYTES + (OFFSET_BYTES if has_codes(p.kv_format) else 0))
 
 
 def _shared_bytes(p: Problem, c: Config) -> int:
@@ -494,6 +548,7 @@ def _attention(p: Problem, letter: str) -> dict[str, Any]:
         "window": window, "dtype": p.dtype, "kv_len": keys_that_matter(p.kv_len, 1, window),
         "source": "raw_q" if letter.isupper() else "qk" if letter == "f" and p.k_eq_v else "qkv",
         "num_rotated_pairs": p.num_rotated_pairs if slides else p.num_full_rotated_pairs,
+        "kv_format": p.kv_format_of(letter),
     }  # fmt: skip
 
 
@@ -528,6 +583,9 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return f"max_inflight_stages={c.max_inflight_stages} is more than num_stages={c.num_stages}"
     if (slot := slot_bytes(p, c)) < (least := _least_slot_bytes(p)):
         return f"stage_tiles={c.stage_tiles}: a slot of {slot:,} B holds no keys, or no dense row: {least:,} B"
+    if (held := _batch_slots(p, c)) > c.num_stages:
+        return (f"num_stages={c.num_stages}: {KEY_BATCH} tiles of keys take up to {held} stages, all at once where "
+                f"kv_format={p.kv_format}")  # fmt: skip
     for name, parts, matrices in (("out_split_k", c.out_split_k, (1,)), ("down_split_k", c.down_split_k, DOWN)):
         if parts > (groups := _least_columns(p, *matrices) // p.group_size):
             return f"{name}={parts} is more than the {groups} groups of a row"
@@ -623,7 +681,12 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
 def key_bytes(problem: Problem) -> int:
     """Of the keys and values that all layers see."""
     p = problem
-    return sum(2 * ELEMENT_BYTES[p.dtype] * _seen(p, letter) * prod(p.heads_of(letter)) for letter in p.layers)
+
+    def row_bytes(letter: str) -> int:
+        heads, dim = p.heads_of(letter)
+        return 2 * heads * kv_row_bytes(p.kv_format_of(letter), dim, p.dtype)
+
+    return sum(row_bytes(letter) * _seen(p, letter) for letter in p.layers)
 
 
 def _seen(p: Problem, letter: str) -> int:

@@ -4,6 +4,12 @@
 #include "common/attention/kv_tile.cuh"
 #include "common/ptx/load_l2.cuh"
 
+// What a lane holds of a head (HeadSlice) as it is stored.
+struct CodesOfHead {
+    uint2 low, high;
+    uint16_t low_scale, high_scale;
+};
+
 template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Groups {
     typedef int8_t Element;
     typedef Int8Groups Codes8;
@@ -121,11 +127,8 @@ template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Gro
         return make_uint2(codes[0] ^ 0x80808080u, codes[1] ^ 0x80808080u);  // 128 more, each a byte without a sign
     }
 
-    // What a lane holds of a head (HeadSlice) as it is stored. Made by all lanes that hold the head.
-    struct Codes {
-        uint2 low, high;
-        uint16_t low_scale, high_scale;
-    };
+    // Made by all lanes that hold the head.
+    typedef CodesOfHead Codes;
     template <class Slice> using Stored = Codes;
     template <class Slice> static DEVICE Codes stored(const Slice& x) {
         Codes s;

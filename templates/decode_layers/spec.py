@@ -66,6 +66,8 @@ OFFSET_BYTES = 8 * 8 * 4  # and where caches hold codes: sums of Q by heads and 
 GATED_COPIES = 4  # of the gated per-layer row: all blocks wait for its few lines, and the copies serve them in turn
 LEAST_SMEM_BYTES = 160 * 1024  # with less a launch each was not compared with
 MAX_CANDIDATES = 12
+# What ptxas may keep in local memory, a thread, where caches are not plain: outside the loops over keys and weights.
+MAX_SPILL_BYTES = 176
 MAILBOXES = 3  # layers whose words are there at a time
 MOST_SUMMED = 3  # products of a layer that are summed over ranks: out, down, and the experts' down
 MOST_PEERS = 5  # blocks that share an n-tile, of all configurations: ranks' memory is laid out for so many

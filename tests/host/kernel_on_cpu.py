@@ -3,7 +3,8 @@
 For kernels whose blocks or ranks wait for each other: what they do to memory, step by step and in any order, is seen
 without a GPU. It knows the instructions of exchange_norm, exchange_best, w4a16_norm's norm, kv_write, qkv_norm_rope,
 qkv_norm_rope_2d, check_pages, key_means and tile_lists, in bf16 and fp32, and what of fp16 a cache of int8 or a norm
-needs. It says nothing of times, nor of what a GPU's weaker memory order allows.
+needs; those of decode_layers' attention are beside its test. It says nothing of times, nor of what a GPU's weaker memory
+order allows.
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ template <typename Run> static void grid_of(int blocks, int threads, int pause_u
 """
 
 
-def _matching(text: str, start: int, pair: str) -> int:
+def matching(text: str, start: int, pair: str) -> int:
     """Behind the bracket that closes the one at `start`."""
     depth = 0
     for at in range(start, len(text)):
@@ -214,7 +215,7 @@ def on_cpu(
     entries that `run_ENTRY` launches. bodies: what more functions with inline PTX do.
     """
     half = source.find("template <> struct Half<false> {")
-    source = source[:half] + _HALF + source[_matching(source, source.index("{", half), "{}") + 1 :]
+    source = source[:half] + _HALF + source[matching(source, source.index("{", half), "{}") + 1 :]
     for name, body in (_BODIES | dict(bodies or {})).items():
         if f" {name}(" not in source:
             continue
@@ -223,9 +224,9 @@ def on_cpu(
         for at in reversed(found):
             if re.search(r"\bp\b", body) and not re.search(r"\bp\b", at[0]):
                 continue  # a method of the same name, which hands on to the function
-            source = source[: at.end()] + body + "}" + source[_matching(source, at.end() - 1, "{}") :]
+            source = source[: at.end()] + body + "}" + source[matching(source, at.end() - 1, "{}") :]
     while asm := re.search(r"\basm(?: volatile)?\s*\(", source):
-        source = source[: asm.start()] + "(void)0" + source[_matching(source, asm.end() - 1, "()") :]
+        source = source[: asm.start()] + "(void)0" + source[matching(source, asm.end() - 1, "()") :]
     source = re.sub(r"__shared__ alignas\(16\) float scratch((?:\[[^;]*\])+);",
                     r"auto& scratch = *reinterpret_cast<float(*)\1>(block_here->shared.data());", source)  # fmt: skip
     arrays = re.findall(r"__shared__ (?:alignas\(\d+\) )?(\w+) (\w+)((?:\[[^;]*\])+);", source)

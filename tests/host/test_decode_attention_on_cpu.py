@@ -1,0 +1,266 @@
+"""decode_layers' attention on the CPU, in each format of the caches: from a projected row to attention's output.
+
+Producer and consumer warps of some blocks run as threads (kernel_on_cpu.py), with their mbarriers, bulk copies, tensor
+cores and words by LL. Beside the reference it shows how tiles lie in slots and who waits for whom.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+from typing import Any
+
+import kernel_on_cpu
+import pytest
+import torch
+
+from kerngen.arch import Target, find_arch
+from kerngen.compiler.render import render
+from kerngen.templates import find_kernel
+from kerngen.templates.common.attention.heads_torch import written_both
+from kerngen.templates.decode_layers.reference import _attended, _heads, values
+from kerngen.templates.decode_layers.spec import Problem, layer_tensors, smem_bytes
+
+KERNEL, H200 = find_kernel("decode_layers"), Target.of(find_arch("sm90"))
+NO_COMPILER = pytest.mark.skipif(kernel_on_cpu.COMPILER is None, reason="neither g++ nor clang++ is on the PATH")
+
+_HOST = r"""
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <mutex>
+#define __constant__
+#define __align__(x)
+using std::uint64_t;
+static inline float __int_as_float(int i) { return __builtin_bit_cast(float, i); }
+static inline int __float_as_int(float f) { return __builtin_bit_cast(int, f); }
+template <typename T> static T __ldg(const T* p) { return *p; }
+static uint64_t __shfl_sync(unsigned, uint64_t x, int) { return x; }
+static float __shfl_down_sync(unsigned, float x, int) { return x; }
+static unsigned max(unsigned a, float b) { return std::max(a, unsigned(b)); }
+static void __syncwarp() { warp_here().all.arrive_and_wait(); }
+
+// An mbarrier, by its address.
+struct Mbarrier { int count = 0, pending = 0; long bytes = 0; unsigned phase = 0; };
+static std::mutex guard;
+static std::map<const void*, Mbarrier> mbarriers;
+static void mbar_init(const void* at, int count) { std::lock_guard lock(guard); mbarriers[at] = {count, count}; }
+static void mbar_change(const void* at, int arrivals, long bytes) {
+    std::lock_guard lock(guard);
+    Mbarrier& b = mbarriers.at(at);
+    b.pending -= arrivals, b.bytes += bytes;
+    if (b.pending == 0 && b.bytes == 0) b.phase ^= 1, b.pending = b.count;
+}
+static void mbar_wait(const void* at, unsigned parity) {
+    for (;;) {
+        { std::lock_guard lock(guard); if (mbarriers.at(at).phase != parity) return; }
+        sched_yield();
+    }
+}
+// Barriers of some of a block's threads.
+static std::map<std::pair<Block*, int>, std::unique_ptr<std::barrier<>>> named;
+static void named_sync(int id, int threads) {
+    std::barrier<>* mine;
+    {
+        std::lock_guard lock(guard);
+        auto& b = named[{block_here, id}];
+        if (!b) b = std::make_unique<std::barrier<>>(threads);
+        mine = b.get();
+    }
+    mine->arrive_and_wait();
+}
+// What lanes of a warp give each other in tensor-core instructions.
+struct Lanes { unsigned a[32][4], b[32][2]; const char* row[32]; };
+static Lanes& lanes_here() {
+    static std::map<Warp*, Lanes> all;
+    std::lock_guard lock(guard);
+    return all[&warp_here()];
+}
+template <class Halves> static void mma_on_cpu(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    Lanes& l = lanes_here();
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; i++) l.a[lane][i] = a[i];
+    l.b[lane][0] = b0, l.b[lane][1] = b1;
+    __syncwarp();
+    for (int e = 0; e < 4; e++) {
+        const int high = e / 2, column = 2 * t + e % 2;
+        double sum = c[e];
+        for (int k = 0; k < 16; k++) {
+            const unsigned x = l.a[g * 4 + k % 8 / 2][high + k / 8 * 2] >> k % 2 * 16;
+            const unsigned y = l.b[column * 4 + k % 8 / 2][k / 8] >> k % 2 * 16;
+            sum += double(Halves::to_float(uint16_t(x))) * Halves::to_float(uint16_t(y));
+        }
+        c[e] = float(sum);
+    }
+    __syncwarp();
+}
+static void ldmatrix_on_cpu(unsigned (&r)[4], const void* row, bool turns) {
+    Lanes& l = lanes_here();
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    l.row[lane] = (const char*)row;
+    __syncwarp();
+    for (int i = 0; i < 4; i++) {
+        const auto at = [&](int y, int x) { uint16_t v; memcpy(&v, l.row[i * 8 + y] + x * 2, 2); return unsigned(v); };
+        r[i] = turns ? at(2 * t, g) | at(2 * t + 1, g) << 16 : at(g, 2 * t) | at(g, 2 * t + 1) << 16;
+    }
+    __syncwarp();
+}
+"""
+_PROBE = r"""
+// A layer's attention. raw: the projected row. tensors: of the layer, the caches the last two.
+extern "C" __global__ void probe(uint8_t* memory, int block_bytes, void* workspace, const uint32_t* raw, int raw_words,
+                                 const void* const* tensors, const int* table, const float* inv_freq, int64_t position,
+                                 int kv_len, int64_t slot, int is_full, int owns_kv, float eps) {
+    Shared& s = *reinterpret_cast<Shared*>(memory + int64_t(blockIdx.x) * block_bytes);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    LlMailbox mailbox(workspace, 0);
+    if (threadIdx.x == 0) {
+        s.ring.init();
+        s.sights[0] = Sight(SLIDING(), kv_len);
+        s.sights[1] = Sight(FULL(), kv_len);
+        for (int i = 0; i < ITEM_DIMS; i++) s.zeros[i] = 0;
+    }
+    if (warp == 1 && lane < (is_full ? FULL::LANES : SLIDING::LANES)) {
+        Vec8<Dtype::fp32> freqs;
+        freqs.load_constant(inv_freq, lane);
+        s.turns[is_full][lane] = is_full ? rope_terms_at<BF16, FULL::NUM_ROTATED>(float(position), freqs, lane)
+                                         : rope_terms_at<BF16, SLIDING::NUM_ROTATED>(float(position), freqs, lane);
+    }
+    __syncthreads();
+    if (warp == WARPS) {
+        Ring::Producer ring{s.ring};
+        const Sight& sight = s.sights[is_full];
+        const int pages = sight.page_of(table, lane);
+        if (is_full) fetch_keys<FULL>(ring, sight, table, pages, tensors[K_CACHE], tensors[V_CACHE]);
+        else fetch_keys<SLIDING>(ring, sight, table, pages, tensors[K_CACHE], tensors[V_CACHE]);
+        return;
+    }
+    if (blockIdx.x == 0 && threadIdx.x == 0)
+        for (int i = 0; i < raw_words; i++)
+            ll_store(reinterpret_cast<uint32_t*>(mailbox.qkv()) + i, ll_encode_pair(raw[i]));
+    Ring::Consumer ring{s.ring};
+    Kind kind;
+    kind.is_full = is_full, kind.owns_kv = owns_kv;
+    attend(s, ring, mailbox, tensors, kind, slot, eps);
+}
+extern "C" __global__ void dump(uint32_t* out, void* workspace, int words) {
+    LlMailbox mailbox(workspace, 0);
+    if (threadIdx.x == 0)
+        for (int i = 0; i < words; i++) out[i] = reinterpret_cast<const uint32_t*>(mailbox.attended())[turned(i)];
+}
+"""
+_LOAD = "const volatile uint32_t* q = (const volatile uint32_t*)p; "
+_BODIES = {
+    "barrier_init": "mbar_init(barrier, 1);",
+    "barrier_expect": "mbar_change(barrier, 1, bytes);",
+    "barrier_wait": "mbar_wait(barrier, parity);",
+    "copy_bulk": "if ((uintptr_t(dst) | uintptr_t(src) | bytes) % 16) __builtin_trap(); memcpy(dst, src, bytes);"
+    " mbar_change(barrier, 0, -long(bytes));",
+    "ll_load4_where": f"if (!(mask & bits)) return; {_LOAD} v = {{q[0], q[1], q[2], q[3]}};"
+    " if (!ll_all_valid(v)) sched_yield();",
+    "ll_load2_where": f"if (!(mask & bits)) return; {_LOAD} v = {{q[0], q[1]}}; if (!v.x || !v.y) sched_yield();",
+    "ll_load2_if": f"if (!wanted) return; {_LOAD} v = {{q[0], q[1]}}; if (!v.x || !v.y) sched_yield();",
+    "ll_store": "*(volatile uint32_t*)p = word;",
+    "ll_store2": "volatile uint32_t* q = (volatile uint32_t*)p; q[1] = words.y; q[0] = words.x;",
+    "ll_store4": "volatile uint32_t* q = (volatile uint32_t*)p; q[3] = words.w; q[1] = words.y; q[0] = words.x;"
+    " q[2] = words.z;",
+    "exp2_fast": "return exp2f(x);",
+    "smem_addr": "return uint32_t(uintptr_t(p));",
+}  # fmt: skip
+
+
+def _library(problem: Problem, folder: Path) -> tuple[ctypes.CDLL, int, int]:
+    """The probe, its warps of consumers, and the shared memory of a block."""
+    config = KERNEL.default_config(problem, H200)
+    source = str(render(KERNEL, problem, config, H200))
+    source = source[: source.index("// The producer warp: loads the block's weights")] + _PROBE
+    for name, call in (
+        ("mma_16816", "mma_on_cpu<Half<BF16>>(c, a, b0, b1);"),
+        ("ldmatrix4", "ldmatrix_on_cpu(r, row, false);"),
+        ("ldmatrix4_trans", "ldmatrix_on_cpu(r, row, true);"),
+    ):
+        at = source.index(") {", source.index(f"DEVICE void {name}(")) + 2
+        source = source[:at] + f"{{ {call} }}" + source[kernel_on_cpu.matching(source, at, "{}") :]
+    for pattern, call in (
+        (r'asm volatile\("mbarrier\.init\.shared::cta\.b64 \[%0\], %1;".*?\);', "mbar_init(&empty[i], 32 * WARPS);"),
+        (r'asm volatile\("mbarrier\.arrive\.shared::cta\.b64 _, \[%0\];"::"r"\(smem_addr\(&ring.*?\);',
+         "mbar_change(&ring.empty[at.slot], 1, 0);"),
+        (r'asm volatile\("barrier\.cta\.sync\.aligned 1, %0;".*?\);', "named_sync(1, THREADS);"),
+        (r'asm volatile\("barrier\.cta\.sync\.aligned 4, %0;".*?\);', "named_sync(4, 32 * ATTENTION_WARPS);"),
+    ):  # fmt: skip
+        flexible = pattern.replace('"::"', r'"\s*::\s*"').replace(r".*?\);", r".*?: \"memory\"\);")
+        source, count = re.subn(flexible, call, source, flags=re.DOTALL)
+        assert count == 1, (pattern, count)
+    library = kernel_on_cpu.on_cpu(_HOST + source, "probe", folder, ["dump"], _BODIES)
+    return library, config.num_warps, smem_bytes(problem, config, H200)
+
+
+def _case(letter: str, **fields: Any) -> Problem:
+    small: dict[str, Any] = {
+        "layers": letter, "hidden": 64, "num_q_heads": 2, "num_kv_heads": 1, "num_full_kv_heads": 1, "inner": 96,
+        "window": 150, "page_size": 32, "k_eq_v": "shared" in fields["kv_format"] and letter == "f",
+    }  # fmt: skip
+    kind = {"head_dim": 512} if letter in "fF" else {"full_head_dim": 256}
+    return Problem(**(small | kind | fields))
+
+
+_HALF: dict[str, Any] = {"dtype": "fp16", "residual_dtype": "fp32"}
+# (layer, fields of the problem, blocks). More tiles than stages hold; the ends of tiles; blocks without keys.
+CASES: tuple[tuple[str, dict[str, Any], int], ...] = (
+    ("f", {"kv_format": "int8", "kv_len": 333}, 1),
+    ("f", {"kv_format": "shared_int8", "kv_len": 333}, 1),
+    ("f", {"kv_format": "shared", "kv_len": 333}, 1),
+    ("s", {"kv_format": "int8", "kv_len": 333}, 1),
+    ("f", {"kv_format": "int8", "kv_len": 97, "num_q_heads": 8} | _HALF, 3),
+    ("f", {"kv_format": "shared_int8", "kv_len": 129, "num_q_heads": 16} | _HALF, 5),
+    ("f", {"kv_format": "shared", "kv_len": 80, "num_q_heads": 4} | _HALF, 2),
+    ("f", {"kv_format": "shared_int8", "kv_len": 1}, 2),
+    ("s", {"kv_format": "int8", "kv_len": 190, "num_q_heads": 4, "num_kv_heads": 2} | _HALF, 5),
+    ("F", {"kv_format": "shared_int8", "kv_len": 100, "k_eq_v": False}, 2),
+    ("S", {"kv_format": "int8", "kv_len": 301, "window": 100} | _HALF, 2),
+)
+
+
+@NO_COMPILER
+@pytest.mark.parametrize(("letter", "fields", "blocks"), CASES, ids=lambda x: x if isinstance(x, str) else "")
+def test_attention_is_the_references(letter: str, fields: dict[str, Any], blocks: int, tmp_path: Path) -> None:
+    problem = _case(letter, **fields)
+    library, warps, block_bytes = _library(problem, tmp_path)
+    given = KERNEL.cases.inputs(KERNEL.cases.case_for(problem), "cpu")
+    w = dict(zip(layer_tensors(0), given["layers"], strict=True))
+    dtype = torch.bfloat16 if problem.dtype == "bf16" else torch.float16
+    raw = torch.randn(1, problem.matrices(letter)[0][0], generator=torch.Generator().manual_seed(5)).to(dtype)
+    form, is_full = problem.kv_format_of(letter), letter in "fF"
+    caches = [given["k_caches"][0], given["v_caches"][0]]
+    table, slots = (given[f"full_{n}" if is_full else n] for n in ("block_table", "slots"))
+
+    q, k, v = _heads(problem, letter, raw.float(), w, given)
+    wanted = written_both(*caches, slots, k, v, form) if letter.islower() else caches
+    out_wanted = _attended(problem, letter, q, (wanted[0], wanted[1]), given)[0]
+
+    names = [*layer_tensors(0), "k_cache", "v_cache"]
+    tensors = [*given["layers"], *caches]
+    addresses = (ctypes.c_void_p * len(names))(*(None if t is None else t.data_ptr() for t in tensors))
+    memory = torch.full((blocks * block_bytes + 128,), 0x7F, dtype=torch.uint8)  # NaN in all formats
+    start = -memory.data_ptr() % 128
+    workspace = torch.zeros(1 << 22, dtype=torch.uint8)
+    out = torch.zeros(len(out_wanted), dtype=dtype)
+    inv_freq = given["full_inv_freq" if is_full else "inv_freq"]
+
+    def at(tensor: torch.Tensor, offset: int = 0) -> ctypes.c_void_p:
+        return ctypes.c_void_p(tensor.data_ptr() + offset)
+
+    library.run(
+        blocks, 32 * (warps + 1), 0, at(memory, start), block_bytes, at(workspace), at(raw), raw.shape[1] // 2,
+        addresses, at(table), at(inv_freq), ctypes.c_int64(int(given["positions"][0])), int(given["kv_lens"][0]),
+        ctypes.c_int64(-1 if slots is None else int(slots[0])), int(is_full), int(letter.islower()),
+        ctypes.c_float(given["eps"]),
+    )  # fmt: skip
+    library.run_dump(1, 32, 0, at(out), at(workspace), len(out) // 2)
+    unit = 2.0**-8 if problem.dtype == "bf16" else 2.0**-11
+    torch.testing.assert_close(out.float(), out_wanted, rtol=4 * unit, atol=8 * unit)
+    for name, got, want in zip(("k_caches", "v_caches"), caches, wanted, strict=True):
+        got, want = values(problem, name, got), values(problem, name, want)
+        same = (got == want) | (got.isnan() & want.isnan())
+        assert float(same.float().mean()) > 0.999, name

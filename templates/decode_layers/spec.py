@@ -189,9 +189,8 @@ class Problem:
             reads = is_shared(p.kv_format) and p.makes_kv and "F" in p.layers
             require(not reads, f"kv_format={p.kv_format}: an F of layers={p.layers!r} reads another's K and V")
         else:
-            require(
-                not is_shared(p.kv_format), f"kv_format={p.kv_format} of layers={p.layers!r}: full layers share one"
-            )
+            shared = is_shared(p.kv_format)
+            require(not shared, f"kv_format={p.kv_format} is full layers', and layers={p.layers!r} has none")
 
     def _require_experts(self) -> None:
         p = self

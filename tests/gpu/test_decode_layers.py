@@ -32,6 +32,13 @@ EXPERTS = Problem(
     "ssf", 1024, 16, 8, 256, 2, 512, True, 2112, kv_len=300, num_experts=32, top_k=8, expert_inner=704
 )  # fmt: skip
 DRAFTER = Problem("SSSF", 1024, 32, 16, 256, 4, 512, False, 2752, window=513, kv_len=700)  # the 31B's, less wide
+# Caches in other formats.
+FORMATS = {
+    "all-int8": replace(ALL, kv_format="int8"),
+    "dense-shared": replace(DENSE, kv_format="shared"),
+    "dense-shared_int8": replace(DENSE, kv_format="shared_int8"),
+    "drafter-shared_int8": replace(DRAFTER, kv_format="shared_int8"),
+}
 
 
 def _loaded(case: Case) -> Function:
@@ -52,7 +59,8 @@ def test_every_launch_finds_a_clean_workspace(case: Case) -> None:
 
 
 @pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("problem", [ALL, DENSE, EXPERTS, DRAFTER], ids=["all", "dense", "experts", "drafter"])
+@pytest.mark.parametrize("problem", [ALL, DENSE, EXPERTS, DRAFTER, *FORMATS.values()],
+                         ids=["all", "dense", "experts", "drafter", *FORMATS])  # fmt: skip
 def test_a_launch_right_behind_another(problem: Problem, alone: bool) -> None:
     """Each begins to fetch while the one before it still posts; what that writes, the row that the next one begins
     with, it must not read before. Sums have one order, so launches that wait for each other say to the bit what is
@@ -80,7 +88,8 @@ def test_a_launch_right_behind_another(problem: Problem, alone: bool) -> None:
 @pytest.mark.parametrize("num_sms", [16, 60, 132])
 @pytest.mark.parametrize("num_warps", [8, 12, 16])
 @pytest.mark.parametrize("split_tiles", [1, 4])
-@pytest.mark.parametrize("problem", [ALL, EXPERTS, DRAFTER], ids=["all", "experts", "drafter"])
+@pytest.mark.parametrize("problem", [ALL, EXPERTS, DRAFTER, *FORMATS.values()],
+                         ids=["all", "experts", "drafter", *FORMATS])  # fmt: skip
 def test_other_configurations_and_boards(problem: Problem, num_warps: int, split_tiles: int, num_sms: int) -> None:
     """Fewer SMs than there are: long shares, more strips in each, and more tiles of keys."""
     case, here = KERNEL.cases.case_for(problem), target_here()
@@ -94,7 +103,8 @@ def test_other_configurations_and_boards(problem: Problem, num_warps: int, split
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 3e4])
-@pytest.mark.parametrize("problem", [ALL, EXPERTS, DRAFTER], ids=["all", "experts", "drafter"])
+@pytest.mark.parametrize("problem", [ALL, EXPERTS, DRAFTER, *FORMATS.values()],
+                         ids=["all", "experts", "drafter", *FORMATS])  # fmt: skip
 def test_what_is_no_number_stays_none_and_an_outlier_is_one(problem: Problem, value: float) -> None:
     case = KERNEL.cases.case_for(problem)
     function = _loaded(case)

@@ -3,8 +3,8 @@
 For kernels whose blocks or ranks wait for each other: what they do to memory, step by step and in any order, is seen
 without a GPU. It knows the instructions of exchange_norm, exchange_best, w4a16_norm's norm, kv_write, qkv_norm_rope,
 qkv_norm_rope_2d, check_pages, key_means and tile_lists, in bf16 and fp32, and what of fp16 a cache of int8 or a norm
-needs; those of decode_layers' attention are beside its test. It says nothing of times, nor of what a GPU's weaker memory
-order allows.
+needs; those of decode_layers' attention are beside its test. It says nothing of times, nor of what a GPU's
+weaker memory order allows.
 """
 
 from __future__ import annotations

@@ -378,6 +378,57 @@ def test_layers_of_which_none_owns_anything_get_what_is_given_for_their_kind() -
         Problem("sFS")
 
 
+def _shared(**changes: Any) -> dict[str, Any]:
+    """The op's arguments for a small model with a shared cache of codes."""
+    wanted = ("sf", "shared_int8")
+    case = next(c for c in KERNEL.cases.CASES if (c.problem.layers, c.problem.kv_format) == wanted)
+    return KERNEL.op_call(case, KERNEL.cases.inputs(case, "cpu"))[1] | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"kv_format": "int7"}, "kv_format='int7' is not one of: plain, int8, shared, shared_int8"),
+        ({"kv_format": "plain"}, "a head of 264 elements is not one of"),
+        ({"kv_format": "int8"}, "a head of 640 elements is not one of"),
+        ({"kv_format": "shared"}, "a head of 264 elements is not one of"),
+        ({"num_full_rotated_pairs": 32}, "heads of which 64 pairs turn, not 32"),
+    ],
+)
+def test_a_cache_of_another_format_is_refused(changes: dict[str, Any], why: str) -> None:
+    assert decode_layers.of_flat(_shared()).problem.kv_format == "shared_int8"
+    with pytest.raises(ProblemError, match=why):
+        decode_layers.of_flat(_shared(**changes))
+
+
+def test_a_shared_cache_is_one_pool() -> None:
+    given = _shared()
+    with pytest.raises(ProblemError, match=r"layer 1 \(f\): k_cache and v_cache are two tensors"):
+        decode_layers.of_flat(given | {"v_caches": [*given["v_caches"][:1], given["v_caches"][1].clone()]})
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"kv_format": "int7"}, "kv_format='int7' is not one of"),
+        ({"kv_format": "shared", "k_eq_v": False}, "kv_format=shared is for heads whose K is V"),
+        ({"kv_format": "shared_int8", "layers": "sfF"}, "an F of layers='sfF' reads another's K and V"),
+        ({"kv_format": "shared", "layers": "ss"}, "is full layers', and layers='ss' has none"),
+        ({"kv_format": "shared", "full_head_dim": 256}, "heads of 512 are shared"),
+    ],
+)
+def test_formats_that_cannot_be_are_refused(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(ProblemError, match=why):
+        Problem(**fields)
+
+
+def test_a_batch_that_is_multiplied_twice_must_fit_the_stages() -> None:
+    problem = Problem(kv_format="shared")
+    config = KERNEL.default_config(problem, H200)
+    few = replace(config, num_stages=3, max_inflight_stages=2)
+    assert "4 tiles of keys take up to 4 stages" in (KERNEL.why_invalid(problem, few, H200) or "")
+
+
 def test_a_step_is_bounded_by_the_keys_that_it_may_see() -> None:
     assert decode_layers.of_flat(GIVEN | {"max_kv_len": 33}).problem.kv_len == 33
     most = GIVEN["full_block_table"].shape[1] * GIVEN["k_caches"][0].shape[2]
@@ -483,6 +534,19 @@ def test_sizes_that_it_does_not_take_go_layer_by_layer() -> None:
     first, second, *others = config.layers
     windows = replace(config, layers=(first, replace(second, window=7), *others))
     assert "decode_layers" not in asked_of(windows, H200)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+@pytest.mark.parametrize("layout", ["apart", "shared"])
+@pytest.mark.parametrize("name", ["gemma-4-31b", "gemma-4-26b-a4b", "gemma-4-12b", "gemma-4-e2b"])
+def test_caches_in_all_formats_go_through_all_layers_at_once(name: str, layout: str, dtype: str) -> None:
+    if name == "gemma-4-e2b" and layout == "shared":
+        pytest.skip("none of its layers has a K that is V")
+    config = read_model_config(RELEASED / name).keeping(Keeping(kv_cache_dtype=dtype, kv_cache_layout=layout))
+    for max_kv_len in (4096, 131072):
+        asked = asked_of(config, H200, max_kv_len=max_kv_len)
+        assert "decode_layers" in asked
+        assert "attn_decode" not in asked
 
 
 def test_a_layer_may_share_the_last_of_its_kind_alone() -> None:

@@ -424,15 +424,8 @@ def _tile_bytes_of(p: Problem, kind: str) -> int:
     size = 1 if has_codes(kv_format) else ELEMENT_BYTES[p.dtype]
     rows = [dim, ROTATED] if is_shared(kv_format) else [dim]
     scales = TILE_KEYS * 2 * sum(rows) // KV_GROUPS[kv_format] if has_codes(kv_format) else 0
-    return sum(TILE_KEYS // 2 * (2 * size * row + 16) for row in rows) + scales
-
-
-def _batch_slots(p: Problem, c: Config) -> int:
-    """Stages that a batch of tiles holds until it is multiplied twice, the most, where K is V; else 1."""
-    if not is_shared(p.kv_format):
-        return 1
-    slot_tiles = min(slot_bytes(p, c) // _tile_bytes_of(p, "f"), 32 // (TILE_KEYS // 2))
-    return ceil((KEY_BATCH - 1) / slot_tiles) + 1
+    padded = 1 if has_codes(kv_format) else len(rows)
+    return TILE_KEYS * size * sum(rows) + TILE_KEYS // 2 * 16 * padded + scales
 
 
 def _least_slot_bytes(p: Problem) -> int:
@@ -584,9 +577,6 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
         return f"max_inflight_stages={c.max_inflight_stages} is more than num_stages={c.num_stages}"
     if (slot := slot_bytes(p, c)) < (least := _least_slot_bytes(p)):
         return f"stage_tiles={c.stage_tiles}: a slot of {slot:,} B holds no keys, or no dense row: {least:,} B"
-    if (held := _batch_slots(p, c)) > c.num_stages:
-        return (f"num_stages={c.num_stages}: {KEY_BATCH} tiles of keys take up to {held} stages, all at once where "
-                f"kv_format={p.kv_format}")  # fmt: skip
     for name, parts, matrices in (("out_split_k", c.out_split_k, (1,)), ("down_split_k", c.down_split_k, DOWN)):
         if parts > (groups := _least_columns(p, *matrices) // p.group_size):
             return f"{name}={parts} is more than the {groups} groups of a row"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,9 +171,10 @@ _BODIES = {
 }  # fmt: skip
 
 
-def _library(problem: Problem, folder: Path) -> tuple[ctypes.CDLL, int, int]:
+def _library(problem: Problem, num_stages: int, folder: Path) -> tuple[ctypes.CDLL, int, int]:
     """The probe, its warps of consumers, and the shared memory of a block."""
     config = KERNEL.default_config(problem, H200)
+    config = replace(config, num_stages=num_stages or config.num_stages)
     source = str(render(KERNEL, problem, config, H200))
     source = source[: source.index("// The producer warp: loads the block's weights")] + _PROBE
     for name, call in (
@@ -206,11 +208,13 @@ def _case(letter: str, **fields: Any) -> Problem:
 
 
 _HALF: dict[str, Any] = {"dtype": "fp16", "residual_dtype": "fp32"}
-# (layer, fields of the problem, blocks). More tiles than stages hold; the ends of tiles; blocks without keys.
+# (layer, fields of the problem, and stages where they are not the default's, blocks). More tiles than stages hold; the ends of tiles; blocks without keys.
 CASES: tuple[tuple[str, dict[str, Any], int], ...] = (
     ("f", {"kv_format": "int8", "kv_len": 333}, 1),
     ("f", {"kv_format": "shared_int8", "kv_len": 333}, 1),
     ("f", {"kv_format": "shared", "kv_len": 333}, 1),
+    ("f", {"kv_format": "shared", "kv_len": 200, "num_stages": 3}, 1),  # batches of two tiles
+    ("f", {"kv_format": "shared_int8", "kv_len": 200, "num_stages": 3}, 1),
     ("s", {"kv_format": "int8", "kv_len": 333}, 1),
     ("f", {"kv_format": "int8", "kv_len": 97, "num_q_heads": 8} | _HALF, 3),
     ("f", {"kv_format": "shared_int8", "kv_len": 129, "num_q_heads": 16} | _HALF, 5),
@@ -225,8 +229,9 @@ CASES: tuple[tuple[str, dict[str, Any], int], ...] = (
 @NO_COMPILER
 @pytest.mark.parametrize(("letter", "fields", "blocks"), CASES, ids=lambda x: x if isinstance(x, str) else "")
 def test_attention_is_the_references(letter: str, fields: dict[str, Any], blocks: int, tmp_path: Path) -> None:
-    problem = _case(letter, **fields)
-    library, warps, block_bytes = _library(problem, tmp_path)
+    num_stages = fields.get("num_stages", 0)
+    problem = _case(letter, **{name: value for name, value in fields.items() if name != "num_stages"})
+    library, warps, block_bytes = _library(problem, num_stages, tmp_path)
     given = KERNEL.cases.inputs(KERNEL.cases.case_for(problem), "cpu")
     w = dict(zip(layer_tensors(0), given["layers"], strict=True))
     dtype = torch.bfloat16 if problem.dtype == "bf16" else torch.float16

@@ -422,13 +422,6 @@ def test_formats_that_cannot_be_are_refused(fields: dict[str, Any], why: str) ->
         Problem(**fields)
 
 
-def test_a_batch_that_is_multiplied_twice_must_fit_the_stages() -> None:
-    problem = Problem(kv_format="shared")
-    config = KERNEL.default_config(problem, H200)
-    few = replace(config, num_stages=3, max_inflight_stages=2)
-    assert "4 tiles of keys take up to 4 stages" in (KERNEL.why_invalid(problem, few, H200) or "")
-
-
 def test_a_step_is_bounded_by_the_keys_that_it_may_see() -> None:
     assert decode_layers.of_flat(GIVEN | {"max_kv_len": 33}).problem.kv_len == 33
     most = GIVEN["full_block_table"].shape[1] * GIVEN["k_caches"][0].shape[2]

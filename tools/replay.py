@@ -216,7 +216,8 @@ def _search(
     kernel = _AsRecorded(recorded.kernel.name, recorded.kernel.spec, frozenset(recorded.by_config))
     candidates = Candidates(kernel, recorded.problem, recorded.target, recorded.default)
     candidates.space = tuple(dict(part) for part in head.grid)
-    candidates.points = Enumeration(candidates.space, tuple(recorded.by_config), (), complete=True)
+    valid = tuple(recorded.by_config)
+    candidates.points = Enumeration(candidates.space, valid, (), complete=True, num_valid=len(valid))
     candidates.askable = tuple(dict.fromkeys([*recorded.by_config, recorded.default]))
     own = int(digest([head.kernel, head.name, seed])[:8], 16)  # problems differ in luck, as in the tuner
     make = Search if sampler.make is None else partial(_Drawn, sampler.make)

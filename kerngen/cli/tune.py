@@ -282,10 +282,12 @@ def _draw(page: Path, reports: Sequence[Report], db_url: str | None, models: lis
 
 
 def _dry_run(load: Workload, objective: Objective, trials: int | None, jobs: int, as_json: bool) -> None:
+    from kerngen.system.progress import Reporter
     from kerngen.tuning.plan import dry_run
 
     target = objective.target
-    plan = dry_run(load.items, target, trials or objective.trials, jobs)
+    with Reporter(f"plan {target.arch}", quiet=as_json) as progress:
+        plan = dry_run(load.items, target, trials or objective.trials, jobs, progress.update)
     if as_json:
         where = {"model": load.model, "arch": target.arch.name, "device": target.device.name}
         click.echo(json.dumps(where | {"objective": objective.name, "missing": load.missing} | asdict(plan)))
@@ -295,23 +297,27 @@ def _dry_run(load: Workload, objective: Objective, trials: int | None, jobs: int
 
 def _print_plan(plan: DryRun, title: str) -> None:
     names = ("problems", "spaces", "points", "valid", "refused", "at most", "compiles", "seconds")
-    click.echo(title)
-    click.echo(f"{'kernel':16}" + "".join(f"{n:>10}" for n in names))
+    table = Table(title, "kernel", *(f">{name}" for name in names))
     for row in plan.kernels:
-        counts = (row.num_problems, row.num_spaces, row.space_size, row.num_valid, row.num_refused, row.num_trials,
-                  row.num_compiles, round(row.seconds))  # fmt: skip
-        click.echo(f"{row.kernel:16}" + "".join(f"{n:>10,}" for n in counts))
-    click.echo(
+        sorted_out = [f"{n:,}" if row.complete else f"~{_rounded(n):,}" for n in (row.num_valid, row.num_refused)]
+        table.add_row(row.kernel, str(row.num_problems), str(row.num_spaces), f"{row.space_size:,}", *sorted_out,
+                      f"{row.num_trials:,}", f"{row.num_compiles:,}", f"{row.seconds:.0f}")  # fmt: skip
+    new_console().print(table)
+    say(
         f"{plan.num_problems} problems, at most {plan.num_trials:,} configurations, about {plan.num_compiles:,} "
-        f"compiles: {plan.seconds:.0f} s with {plan.jobs} jobs, at most {plan.db_bytes / 1e6:.0f} MB of database.\n"
-        "Problems that agree in what decides validity share a space. A search ends early where the cost model shows\n"
-        "that nothing left can win; measuring takes longer."
+        f"compiles: {plan.seconds:.0f} s with {plan.jobs} jobs, at most {plan.db_bytes / 1e6:.0f} MB of database"
     )
-    for row in plan.kernels:
-        if not row.complete:
-            click.echo(f"{row.kernel}: a space is too irregular to be known whole; a sample stands for it")
+    say("problems that agree in what decides validity share a space; a search ends early where the cost model shows "
+        "that nothing left can win; measuring takes longer")  # fmt: skip
+    if not all(row.complete for row in plan.kernels):
+        say("~: an estimate, by a sample of large spaces; kerngen kernel show NAME counts one whole")
     for kernel, reason in plan.unsupported:
-        click.echo(f"not tuned: {kernel}: {reason}")
+        say(f"not tuned: {kernel}: {reason}")
+
+
+def _rounded(count: int) -> int:
+    """To three digits, as good as a sample knows it."""
+    return round(count, 3 - len(str(count)))
 
 
 def _print(report: Report, load: Workload, where: str, *, whole: bool, verbose: bool) -> None:

@@ -21,7 +21,7 @@ from kerngen.errors import ConfigRefused
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, static_fields
 from kerngen.tuning.field_tracing import Remembered
-from kerngen.tuning.space import Candidates, candidates
+from kerngen.tuning.space import Candidates, Enumeration, candidates
 
 if TYPE_CHECKING:
     from kerngen.workload.workload import Item
@@ -103,9 +103,10 @@ def urgency(item: Item, us: float) -> tuple[int, int, float]:
 class KernelPlan:
     """One kernel's part of a run.
 
-    num_spaces: the enumerations that its problems share; space_size, num_valid and num_refused add those up. num_trials
-    is an upper bound. num_compiles is an estimate, on the high side: searches prune, and try each other's winners.
-    seconds: of compiling, with all jobs busy. complete: False where a sample stands for one of the spaces.
+    num_spaces: the enumerations that its problems share; space_size, num_valid and num_refused add those up. complete:
+    False where samples stand for large ones (Candidates.survey): num_valid and num_refused are estimates then.
+    num_trials is an upper bound. num_compiles is an estimate, on the high side: searches prune, and try each other's
+    winners. seconds: of compiling, with all jobs busy.
     """
 
     kernel: str
@@ -149,8 +150,16 @@ class DryRun:
         return self.num_trials * ROW_BYTES + self.num_problems * IMAGE_BYTES
 
 
-def dry_run(items: Iterable[Item], target: Target, trials: int, jobs: int) -> DryRun:
-    """What tuning `items` would try. Asks why_invalid, ranks and renders; compiles one source a kernel, to time it."""
+def dry_run(
+    items: Iterable[Item],
+    target: Target,
+    trials: int,
+    jobs: int,
+    advance: Callable[[int, int, str], None] | None = None,
+) -> DryRun:
+    """What tuning `items` would try. Asks why_invalid, ranks and renders; compiles one source a kernel, to time it.
+    advance: is told how many problems of how many are done, and of which kernel they are.
+    """
     unsupported: dict[tuple[str, str], None] = {}
     found: dict[str, list[tuple[Any, Candidates]]] = {}
     for item in items:
@@ -160,28 +169,38 @@ def dry_run(items: Iterable[Item], target: Target, trials: int, jobs: int) -> Dr
             unsupported[item.kernel, e.message] = None
         else:
             found.setdefault(item.kernel, []).append((item.problem, c))
+    done, of = 0, sum(map(len, found.values()))
+    counts, spaces = dict[str, int](), {name: dict[Enumeration, None]() for name in found}
     with ThreadPoolExecutor(1) as beside:  # NVRTC works without the interpreter's lock
         each_s = {}
         for name, rows in found.items():
             problem, c = rows[0]
             source = render(find_kernel(name), problem, c.default, target)
             each_s[name] = beside.submit(_compile_seconds, source, target)
-        plans = []
         for name, rows in found.items():
-            spaces = list(dict.fromkeys(c.points for _, c in rows))
-            num_compiles = len(_likely_sources(find_kernel(name), rows, target, trials))
-            plans.append(
-                KernelPlan(
-                    name, len(rows), len(spaces), sum(s.size for s in spaces), sum(len(s.valid) for s in spaces),
-                    sum(s.num_refused for s in spaces), sum(_num_trials(c, trials) for _, c in rows), num_compiles,
-                    each_s[name].result() * num_compiles / jobs, all(s.complete for s in spaces),
-                )
-            )  # fmt: skip
+            for _, c in rows:
+                if advance is not None:
+                    advance(done, of, name)
+                spaces[name][c.survey] = None
+                done += 1
+            counts[name] = len(_likely_sources(find_kernel(name), rows, target, trials))
+    plans = []
+    for name, rows in found.items():
+        size, num_valid = (sum(s.size for s in spaces[name]), sum(s.num_valid for s in spaces[name]))
+        plans.append(
+            KernelPlan(
+                name, len(rows), len(spaces[name]), size, num_valid, size - num_valid,
+                sum(_num_trials(c, trials) for _, c in rows), counts[name],
+                each_s[name].result() * counts[name] / jobs, all(s.complete for s in spaces[name]),
+            )
+        )  # fmt: skip
     return DryRun(tuple(plans), tuple(unsupported), jobs)
 
 
 def _num_trials(c: Candidates, trials: int) -> int:
-    return min(trials, len(c.valid) + (c.default not in c.valid))
+    if not c.survey.complete:  # a sample that holds none of its valid points bounds nothing
+        return trials
+    return min(trials, c.survey.num_valid + (c.default not in c.survey.valid))
 
 
 def _likely_sources(kernel: Kernel, rows: list[tuple[Any, Candidates]], target: Target, trials: int) -> set[str]:
@@ -194,7 +213,8 @@ def _likely_sources(kernel: Kernel, rows: list[tuple[Any, Candidates]], target: 
         last = len(line) - 1
         for i in sorted({round(last * k / (RANKED_OF_A_LINE - 1)) for k in range(RANKED_OF_A_LINE)}):
             problem, c = line[i]
-            some = c.valid[:: -(-len(c.valid) // RANKED_OF_A_SPACE) or 1]
+            valid = c.survey.valid
+            some = valid[:: -(-len(valid) // RANKED_OF_A_SPACE) or 1]
             likely = dict.fromkeys([c.default, *(x for _, x in rank(kernel, problem, target, some))])
             sources |= {rendered(kernel, problem, x, target) for x in list(likely)[:trials]}
     return sources

@@ -25,6 +25,7 @@ from kerngen.tuning.field_tracing import leaves, traced
 
 MOST_CALLS = 1 << 19  # of why_invalid for one body: seconds. Today's largest space takes 114,432 for 1,935,360 points
 SAMPLE = 1 << 16  # points that stand for a body's space that takes more
+SURVEYED = 1 << 11  # points that stand for one of more than WHOLE in a survey: 10 % are valid to within 0.7 points
 # Of a space of more points a search weighs a part: those near the kernel's candidates, and some that are drawn. To
 # know attn_decode's whole, up to 60,000 valid points, and time it by the cost model took 8 to 15 s of a core for each
 # of a model's 270 problems.
@@ -49,13 +50,15 @@ class Enumeration:
     """The points of a space, sorted out; `valid` in the space's order.
 
     Problems that agree in all that why_invalid reads share one, the very object: who adds up over problems counts
-    each once. complete: False where a body's space is so irregular that a seeded sample of SAMPLE points stands for it.
+    each once. complete: False where a seeded sample of points stands for a body's space: in a survey, or where it is so
+    irregular that it cannot be known whole. num_valid: of all its points, an estimate then; `valid` has the sample's.
     """
 
     space: Space
     valid: tuple[Any, ...]
     refusals: tuple[Refusal, ...]
     complete: bool
+    num_valid: int
 
     @property
     def size(self) -> int:
@@ -109,6 +112,13 @@ class Candidates:
     @property
     def valid(self) -> tuple[Any, ...]:
         return self.points.valid
+
+    @cached_property
+    def survey(self) -> Enumeration:
+        """As `points`, by a sample of SURVEYED points of each body that has more than WHOLE: some hundredths of a
+        second for any space. `points` takes minutes for those of a large model.
+        """
+        return enumerated(self.kernel, self.problem, self.target, self.fused, survey=True)
 
     @cached_property
     def askable(self) -> tuple[Any, ...]:
@@ -245,16 +255,19 @@ class _Sorted:
     valid: tuple[Any, ...]
     refused: dict[str, tuple[int, str, Any]]
     complete: bool
+    num_valid: int  # of all its points, estimated where they are a sample's
 
 
 _known: dict[tuple[Any, ...], list[tuple[dict[str, Any], _Sorted]]] = {}
 _together: dict[tuple[_Sorted, ...], Enumeration] = {}
 
 
-def enumerated(kernel: Kernel, problem: Any, target: Target, fused: bool | None = None) -> Enumeration:
-    """The grid's valid configurations, and the refusals. fused: as in space_of."""
+def enumerated(
+    kernel: Kernel, problem: Any, target: Target, fused: bool | None = None, *, survey: bool = False
+) -> Enumeration:
+    """The grid's valid configurations, and the refusals. fused: as in space_of. survey: as in Candidates."""
     space = space_of(kernel, problem, target, fused)
-    parts = tuple(_sorted_out(kernel, part, problem, target) for part in space)
+    parts = tuple(_sorted_out(kernel, part, problem, target, survey) for part in space)
     if parts in _together:
         return _together[parts]
     refused: dict[str, tuple[int, str, Any]] = {}
@@ -265,7 +278,8 @@ def enumerated(kernel: Kernel, problem: Any, target: Target, fused: bool | None 
     in_order = sorted(refused.values(), key=lambda r: (-r[0], r[1]))
     valid = tuple(config for part in parts for config in part.valid)
     complete = all(part.complete for part in parts)
-    _together[parts] = Enumeration(space, valid, tuple(Refusal(*r) for r in in_order), complete)
+    num_valid = sum(part.num_valid for part in parts)
+    _together[parts] = Enumeration(space, valid, tuple(Refusal(*r) for r in in_order), complete, num_valid)
     return _together[parts]
 
 
@@ -274,18 +288,20 @@ def valid_of(kernel: Kernel, body: Body, problem: Any, target: Target) -> tuple[
     return _sorted_out(kernel, part_of(kernel, body, problem, target), problem, target).valid
 
 
-def _sorted_out(kernel: Kernel, part: Part, problem: Any, target: Target) -> _Sorted:
+def _sorted_out(kernel: Kernel, part: Part, problem: Any, target: Target, survey: bool = False) -> _Sorted:
     """One body's points, kept by the kernel as it is loaded now and by the fields of the problem that decided.
 
     Two problems that agree in those get one answer: the many of a workload that differ only in tokens cost one
     enumeration of most bodies.
     """
-    seen = _known.setdefault((kernel.name, kernel.config_type, target, tuple(part.items())), [])
+    survey = survey and space_size((part,)) > WHOLE
+    seen = _known.setdefault((kernel.name, kernel.config_type, target, tuple(part.items()), survey), [])
     for read, answer in seen:
         if all(getattr(problem, k) == v for k, v in read.items()):
             return answer
     asked, read = traced(type(problem), lambda name: getattr(problem, name))
-    found = _whole(kernel, part, asked, target) or _sample(kernel, part, asked, target)
+    whole = None if survey else _whole(kernel, part, asked, target)
+    found = whole or _sample(kernel, part, asked, target, SURVEYED if survey else SAMPLE)
     seen.append((read, found))
     return found
 
@@ -315,14 +331,16 @@ def _whole(kernel: Kernel, part: Part, problem: Any, target: Target) -> _Sorted 
         tuple(config for _, config in valid),
         {s: (n, why, kernel.config_type(**first_of | example)) for s, (n, _, why, example) in refused.items()},
         complete=True,
+        num_valid=len(valid),
     )
 
 
-def _sample(kernel: Kernel, part: Part, problem: Any, target: Target) -> _Sorted:
-    """As _whole, of SAMPLE points that a fixed seed draws."""
+def _sample(kernel: Kernel, part: Part, problem: Any, target: Target, most: int) -> _Sorted:
+    """As _whole, of `most` points that a fixed seed draws."""
     size = space_size((part,))
+    looked_at = min(most, size)
     valid, refused = list[Any](), dict[str, tuple[int, str, Any]]()
-    for index in sorted(Random(0).sample(range(size), min(SAMPLE, size))):
+    for index in sorted(Random(0).sample(range(size), looked_at)):
         chosen, rest = dict[str, Any](), index
         for name, values in reversed(part.items()):
             rest, at = divmod(rest, len(values))
@@ -333,7 +351,7 @@ def _sample(kernel: Kernel, part: Part, problem: Any, target: Target) -> _Sorted
         else:
             count, first, example = refused.get(shape := _shape(reason), (0, reason, config))
             refused[shape] = count + 1, first, example
-    return _Sorted(tuple(valid), refused, complete=False)
+    return _Sorted(tuple(valid), refused, complete=False, num_valid=round(len(valid) * size / looked_at))
 
 
 def _shape(reason: str) -> str:

@@ -236,4 +236,32 @@ def test_a_space_that_cannot_be_known_whole_says_so(monkeypatch: pytest.MonkeyPa
     out = kerngen.ok("kernel", "show", "attn_prefill", "--arch", "sm70", "--no-source")
     assert f"of a sample of 20 of {found.space_size} configurations, too irregular to be known whole, can run" in out
     out = kerngen.ok("tune", "--arch", "sm70", "--model", "gemma-4-31b", "--kernel", "attn_prefill", "--dry-run")
-    assert "attn_prefill: a space is too irregular to be known whole; a sample stands for it" in out
+    assert "~: an estimate, by a sample" in out
+
+
+def test_a_survey_estimates_a_large_space_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = find_kernel("dense_gemv")
+    problem = next(c.problem for c in kernel.cases.CASES if candidates(kernel, c.problem, SM90).is_large)
+    monkeypatch.setattr(kerngen.tuning.space, "WHOLE", 1 << 9)
+    monkeypatch.setattr(kerngen.tuning.space, "SURVEYED", 1 << 8)
+    monkeypatch.setattr(kerngen.tuning.space, "_known", {})
+    asked: list[Any] = []
+    why_invalid = kernel.spec.why_invalid
+    monkeypatch.setattr(kernel.spec, "why_invalid", lambda *a: (asked.append(a), why_invalid(*a))[1])
+    found = candidates(kernel, problem, SM90)
+    survey = found.survey
+    num_bodies = len(space_of(kernel, problem, SM90))
+    assert len(asked) <= num_bodies << 9
+    assert found.points.complete
+    assert not survey.complete
+    assert survey.size == found.points.size
+    assert survey.num_valid == pytest.approx(len(found.valid), rel=0.3)
+    assert set(survey.valid) < set(found.valid)
+    assert candidates(kernel, problem, SM90).survey is survey
+    assert found.points.num_valid == len(found.valid)
+
+
+def test_a_survey_of_a_small_space_is_all_of_it() -> None:
+    kernel = find_kernel("embed")
+    found = candidates(kernel, kernel.cases.CASES[0].problem, SM90)
+    assert found.survey is found.points

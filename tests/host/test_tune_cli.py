@@ -32,6 +32,7 @@ from kerngen.templates import find_kernel
 from kerngen.templates.kernel import static_fields
 from kerngen.timing.gpu import GpuLock
 from kerngen.tuning.checks import why_not_cubin
+from kerngen.tuning.plan import DryRun, KernelPlan
 from kerngen.tuning.report import Report, Result
 from kerngen.tuning_db import Store
 from kerngen.tuning_db.dist.results_parser import parse
@@ -117,6 +118,23 @@ def test_dry_run_writes_nothing(kerngen: Kerngen) -> None:
     _, shown, _ = kerngen(*TUNE, "--kernel", "embed", "--dry-run")
     assert "nothing is written" in shown
     assert not (kerngen.folder / "tuning.db").exists()
+
+
+def test_a_plan_says_how_far_it_is_and_marks_estimates(
+    kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kerngen.system.progress.LINE_EVERY_S", 0.0)
+    code, shown, err = kerngen(*TUNE, "--kernel", "embed,dense_gemv", "--dry-run")
+    assert code == 0, err
+    assert re.search(r"^plan sm70: (\d+)/\d+, .* s left; dense_gemv$", err, re.MULTILINE), err
+    rows = {line.split()[0]: line.split() for line in shown.splitlines() if line.startswith(("embed", "dense_gemv"))}
+    assert not any("~" in cell for cell in rows["embed"])
+    assert "~" in rows["dense_gemv"][4]
+    assert "~: an estimate" in shown
+    row = KernelPlan("k", 84, 62, 12_468_620, 1_647_999, 10_820_621, 1_008, 215, 35.0, complete=False)
+    import_module("kerngen.cli.tune")._print_plan(DryRun((row,), (), 2), "a plan")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("k ")]
+    assert line.split() == ["k", "84", "62", "12,468,620", "~1,650,000", "~10,800,000", "1,008", "215", "35"]
 
 
 def test_killed_it_leaves_no_process_and_continues(kerngen: Kerngen) -> None:

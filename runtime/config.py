@@ -87,9 +87,8 @@ class Keeping:
             if name not in known:
                 raise UsageError(f"{said} not known", hint=f"known: {', '.join(known)}")
         if self.sparse_prefill is not None and not self.sparse_prefill > 0:
-            what = f"sparse prefill by alpha {self.sparse_prefill:g}"
-            raise UsageError(f"{what}: tiles of keys are kept that weigh alpha times the heaviest",
-                             hint="between 0 and 1, as 0.1; leave it out for all keys")  # fmt: skip
+            raise UsageError(f"sparse prefill's alpha is a number above 0, not {self.sparse_prefill:g}",
+                             hint="0.1, say: below 1 keys are left out; without it prompts read all keys")  # fmt: skip
 
     @staticmethod
     def of(options: Mapping[str, Any]) -> Keeping:
@@ -120,6 +119,14 @@ class Keeping:
 
 
 AS_STORED = Keeping()
+
+
+def require_reproducible(sparse: SparsePrefill | None) -> None:
+    """Raises UsageError unless runs can be reproducible with what prompts read."""
+    if sparse is not None:
+        what = f"sparse prefill by alpha {sparse.alpha:g} keeps keys by an estimate"
+        raise UsageError(f"{what}, which rounding may bring over its threshold: no run is reproducible with it",
+                         hint="leave sparse prefill out, or reproducible")  # fmt: skip
 
 
 def in_int4(draft_weights: str | None) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from kerngen.cli.option_groups import with_options
+from kerngen.cli.tables import say
 from kerngen.runtime.config import DRAFT_WEIGHTS, KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, Keeping
 
 _OPTIONS = (
@@ -52,6 +53,10 @@ def keeping_options(command: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any, draft_weights: str, kv_cache_dtype: str, kv_cache_layout: str, sparse_prefill: float | None,
         **others: Any,
     ) -> Any:  # fmt: skip
-        return command(*args, kept=Keeping(draft_weights, kv_cache_dtype, kv_cache_layout, sparse_prefill), **others)
+        kept = Keeping(draft_weights, kv_cache_dtype, kv_cache_layout, sparse_prefill)
+        if sparse_prefill is not None and kept.sparse is None:
+            say(f"--sparse-prefill {sparse_prefill:g}: prompts read all keys, as without it; "
+                "a number below 1, as 0.1, leaves keys out", err=True)  # fmt: skip
+        return command(*args, kept=kept, **others)
 
     return with_options(_OPTIONS)(with_kept)

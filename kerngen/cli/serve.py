@@ -15,7 +15,7 @@ import click
 from kerngen.cli.model_options import host_option, load_arguments, load_options, media_option
 from kerngen.cli.tables import say
 from kerngen.cli.vllm_options import ServeCommand
-from kerngen.runtime.config import Keeping
+from kerngen.runtime.config import Keeping, require_reproducible
 
 if TYPE_CHECKING:
     from kerngen.runtime.serve.server import Settings
@@ -120,6 +120,8 @@ def serve(
     if reproducible and arguments["num_draft_tokens"] is None and arguments["draft"]:
         raise UsageError("--reproducible takes a fixed number of drafts: one that adapts depends on time",
                          hint="--num-draft-tokens 3, or --no-draft")  # fmt: skip
+    if reproducible:
+        require_reproducible(Keeping.of(arguments).sparse)
     each = arguments["tensor_parallel"]
     groups = device_groups(replicas, arguments["device"], arguments["backend"], each) if are_several else ()
     body_mb = max_body_mb or (MEDIA_BODY_MB if chosen.parts else BODY_MB)

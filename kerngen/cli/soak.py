@@ -15,7 +15,7 @@ from kerngen.cli.bench_serve import URL
 from kerngen.cli.keeping_options import keeping_options
 from kerngen.cli.model_options import BACKEND_OPTIONS, tensor_parallel_option
 from kerngen.cli.option_groups import Decorator, with_options
-from kerngen.runtime.config import Keeping
+from kerngen.runtime.config import Keeping, require_reproducible
 
 MAX_PROMPT = 32_768
 MAX_GROWTH = 256.0  # MB
@@ -129,6 +129,8 @@ def _soak_model(
 
     if drafting == "off" and (draft or num_draft_tokens or not kept.drafts_as_stored):
         raise UsageError("--drafting off contradicts --draft, --draft-weights and --num-draft-tokens")
+    if reproducible:
+        require_reproducible(kept.sparse)
     with warnings.catch_warnings(record=True, action="always") as caught, Reporter("weights") as bar:
         opened = open_model(
             target, draft=draft, kept=kept, drafting=drafting != "off", generated=generated,

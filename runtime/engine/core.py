@@ -16,6 +16,7 @@ import torch
 
 from kerngen.errors import KerngenError, NumericsError, PageError, UsageError
 from kerngen.runtime.cache import KINDS, PAGE_SIZE, KVCache
+from kerngen.runtime.config import require_reproducible
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine import page_check
 from kerngen.runtime.engine.draft_length import FIRST_LENGTH, Choice, DraftLength
@@ -131,10 +132,8 @@ class Engine:
                              hint="fix num_draft_tokens")  # fmt: skip
         if max_batch < 1:
             raise UsageError(f"a batch of {max_batch} sequences runs none")
-        if reproducible and config.sparse is not None:
-            what = f"sparse prefill by alpha {config.sparse.alpha:g} keeps keys by an estimate"
-            raise UsageError(f"{what}, which rounding may bring over its threshold: no run is reproducible with it",
-                             hint="leave sparse prefill out, or reproducible")  # fmt: skip
+        if reproducible:
+            require_reproducible(config.sparse)
         self.max_len, self.max_batch, self.prefill_chunk = max_len, max_batch, prefill_chunk
         self._fixed = 0 if drafter is None else num_draft_tokens
         most = ops.max_decode_len - 1 if self._fixed is None else self._fixed

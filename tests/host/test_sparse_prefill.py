@@ -64,7 +64,7 @@ def test_alpha_says_whether_prompts_choose() -> None:
     assert config.keeping(Keeping(sparse_prefill=0.2)).sparse == SparsePrefill(0.2)
     assert Keeping(sparse_prefill=0.2).options == ("--sparse-prefill", "0.2")
     for wrong in (0.0, -0.1, float("nan")):
-        with pytest.raises(UsageError, match="kept that weigh alpha times the heaviest"):
+        with pytest.raises(UsageError, match=f"alpha is a number above 0, not {wrong:g}\n  0.1, say: below 1"):
             Keeping(sparse_prefill=wrong)
 
 
@@ -275,7 +275,32 @@ def test_run_says_what_prompts_read(kerngen: Kerngen, long_text: str) -> None:
     assert 0 < said["prefill_density"]["5"] <= 1
     code, _, err = kerngen("run", str(MODEL), "--prompt", "hi", *how, "--sparse-prefill", "-1")
     assert code == 2
-    assert "between 0 and 1, as 0.1" in err
+    assert "alpha is a number above 0, not -1" in err
+    assert "0.1, say" in err
+
+
+@pytest.mark.parametrize("alpha", ["1", "2", "inf"])
+def test_an_alpha_that_leaves_nothing_out_is_said(kerngen: Kerngen, alpha: str) -> None:
+    model = ("run", "gemma-4-e2b", "--plan")
+    code, out, err = kerngen(*model, "--sparse-prefill", alpha)
+    assert (code, out) == (0, kerngen.ok(*model))
+    assert f"--sparse-prefill {alpha}: prompts read all keys, as without it" in err
+    _, _, err = kerngen(*model, "--sparse-prefill", "0.5")
+    assert "prompts read all keys" not in err
+
+
+def test_reproducible_is_refused_before_anything_is_loaded(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    def must_not_run(*args: object, **more: object) -> None:
+        raise AssertionError("something is loaded")
+
+    monkeypatch.setattr("kerngen.runtime.serve.server.run", must_not_run)
+    monkeypatch.setattr("kerngen.soak.models.open_model", must_not_run)
+    how = ("--backend", "torch", "--reproducible", "--sparse-prefill", "0.1")
+    for command in (("serve", str(MODEL), *how, "--no-draft", "--port", "0"), ("soak", str(MODEL), *how)):
+        code, _, err = kerngen(*command)
+        assert code == 2, err
+        assert "sparse prefill by alpha 0.1 keeps keys by an estimate" in err
+        assert "leave sparse prefill out, or reproducible" in err
 
 
 def test_the_configuration_is_one_value() -> None:

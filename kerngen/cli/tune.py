@@ -265,6 +265,7 @@ def _run(
         trials=trials, seed=seed, time_budget_s=time_budget, progress=progress, began=began,
         sources=partial(sources_for, db_url), tell=lambda gain: progress.note(str(gain)),
     )  # fmt: skip
+    progress.most_left = tuner.whole_left
     return tuner.run(load.items), store.where
 
 

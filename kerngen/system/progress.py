@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
+    from rich.progress import ProgressColumn, Task
+    from rich.text import Text
 
 LINE_EVERY_S = 10.0
 
@@ -19,7 +23,12 @@ class Progress(Protocol):
 
 
 class Reporter:
-    """update(done, total, text) as often as one likes; total None where it is not known. quiet: say nothing."""
+    """update(done, total, text) as often as one likes; total None where it is not known. quiet: say nothing.
+
+    most_left: how many seconds it may go on at most, where that is known; no more is told.
+    """
+
+    most_left: Callable[[], float] = staticmethod(lambda: inf)
 
     def __init__(self, what: str, *, quiet: bool = False) -> None:
         self._what, self._quiet = what, quiet
@@ -31,10 +40,10 @@ class Reporter:
     def __enter__(self) -> Reporter:
         if not self._quiet and sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, Progress, TextColumn
 
-            columns = (TextColumn(self._what), BarColumn(), TextColumn("{task.fields[amount]}"), TimeRemainingColumn(),
-                       TextColumn("{task.description}"))  # fmt: skip
+            columns = (TextColumn(self._what), BarColumn(), TextColumn("{task.fields[amount]}"),
+                       _time_left(lambda: max(self.most_left(), 0.0)), TextColumn("{task.description}"))  # fmt: skip
             # What others print to stdout is theirs: rich would send it to stderr, where the bar is.
             self._is_over_stdout = sys.stdout.isatty()
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True,
@@ -89,7 +98,26 @@ class Reporter:
             print(line, file=sys.stderr, flush=True)
 
     def _left(self, done: int, total: int | None) -> str:
-        elapsed = self.elapsed_s
-        if not done or total is None:
+        elapsed, most = self.elapsed_s, max(self.most_left(), 0.0)
+        left = elapsed / done * max(total - done, 0) if done and total is not None else inf
+        if (left := min(left, most)) == inf:
             return f"{elapsed:.0f} s"
-        return f"{elapsed:.0f} s, at most {elapsed / done * max(total - done, 0):.0f} s left"
+        return f"{elapsed:.0f} s, at most {left:.0f} s left"
+
+
+def _time_left(most: Callable[[], float]) -> ProgressColumn:
+    """Rich's own column for it, with no more than `most` seconds."""
+    from rich.progress import ProgressColumn
+    from rich.text import Text
+
+    class TimeLeft(ProgressColumn):
+        max_refresh = 0.5
+
+        def render(self, task: Task) -> Text:
+            expected = None if task.total is None else task.time_remaining
+            if (left := min(inf if expected is None else expected, most())) == inf:
+                return Text("" if task.total is None else "-:--:--", style="progress.remaining")
+            minutes, seconds = divmod(int(left), 60)
+            return Text(f"{minutes // 60}:{minutes % 60:02}:{seconds:02}", style="progress.remaining")
+
+    return TimeLeft()

@@ -415,6 +415,10 @@ class Tuner:
         if self._progress is not None:
             self._progress.update(self.report.num_trials, self.report.num_trials + self._left, text)
 
+    def whole_left(self) -> float:
+        """Seconds until the run's time is over; infinite without a budget."""
+        return self._budget.whole_left(self.objective.waited_s)
+
     def _time_left(self) -> float:
         return self._budget.left(self.objective.waited_s)
 

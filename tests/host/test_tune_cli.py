@@ -137,6 +137,15 @@ def test_a_plan_says_how_far_it_is_and_marks_estimates(
     assert line.split() == ["k", "84", "62", "12,468,620", "~1,650,000", "~10,800,000", "1,008", "215", "35"]
 
 
+def test_no_more_time_is_said_to_be_left_than_the_budget_has(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kerngen.system.progress.LINE_EVERY_S", 0.0)
+    code, _, err = kerngen(*TUNE, "--time-budget", "6")
+    assert code == 0, err
+    told = [(float(s), float(left)) for s, left in re.findall(r": \S+, (\d+) s, at most (\d+) s left", err)]
+    assert told
+    assert all(elapsed + left <= 7 for elapsed, left in told), told
+
+
 def test_killed_it_leaves_no_process_and_continues(kerngen: Kerngen) -> None:
     command = [sys.executable, "-m", "kerngen", *TUNE, "--kernel", "attn_prefill", "--jobs", "2"]
     started = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,7 +13,11 @@ from kerngen.cli.option_groups import with_options
 from kerngen.errors import UsageError
 from kerngen.runtime.config import KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, Keeping
 
+if TYPE_CHECKING:
+    from kerngen.quality.kv import Distance
+
 MOST_BYTES = 64 << 20  # of a text
+SHOWN_DIGITS = 5  # of a perplexity: formats differ from the fourth digit on
 
 
 @click.group()
@@ -91,15 +96,29 @@ def kv(
         )
         for d in (*one.buckets, one.whole):
             where = f"{d.first:,} to {d.end - 1:,}" if d is not one.whole else "all"
-            click.echo(f"{where:>17} {d.kl_mean:9.2g} {d.kl_p99:9.2g} {d.kl_max:9.2g} {d.top1:11.2%} "
-                       f"{d.perplexity:10.4f} / {d.reference_perplexity:.4f}")  # fmt: skip
+            click.echo(f"{where:>17} {d.kl_mean:#9.2g} {d.kl_p99:#9.2g} {d.kl_max:#9.2g} {d.top1:11.2%} "
+                       f"{_perplexities(d):>21}")  # fmt: skip
+
+
+def _perplexities(quality: Distance) -> str:
+    """With the format and without, to as many decimals as make SHOWN_DIGITS of the latter."""
+    digits = len(f"{quality.reference_perplexity:.0f}")
+    return " / ".join(f"{p:,.{max(SHOWN_DIGITS - digits, 0)}f}"
+                      for p in (quality.perplexity, quality.reference_perplexity))  # fmt: skip
 
 
 def _read(path: Path) -> str:
     try:
-        data = path.open("rb").read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise UsageError(f"{path} has more than {MOST_BYTES >> 20} MB", hint="a part of it says as much")
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except OSError as e:
+        raise UsageError(f"--text {path}: {e.strerror or e}") from e
+    if len(data) > MOST_BYTES:
+        raise UsageError(f"--text {path} has more than {MOST_BYTES >> 20} MB", hint="a part of it says as much")
+    hint = "name a text file; iconv -f latin1 -t utf-8 FILE converts one of another encoding"
+    if (zero := data.find(0)) >= 0:
+        raise UsageError(f"--text {path} is binary, no text: byte {zero:,} is 0", hint=hint)
+    try:
         return data.decode()
-    except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(f"--text {path}: {e}") from e
+    except UnicodeDecodeError as e:
+        raise UsageError(f"--text {path} is not UTF-8: byte {e.start:,} is 0x{data[e.start]:02x}", hint=hint) from e

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from command import Kerngen
 from kerngen.arch import ARCHES, Target, find_arch
 from kerngen.compiler.render import render
 from kerngen.errors import ConfigRefused, NumericsError, ProblemError, UsageError
-from kerngen.quality.kv import kv_quality
+from kerngen.quality.kv import Distance, kv_quality
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, Keeping, read_model_config
@@ -400,6 +402,15 @@ def test_eval_says_what_a_format_costs(kerngen: Kerngen) -> None:
     assert (itself.kl_max, itself.top1, itself.perplexity) == (0.0, 1.0, itself.reference_perplexity)
 
 
+@pytest.mark.parametrize(("found", "reference", "shown"), [
+    (5.62371, 5.62252, "5.6237 / 5.6225"), (10.0004, 9.99996, "10.000 / 10.000"),
+    (206361.2254, 206312.4749, "206,361 / 206,312"), (math.inf, 12.3456, "inf / 12.346"),
+])  # fmt: skip
+def test_a_perplexity_has_the_digits_that_mean_something(found: float, reference: float, shown: str) -> None:
+    said = import_module("kerngen.cli.eval")._perplexities(Distance(0, 9, 0.0, 0.0, 0.0, 1.0, found, reference))
+    assert said == shown
+
+
 def test_eval_is_what_two_softmaxes_say(sessions: dict[tuple[str, str], Session]) -> None:
     plain = sessions["auto", "apart"]
     ids = plain.encode(PROMPT, chat=False)[:70]
@@ -420,8 +431,11 @@ def test_eval_is_what_two_softmaxes_say(sessions: dict[tuple[str, str], Session]
 
 @pytest.mark.parametrize(("options", "says"), [
     (("--kv-cache-dtype", "fp7"), "'fp7' is not known"), (("--kv-cache-dtype", ","), "names no format"),
-    (("--text", "nowhere.txt"), "--text nowhere.txt: "), (("--text", str(MODEL / "model.safetensors")), "--text "),
+    (("--text", "nowhere.txt"), "--text nowhere.txt: No such file or directory\n"),
+    (("--text", str(MODEL / "model.safetensors")), "is binary, no text: byte 2 is 0\n  name a text file"),
+    (("--text", "latin1.txt"), "--text latin1.txt is not UTF-8: byte 3 is 0xe9\n  name a text file"),
 ])  # fmt: skip
 def test_eval_refuses(kerngen: Kerngen, options: tuple[str, ...], says: str) -> None:
+    (kerngen.folder / "latin1.txt").write_bytes("caf\xe9".encode("latin1"))
     code, _, err = kerngen("eval", "kv", str(MODEL), *options)
     assert (code, says in err) == (2, True), err

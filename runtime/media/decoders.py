@@ -29,7 +29,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from kerngen.errors import KerngenError, ToolchainError, UsageError
+from kerngen.errors import KerngenError, ToolchainError, UsageError, printable_name
 from kerngen.runtime.media.decoded import Decoded, key_of
 from kerngen.runtime.media.decoding import file_pixels
 from kerngen.runtime.media.fetch import read_url
@@ -141,13 +141,13 @@ def read_source(source: Source, limits: MediaLimits, work: Cancellation) -> Sour
 
 
 def _names(sources: Sequence[Source]) -> list[str]:
-    """How errors call each: with its number where there are several of its kind."""
+    """How errors call each: by its file, or with its number where there are several of its kind."""
     of_kind, seen = Counter(source.kind for source in sources), Counter[FileKind]()
     names = []
     for source in sources:
         seen[source.kind] += 1
-        number = f" {seen[source.kind]}" if of_kind[source.kind] > 1 else ""
-        names.append(f"{_NOUNS[source.kind]}{number}")
+        which = printable_name(source.path) or (f"{seen[source.kind]}" if of_kind[source.kind] > 1 else "")
+        names.append(f"{_NOUNS[source.kind]} {which}".rstrip())
     return names
 
 

@@ -106,7 +106,7 @@ def source_of(given: Given, kind: FileKind, where: str, media: MediaSupport) -> 
             raise UsageError(f"{where}: {os.fspath(given)!r:.200} cannot be read: {getattr(e, 'strerror', e)}") from e
         if len(data) > limits.file_bytes(kind):
             raise UsageError(f"{where}: {os.fspath(given)!r:.200} has more than {limits.file_bytes(kind):,} bytes")
-        return Source(kind, data, num_tokens=num_tokens)
+        return Source(kind, data, num_tokens=num_tokens, path=os.fsdecode(given))
     if kind == "video_file":
         raise UsageError(f"{where} is no video: a path, a file's bytes or a URL, not {type(given).__name__}",
                          hint='frames are {"type": "video", "frames": […], "fps": 24}')  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -18,13 +18,15 @@ DIGEST_BYTES = 16
 class Source:
     """What a request names. data: an encoded file's bytes; url: where it is, if data is None.
 
-    num_tokens: the most soft tokens of an image, of `images.BUDGETS`; None for the model's own.
+    num_tokens: the most soft tokens of an image, of `images.BUDGETS`; None for the model's own. path: of a file that
+    was read here, by which errors call it.
     """
 
     kind: FileKind
     data: bytes | None = None
     url: str | None = None
     num_tokens: int | None = None
+    path: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -110,6 +110,13 @@ def test_what_one_file_does_is_its_own_affair(
     assert set(_workers()) >= set(processes), "those that fork are the same"
 
 
+def test_a_file_that_was_named_is_named_in_errors(decoders: Decoders) -> None:
+    bad = Source("image", PICTURE[:100], path="photos/a\x1b.png")
+    with pytest.raises(UsageError) as found:
+        decoders.decode_all([GOOD, bad])
+    assert found.value.message.startswith(r"image photos/a\x1b.png: the image cannot be decoded")
+
+
 def _workers() -> list[int]:
     return sorted(p.pid for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline()))
 

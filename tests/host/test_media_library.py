@@ -246,6 +246,10 @@ def test_run_takes_files(kerngen: Kerngen, tmp_path: Path) -> None:
     said = refused(kerngen, *common, *image, "-p", "What is this?")
     assert said.startswith(f"UsageError: {TINY.name} reads no images")
     assert "--image" in said
+    (tmp_path / "b.png").write_bytes(b"no image")
+    files = ("--image", str(ROOT / "examples" / "tiny" / "cross.png"), "--image", str(tmp_path / "b.png"))
+    seeing = ("run", str(TINY.parent / "gemma-4-tiny-unified"), "--backend", "torch")
+    assert f"image {tmp_path / 'b.png'}: the image cannot be decoded" in refused(kerngen, *seeing, *files, "-p", "?")
     assert "there is no file /no/such.png" in refused(kerngen, *common, "--image", "/no/such.png", "-p", "?")
     video = ("--video", str(tmp_path / "a.png"))
     assert "there is no file /no/such.mp4" in refused(kerngen, *common, "--video", "/no/such.mp4", "-p", "?")

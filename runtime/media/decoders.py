@@ -165,12 +165,14 @@ class _Fork:
 
 _decode: dict[FileKind, Decode] = {}  # those of Decoders, once they are known here; a fork has them from here
 _waiting: list[_Fork] = []  # for a file; one at most
-_answered: list[int] = []  # pids that are to be waited for
+_answered: list[int] = []  # pids of forks that are killed and nobody waits for: `_reap` does
 
 
 @cache
 def _prepare() -> bytes:
-    """Load what forks need, and start no thread: a fork has none. Returns a picture for a fork to begin with."""
+    """Load what forks need, and start no thread: a fork has none. Returns a picture for a fork to begin with. In the
+    main thread, which alone may say what a signal does.
+    """
     torch.set_num_threads(1)
     for module in (*(f"PIL.{name}ImagePlugin" for name in ("Gif", "Mpo", "Png", "WebP")), "soundfile", "soxr", "av"):
         with suppress(ImportError):  # whose decoder says what to install
@@ -181,9 +183,18 @@ def _prepare() -> bytes:
         from PIL import Image
 
         Image.new("RGB", (960, 540)).save(picture, "JPEG")
+    signal.signal(signal.SIGCHLD, _reap)
     gc.collect()
     gc.freeze()  # so that forks share it
     return picture.getvalue()
+
+
+def _reap(*_: object) -> None:
+    """Of `_answered` those that have ended; as SIGCHLD's handler as soon as they have. It may interrupt itself."""
+    for pid in tuple(_answered):
+        with suppress(ChildProcessError, ValueError):
+            if os.waitpid(pid, os.WNOHANG) != (0, 0):
+                _answered.remove(pid)
 
 
 def _make_ready(decode: Mapping[FileKind, Decode]) -> None:
@@ -231,7 +242,6 @@ def _hand_over(source: Source, limits: MediaLimits) -> _Fork:
 
 def _decoded(decode: Mapping[FileKind, Decode], source: Source, limits: MediaLimits) -> Media:
     _prepare()
-    _answered[:] = [pid for pid in _answered if os.waitpid(pid, os.WNOHANG) == (0, 0)]
     _decode.update(decode)
     fork = _hand_over(source, limits)
     if not _waiting:
@@ -245,8 +255,8 @@ def _decoded(decode: Mapping[FileKind, Decode], source: Source, limits: MediaLim
         kind, dtype, shape, grid, num_tokens, digest, times = told.get("media", ("", "u1", (0,), (0, 0), 0, "", ()))
         data = pipe.read(size := prod(shape) * np.dtype(dtype).itemsize)
     if "media" in told and len(data) == size and not is_dropped:  # its end is waited for later: it takes some time
-        os.kill(fork.pid, signal.SIGKILL)
         _answered.append(fork.pid)
+        os.kill(fork.pid, signal.SIGKILL)
         array = np.frombuffer(data, dtype).reshape(shape)
         return Media(kind, array, (grid[0], grid[1]), num_tokens, bytes.fromhex(digest), tuple(times))
     ended = os.waitstatus_to_exitcode(os.waitpid(fork.pid, 0)[1])
@@ -267,6 +277,7 @@ def _decode_and_exit(work: int, answer: int) -> NoReturn:
         gc.disable()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # decoders' warnings
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         with suppress(KerngenError):  # without Pillow, whose decoder says so
             image_media(file_pixels(_prepare()), ImageRule())

@@ -160,6 +160,20 @@ def test_what_nobody_wants_any_more_is_killed_or_does_not_begin(decoders: Decode
     assert _workers() == before
 
 
+def test_no_process_that_has_answered_stays(decoders: Decoders) -> None:
+    """Not even as a zombie until the next file, and one beside each file waits for that."""
+    decoders.decode_all([GOOD] * 4 + [Source("audio", b"")] * 4)
+
+    def rest_wait() -> bool:
+        children = [child for pid in _workers() for child in psutil.Process(pid).children()]
+        try:
+            return len(children) == 2 and all(child.status() != psutil.STATUS_ZOMBIE for child in children)
+        except psutil.NoSuchProcess:  # it went meanwhile
+            return False
+
+    _until(rest_wait)
+
+
 def test_what_is_beside_a_bad_file_is_killed_too(decoders: Decoders) -> None:
     with within(decoders, decode_s=60.0), pytest.raises(UsageError, match=r"^image: .*damaged"):
         decoders.decode_all([Source("image", PICTURE[:100]), Source("audio", b"forever")])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +107,8 @@ class Keeping:
     @property
     def options(self) -> tuple[str, ...]:
         """As the command line says it; what is usual is not said."""
-        each = zip(asdict(self).items(), astuple(AS_STORED), strict=True)
-        said = ((name.replace("_", "-"), value) for (name, value), usual in each if value != usual)
-        return tuple(word for name, value in said for word in (f"--{name}", str(value)))
+        each = zip(KEEPING_OPTIONS, astuple(self), astuple(AS_STORED), strict=True)
+        return tuple(word for name, value, usual in each if value != usual for word in (name, str(value)))
 
     @property
     def sparse(self) -> SparsePrefill | None:
@@ -119,6 +118,7 @@ class Keeping:
 
 
 AS_STORED = Keeping()
+KEEPING_OPTIONS = tuple(f"--{f.name.replace('_', '-')}" for f in fields(Keeping))  # as the command line calls them
 
 
 def require_reproducible(sparse: SparsePrefill | None) -> None:

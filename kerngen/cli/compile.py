@@ -19,7 +19,7 @@ from kerngen.cli.signing import signers, signing_options
 from kerngen.cli.tables import echo
 from kerngen.compiler.compile import Cubin
 from kerngen.errors import CacheError, UsageError
-from kerngen.runtime.config import AS_STORED, Keeping
+from kerngen.runtime.config import AS_STORED, KEEPING_OPTIONS, Keeping
 from kerngen.system.cores import usable_cores
 from kerngen.system.files import unwritable
 
@@ -92,7 +92,9 @@ def compile(
     if model is None and not cases:
         raise UsageError("name what to compile: --model NAME for a workload, or --cases for the test cases")
     if cases and (draft is not None or kept != AS_STORED):
-        raise UsageError("--draft, --draft-weights and --kv-cache-dtype go with --model NAME: test cases have neither")
+        raise UsageError(
+            f"{', '.join(('--draft', *KEEPING_OPTIONS))} go with --model NAME: test cases have none of them"
+        )
     is_bundle = output is not None and model is not None and not ptx
     if (key_files or unsigned) and not is_bundle:
         raise UsageError("--key and --unsigned go with a bundle: --model NAME -o FILE")

@@ -21,7 +21,7 @@ from kerngen.cli.doctor_model import examine, print_model, target_of
 from kerngen.cli.keeping_options import keeping_options
 from kerngen.cli.model_options import tensor_parallel_option
 from kerngen.errors import KerngenError, UsageError
-from kerngen.runtime.config import AS_STORED, Keeping
+from kerngen.runtime.config import AS_STORED, KEEPING_OPTIONS, Keeping
 from kerngen.system.gpus import has_driver
 
 
@@ -202,9 +202,8 @@ def doctor(
 
     alone = arch_name or device_name or db_url or draft or kept != AS_STORED or tensor_parallel > 1
     if model is None and alone:
-        raise UsageError("--arch, --device, --db, --draft, --tensor-parallel, --draft-weights and --kv-cache-dtype go "
-                         "with a --model",
-                         hint="--model gemma-4-31b")  # fmt: skip
+        names = ("--arch", "--device", "--db", "--draft", "--tensor-parallel", *KEEPING_OPTIONS)
+        raise UsageError(f"{', '.join(names)} go with a --model", hint="--model gemma-4-31b")
     shipped = bundle or (None if db_url else os.environ.get("KERNGEN_BUNDLE"))
     findings = [check() for check in CHECKS] + ([_bundle(shipped)] if shipped else [])
     needed = [f for f in findings if f.subject in ("bundle", "kernels") or (f.subject == "compile" and model is None)]

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import tiny_gemma
 import torch
@@ -18,8 +19,16 @@ from torch import Tensor
 
 from kerngen.arch import find_arch
 from kerngen.cli.db.transfer import cells_of
+from kerngen.cli.keeping_options import keeping_options
 from kerngen.errors import CheckpointError, UsageError
-from kerngen.runtime.config import DrafterConfig, Keeping, ModelConfig, read_drafter_config, read_model_config
+from kerngen.runtime.config import (
+    KEEPING_OPTIONS,
+    DrafterConfig,
+    Keeping,
+    ModelConfig,
+    read_drafter_config,
+    read_model_config,
+)
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine
 from kerngen.runtime.executors.reference import Reference
@@ -329,16 +338,21 @@ def test_its_products_are_among_what_is_prepared(kerngen: Kerngen) -> None:
     (("bench", "step", TARGET), "no drafter goes with"),
     (("bench", "profile", TARGET, "--phase", "draft"), "no drafter goes with"),
     (("tune", "--arch", "sm80", "--model", TARGET), "no drafter goes with"),
-    (("compile", "--arch", "sm80", "--cases"), "--draft, --draft-weights and --kv-cache-dtype go with --model"),
+    (("compile", "--arch", "sm80", "--cases"), f"--draft, {', '.join(KEEPING_OPTIONS)} go with --model"),
     (("compile", "--arch", "sm80", "--model", TARGET), "no drafter goes with"),
-    (("doctor",), "--draft-weights and --kv-cache-dtype go with a --model"),
-    (("db", "verify", "none.kgdb"), "--draft-weights, --kv-cache-dtype and --kernel go with a --model"),
+    (("doctor",), f"{', '.join(KEEPING_OPTIONS)} go with a --model"),
+    (("db", "verify", "none.kgdb"), f"{', '.join(KEEPING_OPTIONS)}, --kernel go with a --model"),
     (("soak", TARGET, "--drafting", "off"), "--drafting off contradicts"),
 ])  # fmt: skip
 def test_where_there_is_no_drafter_it_is_refused(kerngen: Kerngen, args: tuple[Any, ...], message: str) -> None:
     code, out, err = kerngen(*map(str, args), "--draft-weights", "int4")
     assert (code, out) == (2, "")
     assert message in err
+
+
+def test_the_options_are_named_as_the_command_line_has_them() -> None:
+    command = click.command()(keeping_options(lambda kept: kept))
+    assert tuple(option.opts[0] for option in command.params) == KEEPING_OPTIONS
 
 
 def test_soak_runs_it(kerngen: Kerngen) -> None:

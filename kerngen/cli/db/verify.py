@@ -14,7 +14,7 @@ from kerngen.cli.duration import Duration
 from kerngen.cli.keeping_options import keeping_options
 from kerngen.cli.tables import echo
 from kerngen.errors import DeviceError, UsageError
-from kerngen.runtime.config import AS_STORED, Keeping
+from kerngen.runtime.config import AS_STORED, KEEPING_OPTIONS, Keeping
 from kerngen.system.cores import usable_cores
 from kerngen.system.urls import without_password
 
@@ -76,8 +76,8 @@ def verify(
     if time_budget is not None and deepest is None:
         raise UsageError("--time-budget goes with --run", hint="kerngen db verify FILE --run fast --time-budget 5m")
     if model is None and (arch_names or device_names or draft or kernels or kept != AS_STORED):
-        raise UsageError("--arch, --device, --draft, --draft-weights, --kv-cache-dtype and --kernel go with a --model",
-                         hint="--model gemma-4-31b")  # fmt: skip
+        names = ("--arch", "--device", "--draft", *KEEPING_OPTIONS, "--kernel")
+        raise UsageError(f"{', '.join(names)} go with a --model", hint="--model gemma-4-31b")
     verdicts = examine(file, LEVELS[:2] if allow_unsigned else LEVELS[:3])
     if (model or rebuild) and all(v.ok is not False for v in verdicts):
         where = arch_names, device_names

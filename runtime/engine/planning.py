@@ -53,7 +53,7 @@ def prefill_chunk(
         (max(b.start, start), min(b.end, start + size))
         for b in touched(handle.blocks, start, start + size) if b.sees_itself
     ])  # fmt: skip
-    means_from, dense_from = (0, 0) if sparse is None else (chunk.means_from, sparse.dense_from(handle.goal))
+    means_from, dense_from = (0, 0) if sparse is None else (handle.means_from, sparse.dense_from(handle.goal))
     return PrefillChunk(
         tuple(tokens), start, pages, new_row, targets, known - start if targets else 0, media, blocks, means_from,
         dense_from,

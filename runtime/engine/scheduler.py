@@ -53,15 +53,12 @@ def window_pages(window: int, step: int, page_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens [start, start + len(tokens)) of a sequence, to prefill. is_last: its next token is chosen then.
-    means_from: as of Handle.
-    """
+    """Tokens [start, start + len(tokens)) of a sequence, to prefill. is_last: its next token is chosen then."""
 
     handle: Handle
     start: int
     tokens: list[int]
     is_last: bool
-    means_from: int = 0
 
 
 class Scheduler:
@@ -236,7 +233,7 @@ class Scheduler:
             if not start < end <= room:
                 return  # it waits for those before it, and those after it for it
             budget -= end - start
-            yield Chunk(handle, start, handle.known[start:end], end == handle.goal, min(handle.means_from, start))
+            yield Chunk(handle, start, handle.known[start:end], end == handle.goal)
 
     def _chunk_end(self, handle: Handle, start: int, end: int) -> int:
         """`end`, or where a chunk that begins at `start` ends in place of it: where a block of queries does, the one

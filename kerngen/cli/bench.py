@@ -229,10 +229,10 @@ def _print_model(report: dict[str, Any], *, has_drafts: bool, verbose: bool) -> 
         say(f"measured read limit of this run: {report['read_gbps']:.0f} GB/s")
     for line in chosen_lines(report["configurations"], report["outside"]):
         say(line)
-    for row in report["rows"] if verbose else ():
-        for line in density_lines(row["density"]):
-            say(f"context {row['context']}: {line}")
     if verbose:
+        for row in report["rows"]:
+            for line in density_lines(row["density"]):
+                say(f"context {row['context']}: {line}")
         for line in report["kernels"]:
             say(f"  {line}")
     elif report["kernels"]:

@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from kerngen.errors import UsageError
@@ -89,6 +90,7 @@ async def _prepared(server: Server, model: str, shape: Shape, number: int) -> As
     return Asked("/v1/chat/completions", {**body, "messages": [{"role": "user", "content": content}]}, len(ids))
 
 
+@lru_cache(maxsize=1)  # which prompts may all show
 def _picture(size: tuple[int, int], number: int) -> str:
     """A data: URL of JPEG: random shades in 40 by 40 fields and a little noise, about as large as a photograph's."""
     try:

@@ -84,6 +84,7 @@ def test_pictures_are_another_one_for_each_prompt() -> None:
     from PIL import Image
 
     urls = [_picture((96, 40), number) for number in (1, 2, 1)]
+    assert _picture((96, 40), 1) is urls[2], "one that all prompts show is drawn once"
     assert urls[0] == urls[2] != urls[1]
     with Image.open(BytesIO(base64.b64decode(urls[0].partition(",")[2]))) as picture:
         assert (picture.size, picture.format) == ((96, 40), "JPEG")

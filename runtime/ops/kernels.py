@@ -75,7 +75,17 @@ from kerngen.templates.rmsnorm.op import rmsnorm
 from kerngen.templates.softcap_argmax.op import argmax, softcap
 from kerngen.templates.tile_lists.op import TileRule, tile_lists
 from kerngen.templates.tile_scores.op import tile_scores
-from kerngen.templates.values import KV_FORMATS, AttnBatch, HeadNorms, KVView, PageLimits, PagesInUse, Peers, Routed
+from kerngen.templates.values import (
+    KV_FORMATS,
+    PLAIN,
+    AttnBatch,
+    HeadNorms,
+    KVView,
+    PageLimits,
+    PagesInUse,
+    Peers,
+    Routed,
+)
 
 R = TypeVar("R")
 

@@ -208,7 +208,8 @@ def _case(letter: str, **fields: Any) -> Problem:
 
 
 _HALF: dict[str, Any] = {"dtype": "fp16", "residual_dtype": "fp32"}
-# (layer, fields of the problem, and stages where they are not the default's, blocks). More tiles than stages hold; the ends of tiles; blocks without keys.
+# (layer, fields of the problem, and stages where they are not the default's, blocks). More tiles than stages hold; the
+# ends of tiles; blocks without keys.
 CASES: tuple[tuple[str, dict[str, Any], int], ...] = (
     ("f", {"kv_format": "int8", "kv_len": 333}, 1),
     ("f", {"kv_format": "shared_int8", "kv_len": 333}, 1),

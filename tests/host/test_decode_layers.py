@@ -137,6 +137,28 @@ def test_it_rounds_where_the_kernels_of_single_layers_do(config: ModelConfig, dt
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(got[1], want[1], strict=True))
 
 
+# Models, and the formats of their caches: dtype, and whether K and V of layers whose K is V are shared.
+KEPT = [("all", "int8", False), *(("k_eq_v", *kept) for kept in (("int8", False), ("plain", True), ("int8", True))),
+        ("full", "int8", True), ("experts", "int8", True)]  # fmt: skip
+
+
+def kept_model(name: str, kv_format: str, is_shared: bool) -> ModelConfig:
+    return replace(MODELS[name], kv_format=kv_format, kv_is_shared=is_shared)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kept", KEPT, ids=str)
+def test_it_reads_and_writes_caches_as_the_kernels_of_single_layers_do(
+    kept: tuple[str, str, bool], dtype: torch.dtype
+) -> None:
+    together, apart = Watched(H200), Watched(None)
+    got, want = (decoded(kept_model(*kept), KernelOps(executor, dtype)) for executor in (together, apart))
+    assert together.asked.count("decode_layers") == 3
+    assert "decode_layers" not in apart.asked
+    assert torch.equal(got[0], want[0])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got[1], want[1], strict=True))
+
+
 # ---- a drafter's layers
 
 
@@ -200,6 +222,16 @@ def test_a_draft_rounds_where_the_kernels_of_single_layers_do(
 ) -> None:
     together, apart = Watched(H200), Watched(None)
     got, want = (drafted(MODELS[name], letters, KernelOps(x, dtype), length) for x in (together, apart))
+    assert together.asked.count("decode_layers") == 3
+    assert "decode_layers" not in apart.asked
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("kept", [KEPT[1], *KEPT[2:4]], ids=str)
+@pytest.mark.parametrize(("letters", "length"), [("SSSF", 17), ("SF", 33)])
+def test_a_draft_reads_the_targets_cache_in_its_format(letters: str, length: int, kept: tuple[str, str, bool]) -> None:
+    together, apart = Watched(H200), Watched(None)
+    got, want = (drafted(kept_model(*kept), letters, KernelOps(x, torch.bfloat16), length) for x in (together, apart))
     assert together.asked.count("decode_layers") == 3
     assert "decode_layers" not in apart.asked
     assert torch.equal(got, want)

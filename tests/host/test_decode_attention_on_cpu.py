@@ -199,11 +199,14 @@ def _library(problem: Problem, num_stages: int, folder: Path) -> tuple[ctypes.CD
 
 
 def _case(letter: str, **fields: Any) -> Problem:
+    """A layer; a sliding one has a full one behind it where that shares K and V."""
+    is_shared, is_full = "shared" in fields["kv_format"], letter in "fF"
+    kind = {"head_dim": 512} if is_full else {} if is_shared else {"full_head_dim": 256}
     small: dict[str, Any] = {
-        "layers": letter, "hidden": 64, "num_q_heads": 2, "num_kv_heads": 1, "num_full_kv_heads": 1, "inner": 96,
-        "window": 150, "page_size": 32, "k_eq_v": "shared" in fields["kv_format"] and letter == "f",
+        "layers": letter if is_full or not is_shared else letter + "f", "hidden": 64, "num_q_heads": 2,
+        "num_kv_heads": 1, "num_full_kv_heads": 1, "inner": 96, "window": 150, "page_size": 32,
+        "k_eq_v": is_shared and letter != "F",
     }  # fmt: skip
-    kind = {"head_dim": 512} if letter in "fF" else {"full_head_dim": 256}
     return Problem(**(small | kind | fields))
 
 
@@ -222,7 +225,11 @@ CASES: tuple[tuple[str, dict[str, Any], int], ...] = (
     ("f", {"kv_format": "shared", "kv_len": 80, "num_q_heads": 4} | _HALF, 2),
     ("f", {"kv_format": "shared_int8", "kv_len": 1}, 2),
     ("s", {"kv_format": "int8", "kv_len": 190, "num_q_heads": 4, "num_kv_heads": 2} | _HALF, 5),
-    ("F", {"kv_format": "shared_int8", "kv_len": 100, "k_eq_v": False}, 2),
+    ("s", {"kv_format": "shared", "kv_len": 333}, 1),
+    ("s", {"kv_format": "shared", "kv_len": 130, "num_q_heads": 4, "window": 100} | _HALF, 3),
+    ("s", {"kv_format": "shared_int8", "kv_len": 40, "page_size": 16}, 2),
+    ("F", {"kv_format": "shared_int8", "kv_len": 100}, 2),
+    ("F", {"kv_format": "shared", "kv_len": 100, "page_size": 16} | _HALF, 2),
     ("S", {"kv_format": "int8", "kv_len": 301, "window": 100} | _HALF, 2),
 )
 
@@ -234,7 +241,8 @@ def test_attention_is_the_references(letter: str, fields: dict[str, Any], blocks
     problem = _case(letter, **{name: value for name, value in fields.items() if name != "num_stages"})
     library, warps, block_bytes = _library(problem, num_stages, tmp_path)
     given = KERNEL.cases.inputs(KERNEL.cases.case_for(problem), "cpu")
-    w = dict(zip(layer_tensors(0), given["layers"], strict=True))
+    own = given["layers"][: len(layer_tensors(0))]
+    w = dict(zip(layer_tensors(0), own, strict=True))
     dtype = torch.bfloat16 if problem.dtype == "bf16" else torch.float16
     raw = torch.randn(1, problem.matrices(letter)[0][0], generator=torch.Generator().manual_seed(5)).to(dtype)
     form, is_full = problem.kv_format_of(letter), letter in "fF"
@@ -246,7 +254,7 @@ def test_attention_is_the_references(letter: str, fields: dict[str, Any], blocks
     out_wanted = _attended(problem, letter, q, (wanted[0], wanted[1]), given)[0]
 
     names = [*layer_tensors(0), "k_cache", "v_cache"]
-    tensors = [*given["layers"], *caches]
+    tensors = [*own, *caches]
     addresses = (ctypes.c_void_p * len(names))(*(None if t is None else t.data_ptr() for t in tensors))
     memory = torch.full((blocks * block_bytes + 128,), 0x7F, dtype=torch.uint8)  # NaN in all formats
     start = -memory.data_ptr() % 128

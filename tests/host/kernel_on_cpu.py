@@ -3,8 +3,8 @@
 For kernels whose blocks or ranks wait for each other: what they do to memory, step by step and in any order, is seen
 without a GPU. It knows the instructions of exchange_norm, exchange_best, w4a16_norm's norm, kv_write, qkv_norm_rope,
 qkv_norm_rope_2d, check_pages, key_means and tile_lists, in bf16 and fp32, and what of fp16 a cache of int8 or a norm
-needs; those of decode_layers' attention are beside its test. It says nothing of times, nor of what a GPU's
-weaker memory order allows.
+needs; those of decode_layers' attention are beside its test, and other inline PTX is refused where it runs. It says
+nothing of times, nor of what a GPU's weaker memory order allows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
@@ -44,6 +45,9 @@ _BODIES = {
     "warp_max_u32": "Warp& w = warp_here(); w.word[threadIdx.x % 32] = x; w.all.arrive_and_wait();"
     " for (unsigned other : w.word) x = other > x ? other : x; w.all.arrive_and_wait(); return x;",
 }
+# Inline PTX that is left out: launches are one after the other here, the host's memory needs no fence, and where a copy
+# has a body that is done at once.
+_LEFT_OUT = ("griddepcontrol.", "fence.", "prefetch.", "cp.async.commit_group", "cp.async.wait_group")
 _HALF = r"""
 template <> struct Half<false> {
     static float to_float(uint16_t h) { return float(__builtin_bit_cast(_Float16, h)); }
@@ -63,6 +67,7 @@ template <> struct Half<false> {
 """
 _HOST = r"""
 #include <algorithm>
+#include <atomic>
 #include <barrier>
 #include <cmath>
 #include <memory>
@@ -114,6 +119,12 @@ struct Block {
     explicit Block(int threads) : all(threads), warps(threads / 32), shared(1 << 14) {}
     std::barrier<> all; std::vector<Warp> warps; std::vector<char> shared; int pause_us = 0;
 };
+// The first inline PTX that ran and that means nothing here: run() returns it, which is an error.
+static std::atomic<const char*> unknown_ptx;
+static void ptx_without_stand_in(const char* text) {
+    const char* none = nullptr;
+    unknown_ptx.compare_exchange_strong(none, text);
+}
 struct Index { unsigned x, y, z; };
 // Of a grid of several rows: run() counts its blocks through all of them. Blocks run `at_once` at a time.
 static unsigned grid_x, grid_y, at_once = ~0u;
@@ -202,8 +213,8 @@ def _launching(source: str, entry: str, name: str) -> str:
     assert arguments, entry
     names = ", ".join(re.findall(r"(\w+)(?:,|$)", arguments[1]))
     return (
-        f'extern "C" void {name}(int blocks, int threads, int pause_us, {arguments[1]}) '
-        f"{{ grid_of(blocks, threads, pause_us, [=] {{ {entry}({names}); }}); }}"
+        f'extern "C" const char* {name}(int blocks, int threads, int pause_us, {arguments[1]}) '
+        f"{{ grid_of(blocks, threads, pause_us, [=] {{ {entry}({names}); }}); return unknown_ptx.exchange(nullptr); }}"
     )
 
 
@@ -212,7 +223,8 @@ def on_cpu(
 ) -> ctypes.CDLL:
     """Compiles `source` with `run(blocks, threads, pause_us, ...)`, which launches `entry` with the arguments behind
     them and returns when all its threads have ended. pause_us: that each thread waits before it first polls. others:
-    entries that `run_ENTRY` launches. bodies: what more functions with inline PTX do.
+    entries that `run_ENTRY` launches. bodies: what more functions with inline PTX do. A launch that comes to inline PTX
+    without a body raises NotImplementedError.
     """
     half = source.find("template <> struct Half<false> {")
     source = source[:half] + _HALF + source[matching(source, source.index("{", half), "{}") + 1 :]
@@ -226,7 +238,8 @@ def on_cpu(
                 continue  # a method of the same name, which hands on to the function
             source = source[: at.end()] + body + "}" + source[matching(source, at.end() - 1, "{}") :]
     while asm := re.search(r"\basm(?: volatile)?\s*\(", source):
-        source = source[: asm.start()] + "(void)0" + source[matching(source, asm.end() - 1, "()") :]
+        end = matching(source, asm.end() - 1, "()")
+        source = source[: asm.start()] + _stand_in(source[asm.end() : end]) + source[end:]
     source = re.sub(r"__shared__ alignas\(16\) float scratch((?:\[[^;]*\])+);",
                     r"auto& scratch = *reinterpret_cast<float(*)\1>(block_here->shared.data());", source)  # fmt: skip
     arrays = re.findall(r"__shared__ (?:alignas\(\d+\) )?(\w+) (\w+)((?:\[[^;]*\])+);", source)
@@ -251,4 +264,22 @@ def on_cpu(
         "-pthread",
     ]
     subprocess.run([*command, str(folder / "kernel.cpp"), "-o", str(folder / "kernel.so")], check=True)
-    return ctypes.CDLL(str(folder / "kernel.so"))
+    library = ctypes.CDLL(str(folder / "kernel.so"))
+    for name in ("run", *(f"run_{other}" for other in others)):
+        run = getattr(library, name)
+        run.restype, run.errcheck = ctypes.c_char_p, _refuse_unknown
+    return library
+
+
+def _stand_in(asm: str) -> str:
+    """What the text behind an asm's bracket becomes: nothing, or what refuses it where it runs."""
+    literals = re.match(r'\s*((?:"(?:[^"\\]|\\.)*"\s*)+)', asm)
+    text = asm if literals is None else "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', literals[1]))
+    if not text or text.startswith(_LEFT_OUT):  # an empty one keeps a compiler from moving something
+        return "(void)0"
+    return f'ptx_without_stand_in("{re.sub(r"[^ -!#-~]", " ", text)[:80]}")'.replace("\\", "/")
+
+
+def _refuse_unknown(unknown: bytes | None, *_: Any) -> None:
+    if unknown is not None:
+        raise NotImplementedError(f"{unknown.decode()}: no body stands for this inline PTX (kernel_on_cpu.py)")

@@ -36,6 +36,7 @@ _BODIES = {
     "load2_shared": "return *(const uint16_t*)(arena + from);",
     "store16_shared": "memcpy(arena + to, &x, 16);",
     "barrier_wait": "",
+    "barrier_arrive_for": "",
 }
 _PROBE = """
 struct Written : CodeSteps {

@@ -17,6 +17,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from kerngen.arch import Target
+from kerngen.compiler.render import render
+from kerngen.templates import Kernel
+from kerngen.templates.kernel import Arg
+
+CTYPES: Mapping[str, Any] = {
+    "ptr": ctypes.c_void_p, "i32": ctypes.c_int, "i64": ctypes.c_int64, "f32": ctypes.c_float,
+}  # fmt: skip
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 # What inline PTX does, by function. Words are read and written one by one, as `relaxed` allows.
@@ -283,3 +293,18 @@ def _stand_in(asm: str) -> str:
 def _refuse_unknown(unknown: bytes | None, *_: Any) -> None:
     if unknown is not None:
         raise NotImplementedError(f"{unknown.decode()}: no body stands for this inline PTX (kernel_on_cpu.py)")
+
+
+def arguments_of(args: Sequence[Arg], inputs: Mapping[str, Any]) -> list[Any]:
+    """What an entry with these `args` is given of a case's inputs: tensors by their address."""
+    given = [inputs[a.name] for a in args]
+    return [CTYPES[a.kind](x.data_ptr() if isinstance(x, Tensor) else x) for a, x in zip(args, given, strict=True)]
+
+
+def run_kernel(
+    kernel: Kernel, problem: Any, config: Any, target: Target, inputs: Mapping[str, Any], folder: Path
+) -> None:
+    """Launch a kernel of one entry on a case's inputs."""
+    library = on_cpu(str(render(kernel, problem, config, target)), kernel.name, folder)
+    (launch,), (args,) = kernel.launches(problem, config, target), kernel.body(config, target.arch).args.values()
+    library.run(launch.grid[0], launch.block[0], 0, *arguments_of(args, inputs))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,6 @@ from typing import Any
 
 import kernel_on_cpu
 import torch
-from torch import Tensor
 
 from kerngen.arch import Target, find_arch
 from kerngen.compiler.render import render
@@ -58,11 +56,8 @@ class RanksOnCpu:
     def launch(self, inputs: dict[str, Any], pause_us: int = 0) -> None:
         problem = replace(self.problem, num_tokens=inputs["num_tokens"])
         (launch,) = self.kernel.launches(problem, self.config, TARGET)
-        of = {"ptr": ctypes.c_void_p, "f32": ctypes.c_float, "i32": ctypes.c_int}
-        values = [
-            of[a.kind](v.data_ptr() if isinstance(v := inputs[a.name], Tensor) else v)
-            for a in self.kernel.body(self.config, TARGET.arch).args[self.kernel.name]
-        ]
+        args = self.kernel.body(self.config, TARGET.arch).args[self.kernel.name]
+        values = kernel_on_cpu.arguments_of(args, inputs)
         self.library.run(min(launch.grid[0], self._most_blocks), launch.block[0], pause_us, *values)
 
     def run(self, given: Given, pauses_us: Sequence[Sequence[int]]) -> None:

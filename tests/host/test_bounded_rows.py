@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 from typing import Any
 
 import kernel_on_cpu
 import pytest
 import torch
-from torch import Tensor
 
 from kerngen.arch import Target, find_arch
-from kerngen.compiler.render import render
 from kerngen.templates import Case, Kernel, find_kernel
 from kerngen.timing.measure import compare
 
@@ -26,17 +23,11 @@ BOUNDED = [
     and case.problem.num_tokens * getattr(case.problem, "hidden", 0) <= MOST_ELEMENTS
     and case.problem.num_tokens * getattr(case.problem, "width", 0) <= MOST_ELEMENTS
 ]
-_CTYPES = {"ptr": ctypes.c_void_p, "i32": ctypes.c_int, "f32": ctypes.c_float}
 
 
 def run_on_cpu(kernel: Kernel, case: Case, inputs: dict[str, Any], folder: Path) -> None:
     config = kernel.default_config(case.problem, TARGET)
-    library = kernel_on_cpu.on_cpu(render(kernel, case.problem, config, TARGET), kernel.name, folder)
-    (launch,) = kernel.launches(case.problem, config, TARGET)
-    (args,) = kernel.body(config, TARGET.arch).args.values()
-    given = [inputs[a.name].data_ptr() if isinstance(inputs[a.name], Tensor) else inputs[a.name] for a in args]
-    values = [_CTYPES[a.kind](value) for a, value in zip(args, given, strict=True)]
-    library.run(launch.grid[0], launch.block[0], 0, *values)
+    kernel_on_cpu.run_kernel(kernel, case.problem, config, TARGET, inputs, folder)
 
 
 @pytest.mark.skipif(kernel_on_cpu.COMPILER is None, reason="neither g++ nor clang++ is on the PATH")

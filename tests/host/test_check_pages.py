@@ -42,7 +42,6 @@ from kerngen.timing.measure import compare, fresh
 KERNEL = find_kernel("check_pages")
 TARGET = Target.of(find_device("H200"))
 ON_HOST = Config(32)  # each thread is one of the host
-_CTYPES = {"ptr": ctypes.c_void_p, "i32": ctypes.c_int, "i64": ctypes.c_int64}
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +62,9 @@ def test_the_kernel_finds_what_the_reference_finds(library: ctypes.CDLL) -> None
     def run(case: Case, inputs: dict[str, Any]) -> None:
         given = inputs | {"workspace": ctypes.addressof(workspace)}
         for i, launch in enumerate(KERNEL.launches(case.problem, ON_HOST, TARGET)):
-            values = [
-                (a.kind, v.data_ptr() if isinstance(v := given[a.name], Tensor) else v) for a in entries[launch.entry]
-            ]
+            values = kernel_on_cpu.arguments_of(entries[launch.entry], given)
             entry = getattr(library, f"run_{launch.entry}" if i else "run")
-            entry(launch.grid[0], launch.block[0], 0, *(_CTYPES[kind](value) for kind, value in values))
+            entry(launch.grid[0], launch.block[0], 0, *values)
         assert workspace.value == 0
 
     for case in KERNEL.cases.CASES:

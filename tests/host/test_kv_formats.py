@@ -204,14 +204,10 @@ NO_COMPILER = pytest.mark.skipif(kernel_on_cpu.COMPILER is None, reason="neither
 def test_qkv_norm_rope_stores_what_the_reference_does(case: Case, tmp_path: Path) -> None:
     kernel, target = ATTENTION[2], Target.of(find_arch("sm90"))
     config = kernel.default_config(case.problem, target)
-    library = kernel_on_cpu.on_cpu(render(kernel, case.problem, config, target), kernel.name, tmp_path)
     inputs = kernel.cases.inputs(case, "cpu")
     inputs["qkv"][2, -1] = torch.nan  # which stays one: whoever reads the head shall see it
     expected = kernel.reference.expected(case.problem, inputs)
-    (launch,), (args,) = kernel.launches(case.problem, config, target), kernel.body(config, target.arch).args.values()
-    kinds: dict[str, Any] = {"ptr": ctypes.c_void_p, "i32": ctypes.c_int, "f32": ctypes.c_float}
-    given = [inputs[a.name].data_ptr() if a.kind == "ptr" else inputs[a.name] for a in args]
-    library.run(launch.grid[0], launch.block[0], 0, *(kinds[a.kind](x) for a, x in zip(args, given, strict=True)))
+    kernel_on_cpu.run_kernel(kernel, case.problem, config, target, inputs, tmp_path)
     result = compare(kernel, case, inputs, expected)
     assert result.ok, result.message
     slot, size = int(inputs["slot_mapping"][2]), case.problem.page_size

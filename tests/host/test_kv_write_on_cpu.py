@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from kerngen.arch import Target, find_device
-from kerngen.compiler.render import render
 from kerngen.errors import ProblemError
 from kerngen.templates import Case, find_kernel
 from kerngen.templates.kv_write.op import kv_write
@@ -24,21 +22,15 @@ KERNEL = find_kernel("kv_write")
 TARGET = Target.of(find_device("H200"))
 MOST_THREADS = 8192  # of a launch, each a thread of the host
 SMALL = [c for c in KERNEL.cases.CASES if c.problem.elements // 8 <= MOST_THREADS and c.problem.dtype == "bf16"]
-_CTYPES = {"ptr": ctypes.c_void_p, "i32": ctypes.c_int, "i64": ctypes.c_int64}
 
 
 @pytest.mark.skipif(kernel_on_cpu.COMPILER is None, reason="neither g++ nor clang++ is on the PATH")
 @pytest.mark.parametrize(("turn", "case"), list(enumerate(SMALL)), ids=str)
 def test_rows_go_to_their_slots(turn: int, case: Case, tmp_path: Path) -> None:
     config = Config(64, (1, 2, 4)[turn % 3])
-    library = kernel_on_cpu.on_cpu(render(KERNEL, case.problem, config, TARGET), "kv_write", tmp_path)
     inputs = KERNEL.cases.inputs(case, "cpu")
     expected = KERNEL.reference.expected(case.problem, inputs)
-    (launch,) = KERNEL.launches(case.problem, config, TARGET)
-    (args,) = KERNEL.body(config, TARGET.arch).args.values()
-    given = [inputs[a.name].data_ptr() if isinstance(inputs[a.name], Tensor) else inputs[a.name] for a in args]
-    values = [_CTYPES[a.kind](value) for a, value in zip(args, given, strict=True)]
-    library.run(launch.grid[0], launch.block[0], 0, *values)
+    kernel_on_cpu.run_kernel(KERNEL, case.problem, config, TARGET, inputs, tmp_path)
     result = compare(KERNEL, case, inputs, expected)
     assert result.ok, result.message
 

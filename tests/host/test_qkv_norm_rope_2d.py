@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 from typing import Any
 
 import kernel_on_cpu
 import pytest
 import torch
-from torch import Tensor
 
 from kerngen.arch import Target, find_device
-from kerngen.compiler.render import render
 from kerngen.errors import ProblemError
 from kerngen.templates import Case, find_kernel
 from kerngen.templates.qkv_norm_rope_2d.op import qkv_norm_rope_2d
@@ -23,17 +20,6 @@ KERNEL = find_kernel("qkv_norm_rope_2d")
 TARGET = Target.of(find_device("H200"))
 MOST_HEADS = 60  # each of a few threads of the host
 SMALL = [c for c in KERNEL.cases.CASES if c.problem.num_tokens * c.problem.num_heads <= MOST_HEADS]
-_CTYPES = {"ptr": ctypes.c_void_p, "i32": ctypes.c_int, "f32": ctypes.c_float}
-
-
-def run_on_cpu(case: Case, config: Config, inputs: dict[str, Any], folder: Path) -> None:
-    source = render(KERNEL, case.problem, config, TARGET)
-    library = kernel_on_cpu.on_cpu(source, "qkv_norm_rope_2d", folder)
-    (launch,) = KERNEL.launches(case.problem, config, TARGET)
-    (args,) = KERNEL.body(config, TARGET.arch).args.values()
-    given = [inputs[a.name].data_ptr() if isinstance(inputs[a.name], Tensor) else inputs[a.name] for a in args]
-    values = [_CTYPES[a.kind](value) for a, value in zip(args, given, strict=True)]
-    library.run(launch.grid[0], launch.block[0], 0, *values)
 
 
 @pytest.mark.skipif(kernel_on_cpu.COMPILER is None, reason="neither g++ nor clang++ is on the PATH")
@@ -42,7 +28,7 @@ def test_heads_are_normed_and_turned_where_they_lie(turn: int, case: Case, tmp_p
     config = Config((1, 2, 4)[turn % 3], min((2, 1, 3)[turn % 3], case.problem.num_heads))
     inputs = KERNEL.cases.inputs(case, "cpu")
     expected = KERNEL.reference.expected(case.problem, inputs)
-    run_on_cpu(case, config, inputs, tmp_path)
+    kernel_on_cpu.run_kernel(KERNEL, case.problem, config, TARGET, inputs, tmp_path)
     result = compare(KERNEL, case, inputs, expected)
     assert result.ok, result.message
 
@@ -56,7 +42,7 @@ def test_what_is_not_a_number_stays_so(tmp_path: Path) -> None:
     hit = [(0, 0, 0, 5), (1, 1, 2, 47), (5, 2, 1, 20)]
     for at in hit:
         qkv[at] = torch.nan
-    run_on_cpu(case, Config(1, 1), inputs, tmp_path)
+    kernel_on_cpu.run_kernel(KERNEL, case.problem, Config(1, 1), TARGET, inputs, tmp_path)
     heads = {(token, part, head) for token, part, head, _ in hit}
     assert {tuple(at) for at in qkv.isnan().any(-1).nonzero().tolist()} == heads
     assert all(bool(qkv[at].isnan().all()) for at in heads)

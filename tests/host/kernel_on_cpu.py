@@ -57,7 +57,7 @@ _BODIES = {
 }
 # Inline PTX that is left out: launches are one after the other here, the host's memory needs no fence, and where a copy
 # has a body that is done at once.
-_LEFT_OUT = ("griddepcontrol.", "fence.", "prefetch.", "cp.async.commit_group", "cp.async.wait_group")
+_LEFT_OUT = ("griddepcontrol.", "fence.", "prefetch.", "createpolicy.", "cp.async.commit_group", "cp.async.wait_group")
 _HALF = r"""
 template <> struct Half<false> {
     static float to_float(uint16_t h) { return float(__builtin_bit_cast(_Float16, h)); }

@@ -25,8 +25,9 @@ UNEVEN = 0.5  # of what the busiest block has more than others, that the loads o
 DRAINED = 0.6  # of what a third stage in flight holds, that a layer's exchanges wait for
 TILE_OPS = 24  # of 44 instructions of a lane for a tile of 32 x 32 weights, those that loads do not hide
 # Instructions for a byte of keys and values, as if they were all that a block waits for: what the 31B's take on an H200
-# at 32,768 to 131,072 tokens beyond their bytes (data/experiments/decode_layers.toml, long-contexts-31b).
-KEY_OPS = 4.4
+# at 32,768 to 131,072 tokens beyond their bytes (data/experiments/decode_layers.toml, long-contexts-31b), by the full
+# layers' format; of int8 and shared_int8 at 131,072 (long-contexts-31b-codes). shared: predicted, plain's for a key.
+KEY_OPS = {"plain": 4.4, "int8": 12.4, "shared": 7.0, "shared_int8": 15.0}
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
@@ -52,6 +53,6 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     dram = least + UNEVEN * uneven * tile_bytes + DRAINED * len(p.layers) * blocks * more
     return Traffic(
         round(dram), 0, l2_bytes=least + blocks * rows, smem_bytes=2 * least,
-        cuda_ops=weights * TILE_OPS // 32 + int(KEY_OPS * key_bytes(p)), bytes_in_flight=in_flight, copies=True,
-        waits=waits,
+        cuda_ops=weights * TILE_OPS // 32 + int(KEY_OPS[p.kv_format] * key_bytes(p)), bytes_in_flight=in_flight,
+        copies=True, waits=waits,
     )  # fmt: skip

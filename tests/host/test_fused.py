@@ -116,8 +116,13 @@ def test_the_default_says_what_the_cost_model_does() -> None:
     launched = launch_counts(find_model("gemma-4-31b"), Step.decode(1, 512), SM90)
     (problem,) = (p for k, p in launched if k == "decode_layers")
     kernel = find_kernel("decode_layers")
-    fused = [kernel.default_config(replace(problem, kv_len=n), H200).fused for n in (512, 131072, 262144, 1 << 20)]
-    assert fused == [True, True, False, False]
+
+    def fused(kv_format: str) -> list[bool]:
+        each = (replace(problem, kv_len=n, kv_format=kv_format) for n in (512, 32768, 131072, 262144, 1 << 20))
+        return [kernel.default_config(p, H200).fused for p in each]
+
+    assert fused("plain") == fused("shared_int8") == [True, True, True, False, False]
+    assert fused("int8") == [True, True, False, False, False]
 
 
 def test_what_no_configuration_serves_is_not_asked() -> None:

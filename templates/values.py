@@ -19,8 +19,9 @@ class KVFormat:
     """How the pools of a cache hold keys and values.
 
     name: kernels are told by it. dtype: of a pool's entries; None for that of the activations. group: values of a head
-    that share a scale in fp16; 0 for none. is_shared: one pool has V and the ROTATED dims of K that RoPE turns, of
-    heads whose other dims of K are V's, times a weight that is in q.
+    that share a scale in fp16; 0 for none. bits: of the code of a value that has a scale; an entry holds one of 8 or
+    two of 4. is_shared: one pool has V and the ROTATED dims of K that RoPE turns, of heads whose other dims of K are
+    V's, times a weight that is in q.
 
     A pool is [num_pages, num_kv_heads, page_size, row_entries]. The memory of a head's page is its parts, one after the
     other: page_size rows of V, or of K; where it is shared, of the turned dims of K; with scales, those of the first
@@ -31,15 +32,20 @@ class KVFormat:
     name: str
     dtype: torch.dtype | None = None
     group: int = 0
+    bits: int = 8
     is_shared: bool = False
+
+    def entries(self, values: int) -> int:
+        """That so many values take, without their scales."""
+        return values * self.bits // 8 if self.group else values
 
     def row_entries(self, head_dim: int) -> int:
         """Entries that a head of a token takes, its scales included."""
         values = head_dim + ROTATED * self.is_shared
-        return values + (2 * values // self.group if self.group else 0)
+        return self.entries(values) + (2 * values // self.group if self.group else 0)
 
     def head_dim(self, row_entries: int) -> int:
-        values = row_entries * self.group // (self.group + 2) if self.group else row_entries
+        values = row_entries * 8 * self.group // (self.bits * self.group + 16) if self.group else row_entries
         return values - ROTATED * self.is_shared
 
     def page_bytes(self, num_kv_heads: int, page_size: int, head_dim: int, activations: torch.dtype) -> int:

@@ -20,6 +20,7 @@ from typing import ClassVar
 from kerngen.arch import Arch, Target
 from kerngen.templates.attn_decode import wgmma_ws
 from kerngen.templates.common.rows.spec import (
+    KV_BITS,
     KV_GROUPS,
     has_codes,
     is_shared,
@@ -279,16 +280,14 @@ def smem_bytes(p: Problem, c: Config, target: Target) -> int:
 
 
 def tile_bytes(p: Problem, c: Config) -> int:
-    """What block_n keys of a warp take in a stage, with body=mma: of int8 its codes, and all scales of a head; where it
-    is shared also K's codes of the groups that are turned, 64 of each of the 256 dims.
+    """What block_n keys of a warp take in a stage, with body=mma: of codes its own, and all scales of a head; where it
+    is shared also K's codes of the 64 dims of each 256 that are turned, and their scales.
     """
-    dim = p.head_dim // c.split_d
-    if not (group := KV_GROUPS[p.kv_format]):
+    dim, group = p.head_dim // c.split_d, KV_GROUPS[p.kv_format]
+    if not group:
         return c.block_n * dim * 2
-    groups = p.head_dim // group
-    if not is_shared(p.kv_format):
-        return c.block_n * (dim + 2 * groups)
-    return c.block_n * (dim + 2 * (groups + 2) + group * max(1, dim // 256))
+    turned, scaled = (64 * max(1, dim // 256), p.head_dim + 128) if is_shared(p.kv_format) else (0, p.head_dim)
+    return c.block_n * ((dim + turned) * KV_BITS[p.kv_format] // 8 + 2 * scaled // group)
 
 
 def partials(c: Config) -> int:

@@ -41,7 +41,7 @@ from kerngen.templates.common.attention.kv_formats_torch import (
     values_of,
     write_rows,
 )
-from kerngen.templates.common.rows.spec import KV_GROUPS, is_shared, kv_row_bytes
+from kerngen.templates.common.rows.spec import KV_BITS, KV_GROUPS, is_shared, kv_row_bytes
 from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
 from kerngen.templates.kernel import Case, Kernel
 from kerngen.templates.qkv_norm_rope.op import qkv_norm_rope
@@ -59,6 +59,7 @@ CPU = torch.device("cpu")
 
 def test_names_agree() -> None:
     assert {name: form.group for name, form in KV_FORMATS.items()} == KV_GROUPS
+    assert {name: form.bits * (form.group > 0) for name, form in KV_FORMATS.items()} == KV_BITS
     layer = next(layer for layer in read_model_config(MODEL).layers if layer.v_is_k)
     made = {read_model_config(MODEL).keeping(kept).kv_format_of(layer) for kept in KEPT}
     assert made == set(KV_FORMATS)

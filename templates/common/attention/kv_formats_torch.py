@@ -18,12 +18,12 @@ CODE_FLIP = 6 / 127  # by which a value of 6 and less differs where its code is 
 
 
 def _rows(pool: Tensor, form: KVFormat, keys: bool) -> Tensor:
-    """[P, NKV, S, d]: of a pool that is contiguous, its rows of V, or where `keys` those of K; a view. Of a shared pool
-    the turned dims alone are K's.
+    """[P, NKV, S, n], n entries of d values: of a pool that is contiguous, its rows of V, or where `keys` those of K; a
+    view. Of a shared pool the turned dims alone are K's.
     """
     pages, heads, size, entries = pool.shape
-    dim = form.head_dim(entries)
-    first, width = (size * dim, ROTATED) if form.is_shared and keys else (0, dim)
+    width = form.entries(form.head_dim(entries))
+    first, width = (size * width, form.entries(ROTATED)) if form.is_shared and keys else (0, width)
     return pool.view(pages, heads, size * entries)[..., first : first + size * width].unflatten(2, (size, width))
 
 
@@ -31,7 +31,7 @@ def scales_of(pool: Tensor, form: KVFormat, keys: bool = False) -> Tensor:
     """[P, NKV, S, d / group] fp16 of those rows, a view."""
     pages, heads, size, entries = pool.shape
     dim = form.head_dim(entries)
-    first = size * (dim + ROTATED * form.is_shared)
+    first = size * form.entries(dim + ROTATED * form.is_shared)
     width = 2 * dim // form.group
     if form.is_shared and keys:
         first, width = first + size * width, 2 * ROTATED // form.group

@@ -1,5 +1,7 @@
 // A cache of 8-bit codes with a scale in fp16 for each 64 values of a head (kv_formats_torch.py says what they are).
 // A head's page is PAGE_SIZE rows of codes, then their scales. Codes become 16-bit elements in the copy.
+//
+// Codes8 is how the eight values of a chunk are coded. SCALES: those of 64 values; elements(n): Elements that n values take.
 #pragma once
 #include "common/attention/kv_tile.cuh"
 #include "common/ptx/load_l2.cuh"
@@ -14,6 +16,8 @@ template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Gro
     typedef int8_t Element;
     typedef Int8Groups Codes8;
     static constexpr bool IS_BYTES = false, IS_ROWS = false;
+    static constexpr int SCALES = 1;
+    static DEVICE constexpr int elements(int values) { return values; }
     static constexpr int GROUP = 64, GROUPS = HEAD_DIM / GROUP;
     static constexpr int HEAD_PAGE = PAGE_SIZE * (HEAD_DIM + 2 * GROUPS);  // Elements of a head's page
     static_assert(HEAD_DIM % (2 * GROUP) == 0, "whole groups in each half of a head, which lanes hold apart");
@@ -139,11 +143,13 @@ template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Gro
     // To row `row` of a cache, counted through all pages and heads.
     static DEVICE void store(Element* cache, int64_t row, const Codes& x, int lane, bool is_key) {
         const Place place = place_of(row / PAGE_SIZE, int(row % PAGE_SIZE), 0);
-        uint2* const codes = reinterpret_cast<uint2*>(cache + place.codes);
-        uint16_t* const scales = reinterpret_cast<uint16_t*>(cache + place.scales);
-        codes[lane] = x.low;
-        codes[HEAD_DIM / 16 + lane] = x.high;
-        if (lane % 8 == 0) scales[lane / 8] = x.low_scale, scales[GROUPS / 2 + lane / 8] = x.high_scale;
+        store_row(cache + place.codes, reinterpret_cast<uint16_t*>(cache + place.scales), HEAD_DIM, x, lane);
+    }
+    // To a row of `width` values.
+    static DEVICE void store_row(Element* to, uint16_t* scales, int width, const Codes& x, int lane) {
+        reinterpret_cast<uint2*>(to)[lane] = x.low;
+        reinterpret_cast<uint2*>(to)[width / 16 + lane] = x.high;
+        if (lane % 8 == 0) scales[lane / 8] = x.low_scale, scales[width / 128 + lane / 8] = x.high_scale;
     }
     // What is read of it, as `load` would.
     static DEVICE uint4 low(const Codes& x) { return converted(x.low, x.low_scale); }

@@ -11,6 +11,8 @@
 struct Elements16 {
     typedef uint16_t Element;
     static constexpr bool IS_BYTES = true;
+    static constexpr int SCALES = 0;  // in memory, of 64 values
+    static DEVICE constexpr int elements(int values) { return values; }
 
     // Global to shared memory, asynchronous where the arch has cp.async; zeros where `valid` is false.
     static DEVICE void copy(void* to, const Element* chunk) { copy16(to, chunk); }
@@ -24,6 +26,11 @@ struct Elements16 {
     // Stores a lane's part of a head (HeadSlice) to row `row` of a cache. Called by all lanes that hold the head.
     template <class Slice> static DEVICE void store(Element* cache, int64_t row, const Slice& x, int lane, bool is_key = false) {
         x.store(cache, row, lane);
+    }
+    // To a row of `width` values.
+    template <class Slice> static DEVICE void store_row(Element* to, const uint16_t*, int width, const Slice& x, int lane) {
+        reinterpret_cast<uint4*>(to)[lane] = x.low.part[0];
+        reinterpret_cast<uint4*>(to)[width / 16 + lane] = x.high.part[0];
     }
     // What a lane holds of a head as it is stored, and its two chunks as they are read again.
     template <class Slice> using Stored = Slice;

@@ -10,8 +10,9 @@ from kerngen.errors import ProblemError
 VEC = 8  # elements that a thread moves at once: 16 bytes of a 16-bit type
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 DTYPES = tuple(ELEMENT_BYTES)
-# Formats of a cache, with the values that share a scale (values.py, KVFormat).
+# Formats of a cache, with the values that share a scale, and the bits of a value's code (values.py, KVFormat).
 KV_GROUPS = {"plain": 0, "int8": 64, "shared": 0, "shared_int8": 64}
+KV_BITS = {"plain": 0, "int8": 8, "shared": 0, "shared_int8": 8}
 MAX_BLOCK_THREADS = 1024
 INT32_MAX = 2**31 - 1
 SPARE_REGISTERS = 36  # what the row kernels need beside their data, by the ptxas reports
@@ -70,11 +71,10 @@ def require_kv_format(kv_format: str, head_dim: int, page_size: int, page_heads:
     """Raises ProblemError for a format of the cache that is none, or that cannot hold such heads."""
     if kv_format == "plain":
         return
-    group = KV_GROUPS.get(kv_format)
-    if group is None:
+    if kv_format not in KV_GROUPS:
         raise ProblemError(f"kv_format={kv_format!r} is not one of: {', '.join(KV_GROUPS)}")
-    whole = not group or head_dim % (2 * group) == 0  # in each half of a head, which RoPE pairs
-    require(whole, f"kv_format={kv_format}: head_dim={head_dim} is no multiple of {2 * (group or 64)}")
+    whole = not has_codes(kv_format) or head_dim % 128 == 0  # blocks of 64 in each half of a head, which RoPE pairs
+    require(whole, f"kv_format={kv_format}: head_dim={head_dim} is no multiple of 128")
     require(page_size % 16 == 0, f"kv_format={kv_format}: page_size={page_size} is no multiple of 16")
     require(not page_heads, f"page_heads={page_heads}: a cache in {kv_format} is contiguous; 0")
     known = not is_shared(kv_format) or head_dim == 512
@@ -94,7 +94,7 @@ def kv_row_bytes(kv_format: str, head_dim: int, dtype: str) -> int:
     group, values = KV_GROUPS[kv_format], head_dim
     if is_shared(kv_format):
         values = (head_dim + 128) // 2
-    return values + 2 * values // group if group else values * ELEMENT_BYTES[dtype]
+    return values * KV_BITS[kv_format] // 8 + 2 * values // group if group else values * ELEMENT_BYTES[dtype]
 
 
 def require_tokens(num_tokens: int) -> None:

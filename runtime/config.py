@@ -23,7 +23,9 @@ from kerngen.templates.common.attention.tile_lists import LIST_KEYS, LIST_QUERIE
 TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 DRAFTER_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 DRAFT_WEIGHTS = ("stored", "int4")  # what a drafter's matrices are kept as
-KV_CACHE_DTYPES = ("auto", "int8")  # what keys and values are kept as: "auto" in the activations' dtype
+KV_CACHE_DTYPES = ("auto", "int8", "int4")  # what keys and values are kept as: "auto" in the activations' dtype
+# Of sliding layers, where it is another than that of full ones: they have few keys, and each of them weighs more.
+SLIDING_KV_FORMATS = {"int4": "int8"}
 KV_CACHE_LAYOUTS = ("apart", "shared")  # shared: one pool has V, and of K what is not V, in layers whose K is V
 # What Gemma4TextConfig takes where config.json leaves the field out.
 DEFAULT_GLOBAL_HEAD_DIM = 512
@@ -211,16 +213,19 @@ class ModelConfig:
 
     def kv_format_of(self, layer: LayerConfig) -> str:
         """Of the cache that `layer` owns."""
+        name = self.kv_format
+        if layer.kind == "sliding":
+            name = SLIDING_KV_FORMATS.get(name, name)
         if not (self.kv_is_shared and layer.v_is_k):
-            return self.kv_format
-        return "shared" if self.kv_format == "plain" else f"shared_{self.kv_format}"
+            return name
+        return "shared" if name == "plain" else f"shared_{name}"
 
     def keeping(self, kept: Keeping) -> ModelConfig:
         """This model with its cache kept, and its prompts read, so. Raises UsageError where its heads cannot be."""
         odd = {layer.head_dim for layer in self.layers if layer.head_dim % 128}
-        if kept.kv_cache_dtype == "int8" and odd:
-            raise UsageError(f"a KV cache of int8 has scales of 64 values, and halves of heads have whole ones; "
-                             f"heads of {min(odd)} do not", hint="leave --kv-cache-dtype out")  # fmt: skip
+        if kept.kv_cache_dtype != "auto" and odd:
+            raise UsageError(f"a KV cache of {kept.kv_cache_dtype} is in blocks of 64 values, and halves of heads have "
+                             f"whole ones; heads of {min(odd)} do not", hint="leave --kv-cache-dtype out")  # fmt: skip
         is_shared = kept.kv_cache_layout == "shared"
         if is_shared and not any(layer.v_is_k for layer in self.layers):
             raise UsageError("--kv-cache-layout shared is for layers whose K is V, and this model has none",

@@ -20,8 +20,8 @@ class KVFormat:
 
     name: kernels are told by it. dtype: of a pool's entries; None for that of the activations. group: values of a head
     that share a scale in fp16; 0 for none. bits: of the code of a value that has a scale; an entry holds one of 8 or
-    two of 4. is_shared: one pool has V and the ROTATED dims of K that RoPE turns, of heads whose other dims of K are
-    V's, times a weight that is in q.
+    two of 4, of values that are rotated before (kv_formats_torch.py). is_shared: one pool has V and the ROTATED dims of
+    K that RoPE turns, of heads whose other dims of K are V's, times a weight that is in q.
 
     A pool is [num_pages, num_kv_heads, page_size, row_entries]. The memory of a head's page is its parts, one after the
     other: page_size rows of V, or of K; where it is shared, of the turned dims of K; with scales, those of the first
@@ -66,7 +66,9 @@ PLAIN = KVFormat("plain")
 INT8 = KVFormat("int8", torch.int8, 64)
 SHARED = KVFormat("shared", is_shared=True)
 SHARED_INT8 = KVFormat("shared_int8", torch.int8, 64, is_shared=True)
-KV_FORMATS = {form.name: form for form in (PLAIN, INT8, SHARED, SHARED_INT8)}
+INT4 = KVFormat("int4", torch.int8, 32, bits=4)
+SHARED_INT4 = KVFormat("shared_int4", torch.int8, 32, bits=4, is_shared=True)
+KV_FORMATS = {form.name: form for form in (PLAIN, INT8, SHARED, SHARED_INT8, INT4, SHARED_INT4)}
 
 
 def page_strides(shape: tuple[int, ...], page_heads: int) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ from kerngen.templates.attn_prefill.op import attn_prefill
 from kerngen.templates.call import Call
 from kerngen.templates.centroid_head.op import centroid_greedy, centroid_logits
 from kerngen.templates.check_pages.op import check_pages
-from kerngen.templates.common.rows.spec import VEC
+from kerngen.templates.common.rows.spec import VEC, is_rotated
 from kerngen.templates.common.screen.screen import head_screen
 from kerngen.templates.common.screen.screen_spec import screen_bytes
 from kerngen.templates.decode_advance.op import decode_advance
@@ -114,14 +114,15 @@ def screen_of(head: Linear, *, likely: bool = False) -> int:
 
 def heads_at_once(queries: int, kv: KVView, batch: AttnBatch) -> int:
     """KV heads, a divisor of all, that are gathered at once before attn_prefill reads them, for so many queries; 0: it
-    reads the cache.
+    reads the cache. Rotated values it cannot read: those are gathered, if need be one head after the other.
     """
     if kv.format == PLAIN or not queries:
         return 0
     of_head = 4 * len(batch.kv_lens) * keys_seen(batch, kv.page_size) * kv.head_dim  # K and V in 16 bits
     most = GATHERED_BYTES * queries // max(of_head, 1)
     divisors = (n for n in range(1, kv.num_kv_heads + 1) if kv.num_kv_heads % n == 0 and n <= most)
-    return max(divisors, default=int(of_head <= GATHERED_BYTES_OF_ONE * queries))
+    by_one = is_rotated(kv.format.name) or of_head <= GATHERED_BYTES_OF_ONE * queries
+    return max(divisors, default=int(by_one))
 
 
 class KernelOps:
@@ -549,9 +550,11 @@ def _of_all(found: Sequence[bool]) -> bool | None:
 
 def _kv_format(layers: Sequence[LayerInStep], letters: str) -> str | None:
     """decode_layers' `kv_format`: that of the full layers' caches, or of the sliding ones' where there are none. None
-    where those of either kind are not as it says.
+    where those of either kind are not as it says, or rotated.
     """
     own = [layer.kv.format.name for layer in layers if not layer.batch.mask.window] or [layers[0].kv.format.name]
+    if is_rotated(own[0]):
+        return None
     wanted = {"f": own[0], "s": layers_spec.SLIDING_FORMATS.get(own[0], own[0])}
     if any(x.kv.format != KV_FORMATS.get(wanted[c]) for x, c in zip(layers, letters.lower(), strict=True)):
         return None

@@ -135,18 +135,21 @@ def _pages() -> list[Case]:
 def _formats() -> list[Case]:
     """Codes and scales, among rows whose scales are NaN; K and V in one pool."""
     cases = []
-    for seed, (head_dim, dtype, page) in enumerate(((128, "fp16", 16), (256, "bf16", 32), (512, "bf16", 64))):
+    for seed, (kv_format, head_dim, dtype, page) in enumerate((
+        ("int8", 128, "fp16", 16), ("int8", 256, "bf16", 32), ("int8", 512, "bf16", 64),
+        ("int4", 128, "bf16", 16), ("int4", 256, "fp16", 32), ("int4", 512, "bf16", 64), ("int4", 512, "fp16", 16),
+    )):  # fmt: skip
         two: dict[str, Any] = {"head_dim": head_dim, "num_q_heads": 4, "num_kv_heads": 2, "dtype": dtype}
-        two |= {"page_size": page, "kv_format": "int8"}
+        two |= {"page_size": page, "kv_format": kv_format}
         turned: dict[str, Any] = {"num_rotated_pairs": head_dim // 2}
-        tag, lens = f"d{head_dim}-{dtype}-int8", [0, 1, page - 1, page, page + 1, 3 * page + 5, 700]
+        tag, lens = f"d{head_dim}-{dtype}-{kv_format}", [0, 1, page - 1, page, page + 1, 3 * page + 5, 700]
         cases += [
             _case(tag, lens, 200 + seed, **two),
             _case(f"{tag}-qkv-q4-window40", [0, 2, 3, 4, 5, 17, 33, 39, 41, 44, 300], 210 + seed, q_len=4, window=40,
                   source="qkv", **two, **turned),
         ]  # fmt: skip
     for seed, (kv_format, dtype) in enumerate(
-        (kv_format, dtype) for kv_format in ("shared", "shared_int8") for dtype in ("fp16", "bf16")
+        (kv_format, dtype) for kv_format in ("shared", "shared_int8", "shared_int4") for dtype in ("fp16", "bf16")
     ):
         one: dict[str, Any] = {"head_dim": 512, "num_q_heads": 8, "num_kv_heads": 1, "dtype": dtype}
         one |= {"kv_format": kv_format}
@@ -159,10 +162,19 @@ def _formats() -> list[Case]:
     shared |= {"num_rotated_pairs": 64}
     cases += [
         _case(f"{kv_format}-raw_q", [64, 130, 1000], 250, source="raw_q", kv_format=kv_format, **shared)
-        for kv_format in ("shared", "shared_int8")
+        for kv_format in ("shared", "shared_int8", "shared_int4")
     ]
+    # Rows of several tiles of eight, so that blocks take more of them and queries stay in shared memory.
+    many: dict[str, Any] = {"head_dim": 512, "num_q_heads": 16, "num_kv_heads": 1, "source": "qk", "q_len": 5}
+    cases += [
+        _case(f"d512-fp16-{kv_format}-qk-rows80", [5, 64, 333], 224, dtype="fp16", kv_format=kv_format,
+              num_rotated_pairs=64, **many)
+        for kv_format in ("int4", "shared_int4")
+    ]  # fmt: skip
     both: dict[str, Any] = {"head_dim": 512, "num_q_heads": 16, "num_kv_heads": 2, "dtype": "fp16", "kv_format": "int8"}
     cases += [
+        _case("d512-fp16-int4-raw_q-q3", [64, 130, 1000], 223, source="raw_q", q_len=3, num_rotated_pairs=64,
+              **(both | {"kv_format": "int4"})),
         _case("d512-fp16-int8-qk", [64, 130, 1000], 220, source="qk", num_rotated_pairs=64, **both),
         _case("d512-fp16-int8-raw_q-q3", [64, 130, 1000], 221, source="raw_q", q_len=3, num_rotated_pairs=64, **both),
         _case("d256-fp16-int8-skipped", [70, 4, 129, 2], 222, {"skipped": [0, 3, 5, 8, 9, 10, 11]}, q_len=4,

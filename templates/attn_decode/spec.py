@@ -192,7 +192,9 @@ BODIES = (  # mma serves sm75 (m16n8k8, no cp.async) and newer (m16n8k16); Volta
 OUTPUTS = ("out", "k_cache", "v_cache")
 
 MAX_ACCUMULATORS = 128  # of a lane, block_m * head_dim / split_d / 32: of its 255 registers others need some too
-MAX_SPILL_BYTES = 8  # a register on sm70 with head_dim 128, where a cap of 128 registers lets two blocks share an SM
+# On sm70 a register with head_dim 128, where a cap of 128 registers lets two blocks share an SM, and five of a shared
+# cache of int4, whose codes are converted between their loads.
+MAX_SPILL_BYTES = 24
 MAX_SLICES = 8  # of the splits, in a block of the combine
 
 

@@ -20,6 +20,7 @@ from kerngen.arch import Arch, Target
 from kerngen.templates.common.attention.tile_lists import LIST_KEYS, LIST_QUERIES
 from kerngen.templates.common.rows.spec import (
     has_codes,
+    is_rotated,
     kv_row_bytes,
     require,
     require_dtypes,
@@ -261,6 +262,8 @@ def staging_regs(problem: Problem, config: Config, target: Target) -> int:
 def why_unsupported(problem: Problem, target: Target) -> str | None:
     if problem.lists and not target.arch.has_ldmatrix:
         return f"lists=True needs ldmatrix, which {target.arch} lacks; use lists=False, which sees all tiles"
+    if is_rotated(problem.kv_format):
+        return f"kv_format={problem.kv_format} holds rotated values: use gather_kv, and plain pages"
     return why_no_dtype(target.arch, problem.dtype)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from kerngen.templates.common.attention.heads_torch import new_heads, written_both
-from kerngen.templates.common.attention.kv_formats_torch import CODE_FLIP, all_values
+from kerngen.templates.common.attention.kv_formats_torch import all_values, code_flip
 from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE, tolerance_of_flips
 from kerngen.templates.kernel import Tolerance
 from kerngen.templates.qkv_norm_rope.spec import Problem
@@ -38,7 +38,6 @@ def tolerance(problem: Problem) -> Tolerance:
 
 
 def tolerance_of(problem: Problem, name: str) -> Tolerance:
-    """Of a cache in int8 a code may flip with them."""
+    """Of a cache with codes one may flip with them."""
     plain = tolerance(problem)
-    flips = name != "q" and KV_FORMATS[problem.kv_format].group > 0
-    return replace(plain, atol=plain.atol + CODE_FLIP) if flips else plain
+    return plain if name == "q" else replace(plain, atol=plain.atol + code_flip(KV_FORMATS[problem.kv_format]))

@@ -2,7 +2,7 @@
 
 For kernels whose blocks or ranks wait for each other: what they do to memory, step by step and in any order, is seen
 without a GPU. It knows the instructions of exchange_norm, exchange_best, w4a16_norm's norm, kv_write, qkv_norm_rope,
-qkv_norm_rope_2d, check_pages, key_means and tile_lists, in bf16 and fp32, and what of fp16 a cache of int8 or a norm
+qkv_norm_rope_2d, check_pages, key_means and tile_lists, in bf16 and fp32, and what of fp16 a cache with codes or a norm
 needs; those of decode_layers' attention are beside its test, and other inline PTX is refused where it runs. It says
 nothing of times, nor of what a GPU's weaker memory order allows.
 """
@@ -83,7 +83,10 @@ _HOST = r"""
 #include <memory>
 #include <thread>
 #include <vector>
+#include <functional>
 #include <sched.h>
+#include <setjmp.h>
+#include <ucontext.h>
 #include <unistd.h>
 #define __device__
 #define __global__
@@ -123,11 +126,25 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned from) {
     return r;
 }
 inline unsigned __cvta_generic_to_shared(const void*) { return 0; }
-struct Eight : std::barrier<> { Eight() : std::barrier<>(8) {} };
-struct Warp { std::barrier<> all{32}; Eight eight[4]; float lane[32]; unsigned word[32]; bool vote[32]; };
+#ifdef FIBERS
+static void pass_on();  // to the block's other threads
+struct Barrier {
+    const int count; int here = 0; unsigned times = 0;
+    explicit Barrier(int count) : count(count) {}
+    void arrive_and_wait() {
+        const unsigned before = times;
+        if (++here == count) here = 0, ++times;
+        while (times == before) pass_on();
+    }
+};
+#else
+typedef std::barrier<> Barrier;
+#endif
+struct Eight : Barrier { Eight() : Barrier(8) {} };
+struct Warp { Barrier all{32}; Eight eight[4]; float lane[32]; unsigned word[32]; bool vote[32]; };
 struct Block {
     explicit Block(int threads) : all(threads), warps(threads / 32), shared(1 << 14) {}
-    std::barrier<> all; std::vector<Warp> warps; std::vector<char> shared; int pause_us = 0;
+    Barrier all; std::vector<Warp> warps; std::vector<char> shared; int pause_us = 0;
 };
 // The first inline PTX that ran and that means nothing here: run() returns it, which is an error.
 static std::atomic<const char*> unknown_ptx;
@@ -152,20 +169,27 @@ static void __syncthreads() { block_here->all.arrive_and_wait(); }
 // Of a whole warp, or of eight neighbours that are there without the others.
 static float __shfl_xor_sync(unsigned lanes, float x, int mask) {
     Warp& w = warp_here();
-    std::barrier<>& met = lanes == 0xffffffffu ? w.all : (std::barrier<>&)w.eight[threadIdx.x % 32 / 8];
+    Barrier& met = lanes == 0xffffffffu ? w.all : (Barrier&)w.eight[threadIdx.x % 32 / 8];
     w.lane[threadIdx.x % 32] = x;
     met.arrive_and_wait();
     const float found = w.lane[(threadIdx.x % 32) ^ mask];
     met.arrive_and_wait();
     return found;
 }
-template <typename T> static T __shfl_sync(unsigned, T x, int from) {
-    Warp& w = warp_here();
-    w.word[threadIdx.x % 32] = __builtin_bit_cast(unsigned, x);
-    w.all.arrive_and_wait();
-    const unsigned found = w.word[from % 32];
-    w.all.arrive_and_wait();
-    return __builtin_bit_cast(T, found);
+template <typename T> static T __shfl_sync(unsigned lanes, T x, int from) {
+    if constexpr (sizeof(T) == 8) {
+        const unsigned long long bits = __builtin_bit_cast(unsigned long long, x);
+        const unsigned low = __shfl_sync(lanes, unsigned(bits), from);
+        const unsigned high = __shfl_sync(lanes, unsigned(bits >> 32), from);
+        return __builtin_bit_cast(T, (unsigned long long)high << 32 | low);
+    } else {
+        Warp& w = warp_here();
+        w.word[threadIdx.x % 32] = __builtin_bit_cast(unsigned, x);
+        w.all.arrive_and_wait();
+        const unsigned found = w.word[from % 32];
+        w.all.arrive_and_wait();
+        return __builtin_bit_cast(T, found);
+    }
 }
 static bool __any_sync(unsigned, bool mine) {
     Warp& w = warp_here();
@@ -185,6 +209,52 @@ static unsigned __ballot_sync(unsigned, bool mine) {
     w.all.arrive_and_wait();
     return found;
 }
+#ifdef FIBERS
+// Each CUDA thread has a stack of its own on one thread of the host, and goes on where another waits: blocks run one
+// after the other. Many times faster where threads of a block wait for each other often.
+static jmp_buf scheduler, fibers[1024];
+static ucontext_t first_steps[1024];
+static bool has_begun[1024], has_ended[1024];
+static int fiber;
+constexpr size_t STACK = 1 << 18;
+static char* const stacks = (char*)malloc(1024 * STACK);
+static std::function<void()> run_fiber;
+static void pass_on() {
+    if (!_setjmp(fibers[fiber])) _longjmp(scheduler, 1);
+}
+static void fiber_main() {
+    run_fiber();
+    has_ended[fiber] = true;
+    _longjmp(scheduler, 1);
+}
+static void step_fiber() {
+    if (_setjmp(scheduler)) return;
+    if (has_begun[fiber]) _longjmp(fibers[fiber], 1);
+    has_begun[fiber] = true;
+    setcontext(&first_steps[fiber]);
+}
+template <typename Run> static void grid_of(int blocks, int threads, int, Run run) {
+    const unsigned gx = grid_x ? grid_x : blocks, gy = grid_y ? grid_y : 1;
+    run_fiber = run;
+    for (int b = 0; b < blocks; b++) {
+        Block block(threads);
+        block_here = &block, blockIdx = {b % gx, b / gx % gy, b / gx / gy}, gridDim = {gx, gy, blocks / gx / gy};
+        for (int t = 0; t < threads; t++) {
+            getcontext(&first_steps[t]);
+            first_steps[t].uc_stack.ss_sp = stacks + t * STACK, first_steps[t].uc_stack.ss_size = STACK;
+            makecontext(&first_steps[t], fiber_main, 0);
+            has_begun[t] = has_ended[t] = false;
+        }
+        for (int left = threads; left;)
+            for (int t = 0; t < threads; t++) {
+                if (has_ended[t]) continue;
+                fiber = t, threadIdx = {unsigned(t)};
+                step_fiber();
+                left -= has_ended[t];
+            }
+    }
+}
+#else
 template <typename Run> static void grid_of(int blocks, int threads, int pause_us, Run run) {
     std::vector<std::unique_ptr<Block>> all;
     std::vector<std::thread> running;
@@ -205,6 +275,7 @@ template <typename Run> static void grid_of(int blocks, int threads, int pause_u
     }
     for (auto& t : running) t.join();
 }
+#endif
 """
 
 
@@ -229,12 +300,14 @@ def _launching(source: str, entry: str, name: str) -> str:
 
 
 def on_cpu(
-    source: str, entry: str, folder: Path, others: Sequence[str] = (), bodies: Mapping[str, str] | None = None
-) -> ctypes.CDLL:
+    source: str, entry: str, folder: Path, others: Sequence[str] = (), bodies: Mapping[str, str] | None = None,
+    *, fibers: bool = False,
+) -> ctypes.CDLL:  # fmt: skip
     """Compiles `source` with `run(blocks, threads, pause_us, ...)`, which launches `entry` with the arguments behind
     them and returns when all its threads have ended. pause_us: that each thread waits before it first polls. others:
-    entries that `run_ENTRY` launches. bodies: what more functions with inline PTX do. A launch that comes to inline PTX
-    without a body raises NotImplementedError.
+    entries that `run_ENTRY` launches. bodies: what more functions with inline PTX do. fibers: blocks run one after the
+    other on one thread of the host, for kernels whose blocks do not wait for each other. A launch that comes to inline
+    PTX without a body raises NotImplementedError.
     """
     half = source.find("template <> struct Half<false> {")
     source = source[:half] + _HALF + source[matching(source, source.index("{", half), "{}") + 1 :]
@@ -272,6 +345,7 @@ def on_cpu(
         "-shared",
         "-fPIC",
         "-pthread",
+        *(["-DFIBERS"] if fibers else []),
     ]
     subprocess.run([*command, str(folder / "kernel.cpp"), "-o", str(folder / "kernel.so")], check=True)
     library = ctypes.CDLL(str(folder / "kernel.so"))

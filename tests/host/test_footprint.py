@@ -170,7 +170,9 @@ def test_a_format_of_the_cache_says_what_its_pages_take() -> None:
     projected = torch.empty(1, columns, dtype=torch.bfloat16, device="meta")
     assert ops.attend_decode(projected, heads, kv, batch).shape[1] == target.num_q_heads
     unknown = replace(kv, format=KVFormat("bytes", torch.int8, 64))
-    with pytest.raises(ProblemError, match="kernels read caches in plain, int8, shared, shared_int8, not in bytes"):
+    with pytest.raises(
+        ProblemError, match="kernels read caches in plain, int8, shared, shared_int8, int4, shared_int4, not in bytes"
+    ):
         ops.attend_decode(projected, heads, unknown, batch)
     with pytest.raises(ProblemError, match="this kernel reads plain caches, not int8 ones"):
         kv_write(projected.view(1, -1, layer.head_dim), projected.view(1, -1, layer.head_dim), kv, ints)

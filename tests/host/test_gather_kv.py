@@ -40,10 +40,11 @@ def test_the_kernel_gathers_what_the_reference_does(case: Case, tmp_path: Path) 
     config = KERNEL.config_type(128, 2)
     inputs = KERNEL.cases.inputs(case, CPU)
     expected = KERNEL.reference.expected(case.problem, inputs)
-    library = kernel_on_cpu.on_cpu(str(render(KERNEL, case.problem, config, SM90)), KERNEL.name, tmp_path)
+    source = str(render(KERNEL, case.problem, config, SM90))
+    library = kernel_on_cpu.on_cpu(source, KERNEL.name, tmp_path, fibers=True)
     (launch,), (args,) = KERNEL.launches(case.problem, config, SM90), KERNEL.body(config, SM90.arch).args.values()
     given = [ctypes.c_void_p(inputs[a.name].data_ptr()) if a.kind == "ptr" else inputs[a.name] for a in args]
-    library.set_grid(launch.grid[0], launch.grid[1], 16)
+    library.set_grid(launch.grid[0], launch.grid[1], 1)
     library.run(math.prod(launch.grid), launch.block[0], 0, *given)
     result = compare(KERNEL, case, inputs, expected)
     assert result.ok, result.message

@@ -4,6 +4,13 @@ int8, of each 64 values x of a head: scale = fp16(max |x| / 127), code = x * (1 
 integer, ties to even, within -127 .. 127; all codes are 0 where the scale is. The divisions are fp32's. What is stored
 of a code is code + 128, as an unsigned byte: so it goes into the mantissa of a float as it is. What is read is code *
 scale, rounded to the activations' dtype; attn_decode's body=mma multiplies codes and scales apart, and rounds neither.
+
+int4, of each 64 values of a head: they are rotated first (`rotated`), which spreads what is large. Of the rotated ones
+the first four of each eight share a scale, and the last four: scale = fp16(max |y| / 8), code = floor(y * (1 / scale))
+in fp32, within -8 .. 7; codes are 0 where the scale is. So 16 steps are even on both sides of zero (a mid-rise
+quantizer). What is stored of a code is code + 8; eight are a word of 32 bits, from its lowest four on 0, 2, 4, 6, 1,
+3, 5, 7. What is read is (code + 1/2) * scale, rotated back, and then rounded; attn_decode rotates q and its output in
+place of that.
 """
 
 from __future__ import annotations
@@ -14,7 +21,6 @@ from torch import Tensor
 from kerngen.templates.values import KV_FORMATS, ROTATED, KVFormat, KVView
 
 RAISED = -128  # of a code, xor: the sign bit of its byte
-CODE_FLIP = 6 / 127  # by which a value of 6 and less differs where its code is the next one
 
 
 def _rows(pool: Tensor, form: KVFormat, keys: bool) -> Tensor:
@@ -40,27 +46,75 @@ def scales_of(pool: Tensor, form: KVFormat, keys: bool = False) -> Tensor:
 
 
 def codes_and_scales(pool: Tensor, form: KVFormat, keys: bool = False) -> tuple[Tensor, Tensor]:
-    """Rows [P, NKV, S, d] int8 and their scales [P, NKV, S, d / group] fp16: views of a pool that is contiguous."""
+    """Rows [P, NKV, S, n] int8, n entries of d values, and their scales [P, NKV, S, d / group] fp16: views of a pool
+    that is contiguous.
+    """
     return _rows(pool, form, keys), scales_of(pool, form, keys)
 
 
 def quantized(x: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
-    """Codes [..., head_dim], as they are stored, int8, and scales [..., head_dim / group] fp16 of x [..., head_dim]."""
+    """Codes of x [..., head_dim], as they are stored, int8 [..., entries], and scales [..., head_dim / group] fp16."""
+    if form.bits == 4:
+        return _quantized_int4(x)
     groups = x.float().unflatten(-1, (-1, form.group))
     scales = (groups.abs().amax(-1) / 127).half()
-    inverse = torch.where(scales > 0, 1 / scales.float(), 0)
-    codes = (groups * inverse[..., None]).round().clamp(-127, 127)
+    codes = (groups * _inverse(scales)).round().clamp(-127, 127)
     return codes.flatten(-2).to(torch.int8) ^ RAISED, scales
 
 
 def values_of(codes: Tensor, scales: Tensor, form: KVFormat, dtype: torch.dtype) -> Tensor:
-    """What stored codes [..., head_dim] and scales [..., head_dim / group] stand for: fp32, in values of `dtype`."""
-    return (
-        ((codes ^ RAISED).float().unflatten(-1, (-1, form.group)) * scales.float()[..., None])
-        .flatten(-2)
-        .to(dtype)
-        .float()
-    )
+    """What stored codes [..., entries] and scales [..., head_dim / group] stand for, [..., head_dim]: fp32, in values
+    of `dtype`.
+    """
+    if form.bits == 4:
+        return _values_of_int4(codes, scales).to(dtype).float()
+    groups = (codes ^ RAISED).float().unflatten(-1, (-1, form.group))
+    return (groups * scales.float()[..., None]).flatten(-2).to(dtype).float()
+
+
+CODE_FLIP = 6 / 127  # by which a value of 6 and less differs where its code of int8 is the next one
+
+
+def code_flip(form: KVFormat) -> float:
+    """By which a value of 6 and less differs, at the most, where a code is the next one. Of int4 two codes of a block,
+    each of which is an eighth of 64 values.
+    """
+    if not form.group:
+        return 0.0
+    return CODE_FLIP if form.bits == 8 else 2 * 6 / 8 / 8
+
+
+def _inverse(scales: Tensor) -> Tensor:
+    """1 / scale in fp32, 0 of 0: [..., 1]."""
+    return torch.where(scales > 0, 1 / scales.float(), 0)[..., None]
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Each 64 values of x [..., n] times the Hadamard matrix over 8, in fp32: what it is applied to twice stays.
+
+    Sums are those of a butterfly, of values that are 1, 2, 4, ... 32 apart: device code makes the same bits.
+    """
+    x = x.float()
+    for step in (1, 2, 4, 8, 16, 32):
+        pairs = x.unflatten(-1, (-1, 2, step))
+        x = torch.stack((pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]), -2).flatten(-3)
+    return x / 8
+
+
+def _quantized_int4(x: Tensor) -> tuple[Tensor, Tensor]:
+    blocks = rotated(x).unflatten(-1, (-1, 8, 2, 4))  # [..., blocks, eights, halves of eights, 4]
+    scales = (blocks.abs().amax((-3, -1)) / 8).half()  # [..., blocks, halves]
+    codes = (blocks * _inverse(scales)[..., None, :, :]).floor().clamp(-8, 7) + 8
+    eights = codes.flatten(-2).to(torch.uint8)  # [..., blocks, eights, 8]
+    packed = eights[..., [0, 4, 1, 5]] | eights[..., [2, 6, 3, 7]] << 4
+    return packed.flatten(-3).view(torch.int8), scales.flatten(-2)
+
+
+def _values_of_int4(codes: Tensor, scales: Tensor) -> Tensor:
+    words = codes.view(torch.uint8).unflatten(-1, (-1, 8, 4))  # [..., blocks, eights, bytes]
+    eights = torch.stack((words & 15, words >> 4), -1).flatten(-2)[..., [0, 4, 1, 5, 2, 6, 3, 7]]
+    blocks = (eights.float() - 7.5).unflatten(-1, (2, 4))  # [..., blocks, eights, halves of eights, 4]
+    return rotated((blocks * scales.float().unflatten(-1, (-1, 1, 2, 1))).flatten(-4))
 
 
 def turned_dims(x: Tensor) -> Tensor:
@@ -100,7 +154,8 @@ def _encode(pool: Tensor, form: KVFormat, values: Tensor, keys: bool) -> None:
     codes, scales = codes_and_scales(pool, form, keys)
     made, its_scales = quantized(values.nan_to_num(1.0), form)
     codes.copy_(made)
-    scales.copy_(its_scales.where(~values.unflatten(-1, (-1, form.group)).isnan().any(-1), torch.nan))
+    unknown = values.unflatten(-1, (-1, 64)).isnan().any(-1).repeat_interleave(64 // form.group, -1)
+    scales.copy_(its_scales.where(~unknown, torch.nan))
 
 
 def read_rows(
@@ -153,7 +208,7 @@ def randomize(kv: KVView) -> None:
             continue
         codes, scales = codes_and_scales(pool, kv.format, keys)
         codes.random_(-127, 128)
-        scales.fill_(1 / 64)
+        scales.fill_(2.0 ** (2 - kv.format.bits))
 
 
 def all_values(pool: Tensor, kv_format: str, dtype: torch.dtype) -> Tensor:

@@ -12,10 +12,13 @@ struct CodesOfHead {
     uint16_t low_scale, high_scale;
 };
 
+// A NaN stays: it makes that of the scale, and so of all that is read of the group.
+DEVICE float larger_or_nan(float a, float b) { return b > a || b != b ? b : a; }
+
 template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Groups {
     typedef int8_t Element;
     typedef Int8Groups Codes8;
-    static constexpr bool IS_BYTES = false, IS_ROWS = false;
+    static constexpr bool IS_BYTES = false, IS_ROWS = false, IS_ROTATED = false;
     static constexpr int SCALES = 1;
     static DEVICE constexpr int elements(int values) { return values; }
     static constexpr int GROUP = 64, GROUPS = HEAD_DIM / GROUP;
@@ -97,6 +100,7 @@ template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Gro
         return converted(codes, scale);
     }
     template <bool CONSTANT> static DEVICE uint4 load_or_zero(const Chunk& chunk, bool valid) { return load(chunk, valid); }
+    static DEVICE uint4 load_values(const Chunk& chunk, bool valid = true) { return load(chunk, valid); }
     // Global to shared memory, at once.
     static DEVICE void copy(void* to, const Chunk& chunk) { *static_cast<uint4*>(to) = load(chunk); }
     static DEVICE void copy_or_zero(void* to, const Chunk& chunk, bool valid) { *static_cast<uint4*>(to) = load(chunk, valid); }
@@ -105,8 +109,6 @@ template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Gro
         asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
     }
 
-    // A NaN stays: it makes that of the scale, and so of all that is read of the group.
-    static DEVICE float larger(float a, float b) { return b > a || b != b ? b : a; }
     // Codes and scale of eight values; the scale is that of the eight lanes that hold a group.
     static DEVICE uint2 quantized(const uint4& values, uint16_t& scale) {
         const uint32_t packed[4] = {values.x, values.y, values.z, values.w};
@@ -115,11 +117,11 @@ template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Gro
         for (int i = 0; i < 4; ++i) {
             const float2 two = Half<BF16>::unpack(packed[i]);
             x[2 * i] = two.x, x[2 * i + 1] = two.y;
-            top = larger(larger(top, fabsf(two.x)), fabsf(two.y));
+            top = larger_or_nan(larger_or_nan(top, fabsf(two.x)), fabsf(two.y));
         }
         const uint32_t lanes = 0xffu << (threadIdx.x % 32 / 8 * 8);  // others may be elsewhere
 #pragma unroll
-        for (int mask = 1; mask < 8; mask *= 2) top = larger(top, __shfl_xor_sync(lanes, top, mask));
+        for (int mask = 1; mask < 8; mask *= 2) top = larger_or_nan(top, __shfl_xor_sync(lanes, top, mask));
         scale = Half<false>::from_float(__fdiv_rn(top, 127.0f));
         const float factor = Half<false>::to_float(scale), inverse = factor > 0.0f ? __fdiv_rn(1.0f, factor) : 0.0f;
         uint32_t codes[2] = {0, 0};

@@ -9,7 +9,7 @@ template <class Codes8_, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Sha
     typedef Codes8_ Codes8;
     typedef typename Codes8::Element Element;
     template <class Slice> using Stored = typename Codes8::template Stored<Slice>;
-    static constexpr bool IS_BYTES = Codes8::IS_BYTES, IS_ROWS = false;
+    static constexpr bool IS_BYTES = Codes8::IS_BYTES, IS_ROWS = false, IS_ROTATED = Codes8::IS_ROTATED;
     static constexpr int SCALES = Codes8::SCALES;
     static constexpr int ROTATED = 128, PART = ROTATED / 2 / 8;  // chunks of either half
     // Elements of a head's page, and where its parts begin.
@@ -90,6 +90,7 @@ template <class Codes8_, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Sha
     static DEVICE void copy_or_zero(void* to, const Chunk& c, bool valid) { Codes8::copy_or_zero(to, codes(c), valid); }
     static DEVICE void copy_at(uint32_t to, const Chunk& c, bool valid = true) { Codes8::copy_at(to, codes(c), valid); }
     static DEVICE uint4 load(const Chunk& c) { return Codes8::load(codes(c)); }
+    static DEVICE uint4 load_values(const Chunk& c, bool valid = true) { return Codes8::load_values(codes(c), valid); }
     template <bool CONSTANT> static DEVICE uint4 load_or_zero(const Chunk& c, bool valid) {
         return Codes8::template load_or_zero<CONSTANT>(codes(c), valid);
     }

@@ -7,10 +7,10 @@
 // converts a chunk at a time, in the copy and in `store`.
 //
 // This one stores elements as they are multiplied. IS_BYTES: rows may be copied as bytes, asynchronously, so bulk copies
-// and TMA boxes work too.
+// and TMA boxes work too. IS_ROTATED: blocks of 64 values are stored times a matrix (rotation.cuh), and read so.
 struct Elements16 {
     typedef uint16_t Element;
-    static constexpr bool IS_BYTES = true;
+    static constexpr bool IS_BYTES = true, IS_ROTATED = false;
     static constexpr int SCALES = 0;  // in memory, of 64 values
     static DEVICE constexpr int elements(int values) { return values; }
 
@@ -23,6 +23,9 @@ struct Elements16 {
     template <bool CONSTANT> static DEVICE uint4 load_or_zero(const Element* chunk, bool valid) {
         return ::load_or_zero<CONSTANT>(chunk, valid);
     }
+    // The eight values of a chunk as the model has them, not rotated, zeros where `valid` is false. Called by the eight lanes
+    // that have the chunks of a block of 64 values.
+    static DEVICE uint4 load_values(const Element* chunk, bool valid = true) { return ::load_or_zero<false>(chunk, valid); }
     // Stores a lane's part of a head (HeadSlice) to row `row` of a cache. Called by all lanes that hold the head.
     template <class Slice> static DEVICE void store(Element* cache, int64_t row, const Slice& x, int lane, bool is_key = false) {
         x.store(cache, row, lane);

@@ -44,6 +44,7 @@ from kerngen.runtime.media.values import Media
 from kerngen.runtime.model import Gemma4, Taps
 from kerngen.runtime.ops.fallbacks import GATHERED_ROWS
 from kerngen.runtime.sampling import Parameters, choose, likeliest
+from kerngen.templates.common.rows.spec import is_rotated
 
 # Of decode batches that are captured; what lies between runs as the next one, with rows that stand for nobody.
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128)
@@ -145,6 +146,7 @@ class Runner:
         ops, config = model.ops, model.config
         self.model, self.drafter, self.cache = model, drafter, cache
         self.max_kv_len = max_kv_len
+        self._is_rotated = any(is_rotated(config.kv_format_of(layer)) for layer in config.layers)
         self.reproducible = reproducible
         self.least_kv_len = max_kv_len if reproducible else LEAST_KV_LEN
         self.buckets = buckets or (BUCKETS if ops.supports_graphs else ())
@@ -518,9 +520,10 @@ class Runner:
     @property
     def short_sizes(self) -> list[int]:
         """Tokens of the prefills that are captured: where it counts, a chunk is a forward by itself, and a drafter that
-        takes in tokens sees no others than the prompt's.
+        takes in tokens sees no others than the prompt's. Over a cache of rotated values a forward gathers all keys of a
+        head (gather_kv): a graph would hold memory for as many as the longest contexts have.
         """
-        if self.reproducible or self._ingests:
+        if self.reproducible or self._ingests or self._is_rotated:
             return []
         return [size for size in self.prefill_graphs.sizes if self.captures(size)]
 

@@ -16,9 +16,11 @@ from torch import Tensor
 from kerngen.arch import Target, find_arch
 from kerngen.compiler.render import render
 from kerngen.errors import ProblemError
+from kerngen.runtime.engine import Engine
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.ops import kernels
 from kerngen.runtime.ops.kernels import KernelOps, heads_at_once
+from kerngen.runtime.session import load
 from kerngen.templates import Case, find_kernel
 from kerngen.templates.call import Call
 from kerngen.templates.common.attention.kv_formats_torch import randomize
@@ -163,3 +165,13 @@ def test_what_it_does_not_take_is_refused(fields: dict[str, Any], says: str) -> 
 def test_heads_beyond_the_cache_are_refused() -> None:
     with pytest.raises(ProblemError, match="first_head=1 heads=2: the cache has 2"):
         gather_kv(cache(INT8), batch_of([5], [5], Mask()), torch.bfloat16, 1, 2)
+
+
+@pytest.mark.parametrize(("dtype", "is_captured"), [("int8", True), ("int4", False)])
+def test_forwards_that_gather_keys_of_any_context_are_not_captured(
+    dtype: str, is_captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = Path(__file__).resolve().parents[2] / "examples" / "tiny" / "gemma-4-tiny-w4a16"
+    session = load(tiny, kv_cache_dtype=dtype, draft=False, device="cpu", backend="torch")
+    monkeypatch.setattr(session.ops, "supports_graphs", True, raising=False)
+    assert bool(Engine(session.model, None, max_len=100, max_batch=1).runner.short_sizes) == is_captured

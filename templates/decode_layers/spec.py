@@ -35,6 +35,7 @@ from kerngen.templates.common.rows.spec import (
     KV_GROUPS,
     VEC,
     has_codes,
+    is_rotated,
     is_shared,
     keys_that_matter,
     kv_row_bytes,
@@ -184,6 +185,7 @@ class Problem:
         p = self
         for kind in dict.fromkeys(p.layers.lower()):
             require_kv_format(p.kv_format_of(kind), p.heads_of(kind)[1], p.page_size, 0)
+        require(not is_rotated(p.kv_format), f"kv_format={p.kv_format}: decode_layers reads no rotated values")
         if "f" in p.layers.lower():  # of a drafter's layers it is another's projection whose V is K
             require_shared(p.kv_format, p.k_eq_v or "f" not in p.layers, p.num_full_rotated_pairs)
             reads = is_shared(p.kv_format) and p.makes_kv and "F" in p.layers

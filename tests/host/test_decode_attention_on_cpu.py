@@ -171,10 +171,9 @@ _BODIES = {
 }  # fmt: skip
 
 
-def _library(problem: Problem, num_stages: int, folder: Path) -> tuple[ctypes.CDLL, int, int]:
+def _library(problem: Problem, of_config: dict[str, int], folder: Path) -> tuple[ctypes.CDLL, int, int]:
     """The probe, its warps of consumers, and the shared memory of a block."""
-    config = KERNEL.default_config(problem, H200)
-    config = replace(config, num_stages=num_stages or config.num_stages)
+    config = replace(KERNEL.default_config(problem, H200), **of_config)
     source = str(render(KERNEL, problem, config, H200))
     source = source[: source.index("// The producer warp: loads the block's weights")] + _PROBE
     for name, call in (
@@ -211,8 +210,8 @@ def _case(letter: str, **fields: Any) -> Problem:
 
 
 _HALF: dict[str, Any] = {"dtype": "fp16", "residual_dtype": "fp32"}
-# (layer, fields of the problem, and stages where they are not the default's, blocks). More tiles than stages hold; the
-# ends of tiles; blocks without keys.
+# (layer, fields of the problem, and of the configuration where it is not the default's, blocks). More tiles than stages
+# hold; the ends of tiles; blocks without keys.
 CASES: tuple[tuple[str, dict[str, Any], int], ...] = (
     ("f", {"kv_format": "int8", "kv_len": 333}, 1),
     ("f", {"kv_format": "shared_int8", "kv_len": 333}, 1),
@@ -220,6 +219,10 @@ CASES: tuple[tuple[str, dict[str, Any], int], ...] = (
     ("f", {"kv_format": "shared", "kv_len": 200, "num_stages": 3}, 1),  # batches of two tiles
     ("f", {"kv_format": "shared_int8", "kv_len": 200, "num_stages": 3}, 1),
     ("s", {"kv_format": "int8", "kv_len": 333}, 1),
+    ("f", {"kv_format": "int8", "kv_len": 250, "num_stages": 3}, 1),
+    ("f", {"kv_format": "int8", "kv_len": 333, "num_stages": 5, "stage_tiles": 40}, 1),  # two tiles a stage
+    ("f", {"kv_format": "int8", "kv_len": 250, "num_stages": 5, "stage_tiles": 48}, 1),  # three
+    ("f", {"kv_format": "shared_int8", "kv_len": 333, "num_stages": 5, "stage_tiles": 48}, 1),
     ("f", {"kv_format": "int8", "kv_len": 97, "num_q_heads": 8} | _HALF, 3),
     ("f", {"kv_format": "shared_int8", "kv_len": 129, "num_q_heads": 16} | _HALF, 5),
     ("f", {"kv_format": "shared", "kv_len": 80, "num_q_heads": 4} | _HALF, 2),
@@ -237,9 +240,9 @@ CASES: tuple[tuple[str, dict[str, Any], int], ...] = (
 @NO_COMPILER
 @pytest.mark.parametrize(("letter", "fields", "blocks"), CASES, ids=lambda x: x if isinstance(x, str) else "")
 def test_attention_is_the_references(letter: str, fields: dict[str, Any], blocks: int, tmp_path: Path) -> None:
-    num_stages = fields.get("num_stages", 0)
-    problem = _case(letter, **{name: value for name, value in fields.items() if name != "num_stages"})
-    library, warps, block_bytes = _library(problem, num_stages, tmp_path)
+    of_config: dict[str, int] = {name: fields[name] for name in ("num_stages", "stage_tiles") if name in fields}
+    problem = _case(letter, **{name: value for name, value in fields.items() if name not in of_config})
+    library, warps, block_bytes = _library(problem, of_config, tmp_path)
     given = KERNEL.cases.inputs(KERNEL.cases.case_for(problem), "cpu")
     own = given["layers"][: len(layer_tensors(0))]
     w = dict(zip(layer_tensors(0), own, strict=True))

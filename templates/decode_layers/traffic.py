@@ -26,8 +26,9 @@ DRAINED = 0.6  # of what a third stage in flight holds, that a layer's exchanges
 TILE_OPS = 24  # of 44 instructions of a lane for a tile of 32 x 32 weights, those that loads do not hide
 # Instructions for a byte of keys and values, as if they were all that a block waits for: what the 31B's take on an H200
 # at 32,768 to 131,072 tokens beyond their bytes (data/experiments/decode_layers.toml, long-contexts-31b), by the full
-# layers' format; of int8 and shared_int8 at 131,072 (long-contexts-31b-codes). shared: predicted, plain's for a key.
-KEY_OPS = {"plain": 4.4, "int8": 12.4, "shared": 7.0, "shared_int8": 15.0}
+# layers' format; of int8 and shared_int8 at 131,072 (long-contexts-31b-codes, decode-layers-codes-instructions).
+# shared: predicted, plain's for a key.
+KEY_OPS = {"plain": 4.4, "int8": 12.0, "shared": 7.0, "shared_int8": 13.0}
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> Traffic:

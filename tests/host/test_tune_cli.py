@@ -111,7 +111,8 @@ def test_the_table_has_ten_rows_and_their_sums_in_80_columns(
     assert "left to torch, and not tuned: dense matrices" in told
 
 
-def test_dry_run_writes_nothing(kerngen: Kerngen) -> None:
+def test_dry_run_writes_nothing(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     plan = _json(kerngen(*TUNE, "--kernel", "embed,rmsnorm", "--dry-run", "--json"))
     assert {k["kernel"] for k in plan["kernels"]} == {"embed", "rmsnorm"}
     assert all(k["num_compiles"] > 0 for k in plan["kernels"])
@@ -124,6 +125,7 @@ def test_a_plan_says_how_far_it_is_and_marks_estimates(
     kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("kerngen.system.progress.LINE_EVERY_S", 0.0)
+    monkeypatch.setenv("COLUMNS", "120")
     code, shown, err = kerngen(*TUNE, "--kernel", "embed,dense_gemv", "--dry-run")
     assert code == 0, err
     assert re.search(r"^plan sm70: (\d+)/\d+, .* s left; dense_gemv$", err, re.MULTILINE), err

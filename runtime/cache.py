@@ -22,6 +22,7 @@ from torch import Tensor
 from kerngen.errors import UsageError
 from kerngen.runtime.config import LayerConfig, ModelConfig
 from kerngen.runtime.ops import Ops
+from kerngen.templates.common.attention.kv_formats_torch import put_scales, wipe_page
 from kerngen.templates.values import KV_FORMATS, KVView
 
 if TYPE_CHECKING:
@@ -79,7 +80,9 @@ class KVCache:
             if layer.owns_kv:
                 shape = (self.num_pages[layer.kind], layer.num_kv_heads, page_size, layer.head_dim)
                 form = KV_FORMATS[config.kv_format_of(layer)]
-                self._pages[layer.index] = form.allocate(shape, ops.dtype, ops.device)
+                self._pages[layer.index] = made = form.allocate(shape, ops.dtype, ops.device)
+                if form.is_static and not made.k_cache.is_meta:
+                    put_scales(made, *layer.kv_scales)
                 if sparse is not None and layer.kind == "full" and layer.index < len(config.layers):
                     of_page = (*shape[:2], page_size // sparse.mean_keys, layer.head_dim)
                     self._means[layer.index] = torch.zeros(of_page, dtype=ops.dtype, device=ops.device)
@@ -141,7 +144,7 @@ class KVCache:
     def wipe(self) -> None:
         """Zeros to page 0, which may hold NaN that a sequence left there."""
         for pages in self._pages.values():
-            pages.k_cache[0], pages.v_cache[0] = 0, 0
+            wipe_page(pages, 0)
         for means in self._means.values():
             means[0] = 0
 

@@ -23,7 +23,7 @@ from kerngen.templates.common.attention.tile_lists import LIST_KEYS, LIST_QUERIE
 TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 DRAFTER_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 DRAFT_WEIGHTS = ("stored", "int4")  # what a drafter's matrices are kept as
-KV_CACHE_DTYPES = ("auto", "int8", "int4")  # what keys and values are kept as: "auto" in the activations' dtype
+KV_CACHE_DTYPES = ("auto", "int8", "int4", "fp8")  # what keys and values are kept as: "auto" in the activations' dtype
 # Of sliding layers, where it is another than that of full ones: they have few keys, and each of them weighs more.
 SLIDING_KV_FORMATS = {"int4": "int8"}
 KV_CACHE_LAYOUTS = ("apart", "shared")  # shared: one pool has V, and of K what is not V, in layers whose K is V
@@ -72,7 +72,7 @@ class Keeping:
 
     draft_weights: of DRAFT_WEIGHTS, the drafter's matrices. kv_cache_dtype: of KV_CACHE_DTYPES, keys and values.
     kv_cache_layout: of KV_CACHE_LAYOUTS. sparse_prefill: SparsePrefill.alpha; None, and 1 and more, for prompts that
-    read all keys. Raises UsageError for another name, and for an alpha that is not positive.
+    read all keys. Raises UsageError for another name, for fp8 in one pool, and for an alpha that is not positive.
     """
 
     draft_weights: str = DRAFT_WEIGHTS[0]
@@ -88,6 +88,9 @@ class Keeping:
         ):
             if name not in known:
                 raise UsageError(f"{said} not known", hint=f"known: {', '.join(known)}")
+        if self.kv_cache_dtype == "fp8" and self.kv_cache_layout == "shared":
+            raise UsageError("--kv-cache-layout shared has one pool of K and V, which have scales of their own in fp8",
+                             hint="leave it out, or --kv-cache-dtype int8")  # fmt: skip
         if self.sparse_prefill is not None and not self.sparse_prefill > 0:
             raise UsageError(f"sparse prefill's alpha is a number above 0, not {self.sparse_prefill:g}",
                              hint="0.1, say: below 1 keys are left out; without it prompts read all keys")  # fmt: skip
@@ -150,7 +153,8 @@ class LayerConfig:
     """One decoder layer. window: keys seen, itself included; 0 on a full-attention layer.
 
     kv_source is the layer whose cache this one reads: its own index where it owns one. kv_heads, inner: of a divided
-    model, which of the whole layer's KV heads and of its MLP's width this rank has.
+    model, which of the whole layer's KV heads and of its MLP's width this rank has. kv_scales: of K and of V in a cache
+    of fp8, of each of its KV heads or one of all; 1 where no checkpoint's were read (weights/kv_scales.py).
     """
 
     index: int
@@ -163,6 +167,7 @@ class LayerConfig:
     kv_source: int
     kv_heads: Span | None = None
     inner: Span | None = None
+    kv_scales: tuple[tuple[float, ...], tuple[float, ...]] = ((1.0,), (1.0,))
 
     @property
     def kv_span(self) -> Span:
@@ -206,6 +211,7 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
     quant: QuantConfig | None
     share: Share | None = None
+    has_kv_scales: bool = False  # whether layers have scales of a cache in fp8
     # Of the cache (templates/values.py, KVFormat), and whether layers whose K is V share a pool: no checkpoint says it.
     kv_format: str = "plain"
     kv_is_shared: bool = False
@@ -226,6 +232,13 @@ class ModelConfig:
         if kept.kv_cache_dtype != "auto" and odd:
             raise UsageError(f"a KV cache of {kept.kv_cache_dtype} is in blocks of 64 values, and halves of heads have "
                              f"whole ones; heads of {min(odd)} do not", hint="leave --kv-cache-dtype out")  # fmt: skip
+        if kept.kv_cache_dtype == "fp8" and not self.has_kv_scales:
+            raise UsageError(
+                "--kv-cache-dtype fp8 takes the checkpoint's own scales, and this one has none: its "
+                "quantization_config has no kv_cache_scheme",
+                hint="--kv-cache-dtype int8 needs none and is more exact; llm-compressor's oneshot makes scales where "
+                "a recipe has a kv_cache_scheme",
+            )
         is_shared = kept.kv_cache_layout == "shared"
         if is_shared and not any(layer.v_is_k for layer in self.layers):
             raise UsageError("--kv-cache-layout shared is for layers whose K is V, and this model has none",
@@ -436,6 +449,7 @@ def _text_config(text: Fields, top: Fields, *, is_drafter: bool) -> ModelConfig:
         raise text.error(f"vocab_size_per_layer_input is {ple_vocab}, which lacks some of the {vocab} tokens")
     cap = None if is_drafter else text.values.get("final_logit_softcapping")  # a drafter's head has none
     head_dims = {layer.kind: layer.head_dim for layer in layers}
+    quant = read_quant_config(top)
     return ModelConfig(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -453,7 +467,8 @@ def _text_config(text: Fields, top: Fields, *, is_drafter: bool) -> ModelConfig:
         moe_intermediate_size=text.integer("moe_intermediate_size") if experts else 0,
         bos_id=text.integer("bos_token_id", default=2, low=0),
         eos_ids=_id_list(text, "eos_token_id"),
-        quant=read_quant_config(top),
+        quant=quant,
+        has_kv_scales=quant is not None and quant.kv_scales,
     )
 
 

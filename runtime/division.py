@@ -96,7 +96,9 @@ def _layer(config: ModelConfig, layer: LayerConfig, q_heads: Span, world: World)
 
 
 def _with(layer: LayerConfig, kv_heads: Span, inner: Span) -> LayerConfig:
-    return replace(layer, num_kv_heads=kv_heads.size, kv_heads=kv_heads, intermediate_size=inner.size, inner=inner)
+    k_scales, v_scales = (each if len(each) == 1 else each[kv_heads.slice] for each in layer.kv_scales)
+    return replace(layer, num_kv_heads=kv_heads.size, kv_heads=kv_heads, intermediate_size=inner.size, inner=inner,
+                   kv_scales=(k_scales, v_scales))  # fmt: skip
 
 
 def _kv_heads(layer: LayerConfig, q_heads: Span) -> Span:

@@ -58,6 +58,7 @@ class QuantConfig:
 
     ignore: module names, or "re:" and a regular expression, that are stored dense. gptq: None for compressed-tensors.
     on_load: nothing is stored in int4; matrices become so as they are loaded, where kernels take them: weights/int4.py.
+    kv_scales: layers have scales of an fp8 KV cache, k_scale and v_scale.
     """
 
     group_size: int
@@ -65,6 +66,7 @@ class QuantConfig:
     other_sizes: tuple[int, ...] = ()
     gptq: GptqConfig | None = None
     on_load: bool = False
+    kv_scales: bool = False
 
 
 # Of a drafter: the group is that of Q4_0, which assistants are trained for; the head's rows are gathered one by one.
@@ -123,8 +125,9 @@ def _compressed_tensors(quant: Fields) -> QuantConfig:
         raise quant.error(
             f"quantization_status is {short(status)}: the weights are not final; 'compressed' ones are read"
         )
-    if quant.values.get("kv_cache_scheme"):
-        raise quant.error("kv_cache_scheme is set; a quantized KV cache is not implemented")
+    has_kv_scales = bool(quant.values.get("kv_cache_scheme"))
+    if has_kv_scales:
+        _check_kv_cache(quant.section("kv_cache_scheme"))
     if (transform := quant.values.get("transform_config")) and transform != {"config_groups": {}}:
         raise quant.error("transform_config is set; transforms of weights or activations are not implemented")
     sparse = quant.section("sparsity_config", default={}).values.get("format")
@@ -139,7 +142,21 @@ def _compressed_tensors(quant: Fields) -> QuantConfig:
         raise quant.error(
             f"ignore must be a list of at most {MAX_IGNORED:,} module names of at most {MAX_NAME_CHARS} characters"
         )
-    return QuantConfig(sizes[0], tuple(ignore), sizes[1:])
+    return QuantConfig(sizes[0], tuple(ignore), sizes[1:], kv_scales=has_kv_scales)
+
+
+def _check_kv_cache(scheme: Fields) -> None:
+    """Fields: compressed-tensors' QuantizationArgs. Raises CheckpointError for what is not e4m3 with static scales."""
+    for name, want in (("num_bits", 8), ("type", "float")):
+        _require(scheme, name, want)
+    for name, want in (("symmetric", True), ("dynamic", False)):
+        if (value := scheme.values.get(name, want)) is not want:
+            raise scheme.error(f"{name} is {short(value)}; only {want!r} is implemented")
+    if (strategy := scheme.values.get("strategy", "tensor")) not in ("tensor", "attn_head"):
+        raise scheme.error(f"strategy is {short(strategy)}; 'tensor' and 'attn_head' are implemented")
+    for name in ("group_size", "block_structure"):
+        if (value := scheme.values.get(name)) is not None:
+            raise scheme.error(f"{name} is {short(value)}; it must be null")
 
 
 def _group_size(group: Fields) -> int:

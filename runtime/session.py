@@ -42,6 +42,7 @@ from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import Ops
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.text import TextCodec
+from kerngen.runtime.weights.kv_scales import with_kv_scales
 from kerngen.runtime.weights.loader import load_drafter, load_model
 from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.weights.towers import load_towers
@@ -392,8 +393,8 @@ def load(
     folder or name; True for the one that belongs to the model, if there is one (`find_drafter`), False for none.
     draft_weights: "int4" makes the drafter's matrices int4 as they are loaded, "stored" leaves them; the output is the
     same, only how many drafts are accepted may differ. kv_cache_dtype: of keys and values, "auto" for dtype, "int8", or
-    "int4" for int4 in full-attention layers and int8 in sliding ones. kv_cache_layout: "shared" for one pool of layers
-    whose K is V.
+    "int4" for int4 in full-attention layers and int8 in sliding ones, or "fp8" for e4m3 by the checkpoint's scales.
+    kv_cache_layout: "shared" for one pool of layers whose K is V.
     sparse_prefill: in full-attention layers queries of long prompts read the keys that are estimated to weigh at least
     so many times the heaviest (0.1, say); None, and 1 or more, for all keys.
     device: "cpu", "cuda", "cuda:1"; None for the first GPU, else the CPU. dtype: "fp32", "bf16" or "fp16"; None for
@@ -546,7 +547,7 @@ def open_checkpoint(
     Raises UsageError or CheckpointError.
     """
     began = time.perf_counter()
-    config = read_model_config(folder).keeping(kept)
+    config = with_kv_scales(read_model_config(folder).keeping(kept), folder)
     drafter_config = read_drafter_config(draft, config).keeping(kept) if draft else None
     config = config.divided(ops.collectives.world)
     drafter_config = drafter_config.divided(config) if drafter_config else None

@@ -21,7 +21,9 @@ class KVFormat:
     name: kernels are told by it. dtype: of a pool's entries; None for that of the activations. group: values of a head
     that share a scale in fp16; 0 for none. bits: of the code of a value that has a scale; an entry holds one of 8 or
     two of 4, of values that are rotated before (kv_formats_torch.py). is_shared: one pool has V and the ROTATED dims of
-    K that RoPE turns, of heads whose other dims of K are V's, times a weight that is in q.
+    K that RoPE turns, of heads whose other dims of K are V's, times a weight that is in q. is_static: codes are floats,
+    e4m3, and a pool's scales are those of its heads, which whoever makes the pool puts into all rows (`put_scales` in
+    kv_formats_torch.py): kernels read them there, and write codes alone.
 
     A pool is [num_pages, num_kv_heads, page_size, row_entries]. The memory of a head's page is its parts, one after the
     other: page_size rows of V, or of K; where it is shared, of the turned dims of K; with scales, those of the first
@@ -34,6 +36,7 @@ class KVFormat:
     group: int = 0
     bits: int = 8
     is_shared: bool = False
+    is_static: bool = False
 
     def entries(self, values: int) -> int:
         """That so many values take, without their scales."""
@@ -68,7 +71,8 @@ SHARED = KVFormat("shared", is_shared=True)
 SHARED_INT8 = KVFormat("shared_int8", torch.int8, 64, is_shared=True)
 INT4 = KVFormat("int4", torch.int8, 32, bits=4)
 SHARED_INT4 = KVFormat("shared_int4", torch.int8, 32, bits=4, is_shared=True)
-KV_FORMATS = {form.name: form for form in (PLAIN, INT8, SHARED, SHARED_INT8, INT4, SHARED_INT4)}
+FP8 = KVFormat("fp8", torch.int8, 64, is_static=True)
+KV_FORMATS = {form.name: form for form in (PLAIN, INT8, SHARED, SHARED_INT8, INT4, SHARED_INT4, FP8)}
 
 
 def page_strides(shape: tuple[int, ...], page_heads: int) -> tuple[int, ...]:

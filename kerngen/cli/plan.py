@@ -63,6 +63,9 @@ def print_plan(
     for part, size in towers.items():
         counted = "which are counted above" if part in which else "not counted above, where it is loaded"
         click.echo(f"What embeds {WORDS[part]} takes {size / 1e6:,.0f} MB more, {counted}.")
+    if found.target.has_kv_scales and kept.kv_cache_dtype == "auto":
+        click.echo("The checkpoint has scales of an fp8 cache: with --kv-cache-dtype fp8 keys and values take 33 of 64 "
+                   "bytes.")  # fmt: skip
     if cached := plans["as released"].media_cache_bytes:
         click.echo(f"Embeddings that are kept take up to {cached / 1e6:,.0f} MB, which are counted above.")
     if device is not None:

@@ -234,6 +234,8 @@ def find_model(name: str, drafter: str | None = None, kept: Keeping = AS_STORED)
     UnknownName, CheckpointError or UsageError.
     """
     found = _find_model(name, drafter)
+    if name in MODELS and kept.kv_cache_dtype == "fp8":  # its shapes are those of checkpoints with scales, too
+        found = replace(found, target=replace(found.target, has_kv_scales=True))
     if found.drafter is not None:
         return replace(found, target=found.target.keeping(kept), drafter=found.drafter.keeping(kept))
     if not kept.drafts_as_stored:

@@ -42,7 +42,7 @@ from kerngen.templates.attn_prefill.op import attn_prefill
 from kerngen.templates.call import Call
 from kerngen.templates.centroid_head.op import centroid_greedy, centroid_logits
 from kerngen.templates.check_pages.op import check_pages
-from kerngen.templates.common.rows.spec import VEC, is_rotated
+from kerngen.templates.common.rows.spec import VEC, is_rotated, is_static
 from kerngen.templates.common.screen.screen import head_screen
 from kerngen.templates.common.screen.screen_spec import screen_bytes
 from kerngen.templates.decode_advance.op import decode_advance
@@ -550,10 +550,10 @@ def _of_all(found: Sequence[bool]) -> bool | None:
 
 def _kv_format(layers: Sequence[LayerInStep], letters: str) -> str | None:
     """decode_layers' `kv_format`: that of the full layers' caches, or of the sliding ones' where there are none. None
-    where those of either kind are not as it says, or rotated.
+    where those of either kind are not as it says, or rotated, or in e4m3.
     """
     own = [layer.kv.format.name for layer in layers if not layer.batch.mask.window] or [layers[0].kv.format.name]
-    if is_rotated(own[0]):
+    if is_rotated(own[0]) or is_static(own[0]):
         return None
     wanted = {"f": own[0], "s": layers_spec.SLIDING_FORMATS.get(own[0], own[0])}
     if any(x.kv.format != KV_FORMATS.get(wanted[c]) for x, c in zip(layers, letters.lower(), strict=True)):

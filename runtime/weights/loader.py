@@ -42,7 +42,7 @@ def load_model(
     if keep_repacked and config.share is not None:
         raise UsageError("repacked weights are kept of whole models alone", hint="leave --keep-repacked out")
     source = CheckpointSource(Checkpoint(folder), config, ops, advance)
-    prefix = _find_prefix(source.checkpoint)
+    prefix = find_prefix(source.checkpoint)
     build_model(source, prefix)
     source.check_left(prefix)
     kept = (
@@ -79,7 +79,7 @@ def load_drafter(folder: Path, config: DrafterConfig, ops: Ops, *, advance: Adva
 def planned_model(folder: Path, config: ModelConfig, ops: Ops) -> ModelWeights:
     """What load_model gives, as shapes alone: only headers are read. Raises CheckpointError."""
     source = CheckpointSource(Checkpoint(folder), config, ops)
-    return build_model(Planned(source), _find_prefix(source.checkpoint))
+    return build_model(Planned(source), find_prefix(source.checkpoint))
 
 
 def planned_drafter(folder: Path, config: DrafterConfig, ops: Ops) -> DrafterWeights:
@@ -87,7 +87,8 @@ def planned_drafter(folder: Path, config: DrafterConfig, ops: Ops) -> DrafterWei
     return build_drafter(Planned(CheckpointSource(Checkpoint(folder), config.text, ops)), config)
 
 
-def _find_prefix(checkpoint: Checkpoint) -> str:
+def find_prefix(checkpoint: Checkpoint) -> str:
+    """What the names of the text model's tensors begin with. Raises CheckpointError where it has no embedding table."""
     known = ("model.language_model.", "model.", "language_model.model.")
     for prefix in known:
         if f"{prefix}embed_tokens.weight" in checkpoint:

@@ -28,6 +28,8 @@ from kerngen.templates.common.w4.pack import dequantize
 DEAD_KV = re.compile(r"layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\..*")
 # Left over by other tools, and ignored with a warning: V of layers whose V is K, and tables that are computed.
 DEAD_V = re.compile(r"layers\.(\d+)\.self_attn\.v_proj\..*")
+# Read before, if at all (kv_scales.py).
+KV_SCALES = re.compile(r"layers\.\d+\.self_attn\.[kv]_scale")
 DEAD_ROPE = re.compile(r"(?:layers\.\d+\.self_attn\.)?rotary_emb\.\w*inv_freq")
 
 Parts = Sequence[tuple[str, Span]]  # modules with their out_features, one under the other; of a rank, which of them
@@ -88,6 +90,8 @@ class CheckpointSource(TensorSource):
         folder, left = self.checkpoint.folder, []
         for name in sorted(n for n in self.checkpoint.names - self.used if n.startswith(prefix)):
             short = name.removeprefix(prefix).removeprefix("model.")  # which a drafter's prefix does not hold
+            if self.config.has_kv_scales and KV_SCALES.fullmatch(short):
+                continue
             dead = DEAD_KV.fullmatch(short)
             if dead and self._layer_is(dead[1], lambda layer: not layer.owns_kv):
                 continue

@@ -145,7 +145,10 @@ def _formats() -> list[Case]:
             _case(f"{tag}-chunk", _CHUNK_Q, _CHUNK_KV, 30, page_size=16, **shape),
             _case(f"{tag}-window", _WINDOW_Q, _WINDOW_KV, 31, page_size=64, window=40, **shape),
         ]
-    for kv_format, dtype in (("shared", "fp16"), ("shared", "bf16"), ("shared_int8", "fp16"), ("shared_int8", "bf16")):
+    for kv_format, dtype in (
+        ("shared", "fp16"), ("shared", "bf16"), ("shared_int8", "fp16"), ("shared_int8", "bf16"), ("fp8", "fp16"),
+        ("fp8", "bf16"),
+    ):  # fmt: skip
         shape = {"head_dim": 512, "dtype": dtype, **two, "kv_format": kv_format}
         cases.append(_case(f"d512-{dtype}-{kv_format}-chunk", _CHUNK_Q, _CHUNK_KV, 34, page_size=64, **shape))
     shape = {"head_dim": 256, "dtype": "fp16", **two}

@@ -37,6 +37,7 @@ from kerngen.templates.common.rows.spec import (
     has_codes,
     is_rotated,
     is_shared,
+    is_static,
     keys_that_matter,
     kv_row_bytes,
     require,
@@ -186,6 +187,7 @@ class Problem:
         for kind in dict.fromkeys(p.layers.lower()):
             require_kv_format(p.kv_format_of(kind), p.heads_of(kind)[1], p.page_size, 0)
         require(not is_rotated(p.kv_format), f"kv_format={p.kv_format}: decode_layers reads no rotated values")
+        require(not is_static(p.kv_format), f"kv_format={p.kv_format}: decode_layers reads no codes in e4m3")
         if "f" in p.layers.lower():  # of a drafter's layers it is another's projection whose V is K
             require_shared(p.kv_format, p.k_eq_v or "f" not in p.layers, p.num_full_rotated_pairs)
             reads = is_shared(p.kv_format) and p.makes_kv and "F" in p.layers

@@ -55,6 +55,8 @@ CASES = (
     *_cases(16, 2, 6, page_size=48, kv_format="int4", **FULL),
     *_cases(5, 2, 7, head_dim=128, num_rotated_pairs=20, page_size=16, kv_format="int4"),
     *_cases(16, 2, 6, page_size=32, k_eq_v=True, kv_format="shared_int4", **FULL),
+    *_cases(16, 2, 6, page_size=48, k_eq_v=True, kv_format="fp8", **FULL),
+    *_cases(5, 2, 7, head_dim=128, num_rotated_pairs=20, page_size=16, kv_format="fp8"),
     *_cases(32, 16, 1, 4, 130, **SLIDING),
     *_cases(32, 4, 1, 4, 130, k_eq_v=True, **FULL),
     *_cases(4, 0, 1, 17, q_only=True, **SLIDING),

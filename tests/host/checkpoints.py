@@ -83,6 +83,28 @@ def quantize(folder: Path, group: int, ignore: tuple[str, ...] = ("lm_head",)) -
     return dense
 
 
+def add_kv_scales(folder: Path, *, by_head: bool = False) -> None:
+    """Gives a W4A16 checkpoint what llm-compressor writes of an fp8 cache. Its scales are made of the weights of K's
+    norms: K is no larger than sqrt(head_dim) times its weight, and V than sqrt(head_dim).
+    """
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("self_attn.k_norm.weight")]:
+        weight, stem = tensors[name].float(), name.removesuffix("k_norm.weight")
+        rows = tensors.get(f"{stem}k_proj.weight_packed", tensors.get(f"{stem}k_proj.weight"))
+        assert rows is not None
+        heads = len(rows) // len(weight) if by_head else 1
+        most = len(weight) ** 0.5 / 448 * (1 - 0.125 * torch.arange(heads))
+        tensors[f"{stem}k_scale"] = (most * weight.abs().max()).bfloat16()
+        tensors[f"{stem}v_scale"] = most.float()
+    save_file(tensors, folder / "model.safetensors")
+    edit_config(folder, lambda c: c["quantization_config"].update(kv_cache_scheme=kv_scheme(by_head)))
+
+
+def kv_scheme(by_head: bool = False) -> dict[str, Any]:
+    args = QuantizationArgs(num_bits=8, type="float", symmetric=True, dynamic=False, strategy="tensor")
+    return args.model_dump(mode="json") | ({"strategy": "attn_head"} if by_head else {})
+
+
 def scheme(group: int) -> QuantizationScheme:
     args = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=group)
     return QuantizationScheme(targets=["Linear"], weights=args)

@@ -114,6 +114,14 @@ RUNS: list[tuple[str, str, dict[str, Any]]] = [
     ("shared_int4-raw_q", "sm75", {"num_splits": 2}),
     ("d512-fp16-int4-qk-rows80", "sm90", {"num_splits": 1}),
     ("d512-fp16-shared_int4-qk-rows80", "sm90", {"num_splits": 1}),
+    ("d128-fp16-fp8", "sm90", {"num_splits": 3}),
+    ("d256-bf16-fp8", "sm90", {"num_splits": 2}),
+    ("d256-bf16-fp8-qkv-q4-window40", "sm80", {"num_splits": 1}),
+    ("d512-bf16-fp8-qkv-q4-window40", "sm90", {"num_splits": 1, "split_d": 8, "num_warps": 8}),
+    ("d512-fp16-fp8", "sm70", {"num_splits": 2}),
+    ("d512-fp16-fp8-qkv-q4-window40", "sm70", {"num_splits": 1}),
+    ("d512-fp16-fp8-raw_q-q3", "sm75", {"num_splits": 3}),
+    ("d512-fp16-fp8-qk-rows80", "sm90", {"num_splits": 1}),
 ]  # fmt: skip
 
 

@@ -81,7 +81,7 @@ def format_rows(name: str) -> list[str]:
     rows = []
     shares = any(layer.v_is_k for layer in find_model(name).target.layers)
     for dtype, layout in list(product(KV_CACHE_DTYPES, KV_CACHE_LAYOUTS))[1:]:
-        if layout == "shared" and not shares:
+        if layout == "shared" and (not shares or dtype == "fp8"):
             continue
         model = find_model(name, kept=Keeping(kv_cache_dtype=dtype, kv_cache_layout=layout))
         made = plan(model.target, model.drafter, torch.bfloat16)
@@ -171,7 +171,8 @@ def test_a_format_of_the_cache_says_what_its_pages_take() -> None:
     assert ops.attend_decode(projected, heads, kv, batch).shape[1] == target.num_q_heads
     unknown = replace(kv, format=KVFormat("bytes", torch.int8, 64))
     with pytest.raises(
-        ProblemError, match="kernels read caches in plain, int8, shared, shared_int8, int4, shared_int4, not in bytes"
+        ProblemError,
+        match="kernels read caches in plain, int8, shared, shared_int8, int4, shared_int4, fp8, not in bytes",
     ):
         ops.attend_decode(projected, heads, unknown, batch)
     with pytest.raises(ProblemError, match="this kernel reads plain caches, not int8 ones"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import shutil
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +15,7 @@ import kernel_on_cpu
 import numpy as np
 import pytest
 import torch
+from checkpoints import add_kv_scales
 from command import Kerngen
 
 from kerngen.arch import ARCHES, Target, find_arch
@@ -35,10 +37,13 @@ from kerngen.templates.common.attention.kv_formats_torch import (
     all_values,
     codes_and_scales,
     encoded,
+    fp8_codes,
+    put_scales,
     quantized,
     randomize,
     read_rows,
     values_of,
+    wipe_page,
     write_rows,
 )
 from kerngen.templates.common.rows.spec import KV_BITS, KV_GROUPS, is_shared, kv_row_bytes
@@ -46,6 +51,7 @@ from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
 from kerngen.templates.kernel import Case, Kernel
 from kerngen.templates.qkv_norm_rope.op import qkv_norm_rope
 from kerngen.templates.values import (
+    FP8,
     INT4,
     INT8,
     KV_FORMATS,
@@ -64,15 +70,19 @@ TINY = Path(__file__).resolve().parents[2] / "examples" / "tiny"
 MODEL, ASSISTANT = TINY / "gemma-4-tiny-w4a16", TINY / "gemma-4-tiny-assistant"
 PROMPT = (TINY / "prompt.txt").read_text()
 ATTENTION = tuple(find_kernel(name) for name in ("attn_decode", "attn_prefill", "qkv_norm_rope"))
-KEPT = [Keeping(kv_cache_dtype=d, kv_cache_layout=x) for d in KV_CACHE_DTYPES for x in KV_CACHE_LAYOUTS]
+KEPT = [
+    Keeping(kv_cache_dtype=d, kv_cache_layout=x)
+    for d in KV_CACHE_DTYPES for x in KV_CACHE_LAYOUTS if (d, x) != ("fp8", "shared")
+]  # fmt: skip
 CPU = torch.device("cpu")
 
 
 def test_names_agree() -> None:
     assert {name: form.group for name, form in KV_FORMATS.items()} == KV_GROUPS
     assert {name: form.bits * (form.group > 0) for name, form in KV_FORMATS.items()} == KV_BITS
-    layer = next(layer for layer in read_model_config(MODEL).layers if layer.v_is_k)
-    made = {read_model_config(MODEL).keeping(kept).kv_format_of(layer) for kept in KEPT}
+    config = replace(read_model_config(MODEL), has_kv_scales=True)
+    layer = next(layer for layer in config.layers if layer.v_is_k)
+    made = {config.keeping(kept).kv_format_of(layer) for kept in KEPT}
     assert made == set(KV_FORMATS)
     assert [form.is_shared for form in KV_FORMATS.values()] == [is_shared(name) for name in KV_FORMATS]
     for name, form in KV_FORMATS.items():
@@ -165,13 +175,77 @@ def test_a_heads_page_is_its_rows_of_codes_and_then_their_scales(form: KVFormat,
     assert len(codes_and_scales(kv.k_cache, form)[1].unique()) == 1
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+def _e4m3() -> np.ndarray[Any, Any]:
+    """What the codes from 0 to 126 stand for, by definition: exponents of four bits, mantissas of three."""
+    codes = np.arange(127)
+    exponent, mantissa = codes >> 3, codes & 7
+    return np.where(exponent == 0, mantissa / 512, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+
+
+def _floats() -> torch.Tensor:
+    """Of all sizes and both signs: codes' values, what lies in the middle of two, what is next to that, and beyond."""
+    values = np.float32(_e4m3())
+    middles = (values[1:] + values[:-1]) / 2
+    nearly = [np.nextafter(middles, np.float32(to)) for to in (0, np.inf)]
+    beyond = np.float32([464, 480, 1e30, np.inf, 1e-30, 2.0**-149])
+    rng = np.random.default_rng(7)
+    rest = rng.standard_normal(4000).astype(np.float32) * 10.0 ** rng.integers(-5, 4, 4000)
+    sizes = np.concatenate((values, middles, *nearly, beyond, rest)).astype(np.float32)
+    return torch.from_numpy(np.concatenate((sizes, -sizes, np.float32([np.nan]))))
+
+
+def test_codes_of_e4m3_are_numpys() -> None:
+    """Each float is the nearest value, an even code of two; 448 of more."""
+    floats, values = _floats(), _e4m3()
+    padded = torch.nn.functional.pad(floats, (0, -len(floats) % 64)).view(-1, 64)
+    for scale in (1.0, 2.0**-5, 0.0371):
+        its = torch.tensor([[256 * scale]]).half()
+        got = fp8_codes(padded, its.expand(len(padded), 1)).flatten()[: len(floats)].numpy().view(np.uint8)
+        sizes = np.abs(floats.numpy()[:-1] / (its.item() / np.float32(256))).astype(np.float64)
+        distances = np.abs(np.minimum(sizes, 448)[:, None] - values)
+        two = np.argsort(distances + (np.arange(127) % 2) * 1e-300, axis=1, kind="stable")[:, :2]
+        tied = np.take_along_axis(distances, two, 1)
+        nearest = np.where((tied[:, 0] == tied[:, 1]) & (two[:, 0] % 2 == 1), two[:, 1], two[:, 0])
+        assert np.array_equal(got[:-1] & 127, nearest)
+        assert np.array_equal(got[:-1] >> 7, np.signbit(floats.numpy()[:-1]))
+        assert got[-1] & 127 == 127
+        back = values_of(torch.arange(127).to(torch.int8)[None], its, replace(FP8, group=127), torch.float32)
+        assert np.array_equal(back[0].numpy(), np.float32(values * its.item() / 256))
+    assert not fp8_codes(torch.randn(3, 64), torch.zeros(3, 1).half()).bitwise_and(127).any()
+    with pytest.raises(TypeError, match="scales of fp8 are not made of values"):
+        quantized(torch.zeros(1, 64), FP8)
+
+
+def test_scales_of_fp8_stay_in_their_pools() -> None:
+    """Those of each head, in all rows: whatever is written, and where a page is wiped."""
+    kv = FP8.allocate((3, 2, 16, 128), torch.bfloat16, CPU)
+    put_scales(kv, (0.5, 0.037), (0.25,))
+    wanted = [torch.tensor(x).double().mul(256).half() for x in ((0.5, 0.037), (0.25, 0.25))]
+    new = torch.randn(4, 2, 128)
+    new[0, 1, 5] = torch.nan
+    for pool, scales, keys in ((kv.k_cache, wanted[0], True), (kv.v_cache, wanted[1], False)):
+        write_rows(pool, "fp8", torch.zeros(4).long(), torch.arange(4), new, keys=keys)
+        its = codes_and_scales(pool, FP8)[1]
+        assert torch.equal(its, scales[:, None, None].expand(3, 2, 16, 2))
+        back = all_values(pool, "fp8", torch.float32)[0, :, :4].transpose(0, 1)
+        assert back.isnan().sum() == 1
+        held = scales.float()[:, None] / 256
+        step = torch.maximum(new.abs() / 16, held / 1024).nan_to_num(0) * 1.001
+        assert bool(((back - new).nan_to_num(0).abs() <= step).all())
+    wipe_page(kv, 0)
+    for pool, scales in ((kv.k_cache, wanted[0]), (kv.v_cache, wanted[1])):
+        codes, its = codes_and_scales(pool, FP8)
+        assert not codes.any()
+        assert torch.equal(its, scales[:, None, None].expand(3, 2, 16, 2))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 def test_a_poisoned_row_stays_poison(name: str) -> None:
     values = torch.randn(2, 1, 16, 128)
     values[1, 0, 3, 70] = torch.nan
     back = all_values(encoded(values, name), name, torch.float16)
-    assert back.isnan().sum() == 64
-    assert bool(back[1, 0, 3, 64:].isnan().all())
+    assert back.isnan().sum() == (1 if name == "fp8" else 64)
+    assert bool((back[1, 0, 3, 64:] if name != "fp8" else back[1, 0, 3, 70]).isnan().all())
 
 
 def test_a_shared_page_is_v_then_what_turns_of_k() -> None:
@@ -200,6 +274,7 @@ def test_a_shared_page_is_v_then_what_turns_of_k() -> None:
 
 @pytest.mark.parametrize(("name", "k_eq_v"), [
     ("int8", False), ("int8", True), ("int4", False), ("shared", True), ("shared_int8", True), ("shared_int4", True),
+    ("fp8", False), ("fp8", True),
 ])  # fmt: skip
 def test_new_tokens_are_used_as_they_are_stored(name: str, k_eq_v: bool) -> None:
     """By one call or by two: the same bytes in the caches, and the same result as reading them again."""
@@ -264,6 +339,9 @@ def test_qkv_norm_rope_stores_what_the_reference_does(case: Case, tmp_path: Path
     slot, size = int(inputs["slot_mapping"][2]), case.problem.page_size
     stored = kernel.values_of(case.problem, "v_cache", inputs["v_cache"])[slot // size, -1, slot % size]
     assert bool(stored[: case.problem.head_dim].isnan().all())
+    if case.problem.kv_format == "fp8":  # whose scales stay as they were
+        for name in ("k_cache", "v_cache"):
+            assert torch.equal(*(codes_and_scales(of[name], FP8)[1] for of in (inputs, expected))), name
     for name in ("k_cache", "v_cache"):  # a sum in another order may flip a rounding, and that a code
         got, want = (kernel.values_of(case.problem, name, of[name]) for of in (inputs, expected))
         assert float(((got == want) | want.isnan()).float().mean()) > 0.998, name
@@ -293,6 +371,49 @@ extern "C" __global__ void probe(uint4* out, const uint2* codes, const uint16_t*
     library.run(1, 1, 0, *(ctypes.c_void_p(t.data_ptr()) for t in (out, stored, scales)), len(scales))
     wanted = (codes.float() * scales.float()[:, None]).to(form)
     assert torch.equal(out, wanted)
+
+
+@NO_COMPILER
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_kernels_read_and_make_codes_of_e4m3(dtype: str, tmp_path: Path) -> None:
+    """All codes, NaN among them, by scales as pools hold them; what becomes of fp32 of all sizes, and of each number
+    of 16 bits over scales of many bits.
+    """
+    kernel, target = ATTENTION[2], Target.of(find_arch("sm90"))
+    problem = replace(next(c.problem for c in CODES if c.problem.kv_format == "fp8"), dtype=dtype)
+    source = (
+        str(render(kernel, problem, kernel.default_config(problem, target), target))
+        + """
+extern "C" __global__ void probe(uint4* out, const uint2* codes, const uint16_t* scales, int num_scales, uint8_t* made,
+                                 const float* values, int num_values, uint2* stored, const uint4* all) {
+    for (int s = 0; s < num_scales; ++s)
+        for (int i = 0; i < 32; ++i) out[s * 32 + i] = KvFormat::converted(codes[i], scales[s]);
+    for (int i = 0; i < num_values; ++i) made[i] = uint8_t(e4m3_of(values[i]));
+    for (int s = 0; s < num_scales; ++s)
+        for (int i = 0; i < 8192; ++i)
+            stored[s * 8192 + i] = KvFormat::quantized(all[i], Half<false>::to_float(scales[s]) / 256);
+}
+"""
+    )
+    library = kernel_on_cpu.on_cpu(source, "probe", tmp_path)
+    codes = torch.arange(256).to(torch.uint8)
+    scales = torch.cat((torch.tensor([0.0, 2.0**-6, 2.0**-14, 1.0, 256.0, 32768.0]), 20 * torch.rand(40))).half()
+    form = TORCH_DTYPE[dtype]
+    every = torch.arange(-32768, 32768).to(torch.int16).view(form)
+    stored = torch.empty(len(scales), 65536, dtype=torch.int8)
+    out, values = torch.empty(len(scales), 256, dtype=form), _floats()
+    made = torch.empty(len(values), dtype=torch.int8)
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (out, codes, scales, made, values, stored, every)]
+    library.run(1, 1, 0, *pointers[:3], len(scales), *pointers[3:5], len(values), *pointers[5:])
+    wanted = values_of(codes.view(torch.int8).expand(len(scales), -1), scales[:, None].expand(-1, 4), FP8, form)
+    assert torch.equal(out.isnan(), wanted.isnan())
+    assert out[:, [127, 255]].isnan().all()
+    assert torch.equal(out.nan_to_num(9), wanted.to(form).nan_to_num(9))
+    assert torch.equal(made, values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.int8))
+    wanted = torch.stack([fp8_codes(every[None], scale[None, None])[0] for scale in scales])
+    unknown = [x & 127 == 127 for x in (stored, wanted)]
+    assert torch.equal(*unknown)
+    assert torch.equal(stored[~unknown[0]], wanted[~unknown[0]])
 
 
 MEANS = find_kernel("key_means")
@@ -351,7 +472,16 @@ extern "C" __global__ void probe(uint4* out, const KvFormat::Element* pool, int 
 
 
 @pytest.fixture(scope="module")
-def sessions() -> dict[tuple[str, str], Session]:
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint, with scales of an fp8 cache."""
+    folder = tmp_path_factory.mktemp("fp8") / MODEL.name
+    shutil.copytree(MODEL, folder)
+    add_kv_scales(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sessions(scaled: Path) -> dict[tuple[str, str], Session]:
     how: dict[str, Any] = {
         "draft": ASSISTANT,
         "device": "cpu",
@@ -360,7 +490,7 @@ def sessions() -> dict[tuple[str, str], Session]:
         "num_draft_tokens": 3,
     }
     each = [(kept.kv_cache_dtype, kept.kv_cache_layout) for kept in KEPT]
-    return {(d, x): load(MODEL, kv_cache_dtype=d, kv_cache_layout=x, **how) for d, x in each}
+    return {(d, x): load(scaled, kv_cache_dtype=d, kv_cache_layout=x, **how) for d, x in each}
 
 
 def _tokens(session: Session, drafts: int | None = 0, **options: Any) -> list[list[int]]:
@@ -394,18 +524,19 @@ def test_the_cache_is_in_its_format_and_a_drafter_reads_it(sessions: dict[tuple[
             assert pool.format.is_shared == (layout == "shared" and layer.v_is_k)
             assert pool.format.bits == (4 if dtype == "int4" and layer.kind == "full" else 8)
         assert engine.cache.num_bytes == engine.shape.num_bytes(engine.cache.num_pages)
-        part = {"auto": 1.0, "int8": (1 + 2 / 64) / 4, "int4": (1 / 2 + 2 / 32) / 4}[dtype]  # of fp32
+        codes_8 = (1 + 2 / 64) / 4
+        part = {"auto": 1.0, "int8": codes_8, "int4": (1 / 2 + 2 / 32) / 4, "fp8": codes_8}[dtype]  # of fp32
         assert session.cache_shape.token_bytes / plain == part * (0.625 if layout == "shared" else 1)
         answer = session.generate(PROMPT, max_new_tokens=24)
         assert answer.stats.acceptance_length > 2, (dtype, layout)
 
 
 @pytest.mark.parametrize("kept", KEPT[1:], ids=lambda k: f"{k.kv_cache_dtype}-{k.kv_cache_layout}")
-def test_the_kernels_path_has_the_oracles_tokens(kept: Keeping) -> None:
+def test_the_kernels_path_has_the_oracles_tokens(scaled: Path, kept: Keeping) -> None:
     """With the references in place of kernels, in fp32: only sums in another order differ."""
     found = []
     for ops in (TorchOps(CPU, torch.float32), KernelOps(Reference(), torch.float32)):
-        session = open_checkpoint(MODEL, ops, draft=ASSISTANT, kept=kept)
+        session = open_checkpoint(scaled, ops, draft=ASSISTANT, kept=kept)
         session.num_draft_tokens = 3
         found.append(session.generate(PROMPT[:60], max_new_tokens=12).tokens)
     assert found[0] == found[1]
@@ -449,11 +580,12 @@ def test_prompts_attention_refuses_rotated_values() -> None:
         batch = AttnBatch(torch.zeros(4, 4096, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), max_kv_len=262144,
                           max_seqlen_q=1)  # fmt: skip
         assert heads_at_once(4, form.allocate((1, 2, 64, 512), torch.float16, CPU), batch) == (form.bits == 4)
+    why = prefill.why_unsupported(replace(problem, kv_format="shared_int4"), target)
     assert why == "kv_format=shared_int4 holds rotated values: use gather_kv, and plain pages"
 
 
 @pytest.mark.parametrize(("fields", "says"), [
-    ({"kv_format": "int7"}, "kv_format='int7' is not one of: plain, int8, shared, shared_int8, int4, shared_int4"),
+    ({"kv_format": "int7"}, "kv_format='int7' is not one of: plain, int8, shared, shared_int8, int4, shared_int4, fp8"),
     ({"kv_format": "shared", "head_dim": 256}, "heads of 512 are shared"),
     ({"kv_format": "int8", "page_heads": 32}, "page_heads=32: a cache in int8 is contiguous"),
     ({"kv_format": "int8", "page_size": 24}, "page_size=24 is no multiple of 16"),

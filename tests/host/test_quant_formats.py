@@ -45,7 +45,10 @@ FORMATS: dict[str, tuple[Any, str]] = {
     "compressed-tensors actorder": (compressed(actorder="group"), "actorder is 'group'"),
     "compressed-tensors W4A8": (compressed({"input_activations": {"num_bits": 8}}), "input_activations are quantized"),
     "compressed-tensors groups of 16": (compressed(group_size=16), "group_size is 16"),
-    "compressed-tensors kv cache": (compressed() | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is set"),
+    "compressed-tensors kv cache": (
+        compressed() | {"kv_cache_scheme": {"num_bits": 8}},
+        "kv_cache_scheme: field 'type' is missing",
+    ),
     "DeepSpeed": ({"quant_method": "deepspeedfp", "bits": 6, "group_size": 512}, "DeepSpeed's"),
     "EETQ": ({"quant_method": "eetq"}, "EETQ"),
     "ExLlamaV2": ({"quant_method": "exl2", "bits": 4.5}, "ExLlamaV2"),

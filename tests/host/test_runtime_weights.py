@@ -397,7 +397,7 @@ def test_packed_weights_that_contradict_their_scheme(tmp_path: Path) -> None:
 ACTIVATIONS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
 TOP: dict[str, tuple[Any, str]] = {
     "quantization_status": ("calibration", "quantization_status is 'calibration'"),
-    "kv_cache_scheme": ({"num_bits": 8, "type": "float"}, "kv_cache_scheme is set"),
+    "kv_cache_scheme": ({"num_bits": 8, "type": "int"}, "kv_cache_scheme: type is 'int'"),
     "transform_config": ({"config_groups": {"R1": {"type": "hadamard"}}}, "transform_config is set"),
     "sparsity_config": ({"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}, "format 'sparse-24-bitmask'"),
     "format": ("marlin-24", "in format 'marlin-24'"),

@@ -11,9 +11,16 @@ in fp32, within -8 .. 7; codes are 0 where the scale is. So 16 steps are even on
 quantizer). What is stored of a code is code + 8; eight are a word of 32 bits, from its lowest four on 0, 2, 4, 6, 1,
 3, 5, 7. What is read is (code + 1/2) * scale, rotated back, and then rounded; attn_decode rotates q and its output in
 place of that.
+
+fp8: codes are e4m3 (torch.float8_e4m3fn), of values over a scale that a head of K or V has in all rows: code = x /
+scale in fp32, to the nearest, ties to even, within -448 .. 448; of a NaN that of a NaN, of a scale of 0 zeros. The
+scale is fp16(256 * what the checkpoint says) / 256; pools hold it 256 times as large, for each 64 values. What is read
+is code * scale, rounded to the activations' dtype.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +28,8 @@ from torch import Tensor
 from kerngen.templates.values import KV_FORMATS, ROTATED, KVFormat, KVView
 
 RAISED = -128  # of a code, xor: the sign bit of its byte
+FP8_SCALE = 256.0  # times a scale of fp8: how a pool holds it
+FP8_MAX = 448.0
 
 
 def _rows(pool: Tensor, form: KVFormat, keys: bool) -> Tensor:
@@ -52,8 +61,33 @@ def codes_and_scales(pool: Tensor, form: KVFormat, keys: bool = False) -> tuple[
     return _rows(pool, form, keys), scales_of(pool, form, keys)
 
 
+def put_scales(kv: KVView, k_scales: Sequence[float], v_scales: Sequence[float]) -> None:
+    """Puts a layer's static scales, of each KV head or one of all, into all rows of its pools, which are of fp8."""
+    for pool, scales in ((kv.k_cache, k_scales), (kv.v_cache, v_scales)):
+        of_head = (torch.tensor(scales, dtype=torch.float64) * FP8_SCALE).half().to(pool.device)
+        scales_of(pool, kv.format).copy_(of_head[:, None, None])
+
+
+def wipe_page(kv: KVView, page: int) -> None:
+    """Zeros to a page of a layer's pools. Static scales stay."""
+    for pool in (kv.k_cache, kv.v_cache):
+        own = _rows(pool, kv.format, keys=False) if kv.format.is_static else pool
+        own[page] = 0
+
+
+def fp8_codes(x: Tensor, scales: Tensor) -> Tensor:
+    """int8 [..., head_dim] of x [..., head_dim], by scales as pools hold them, [..., head_dim / group] fp16."""
+    groups, its = x.float().unflatten(-1, (scales.shape[-1], -1)), scales.float()[..., None] / FP8_SCALE
+    codes = torch.where(its > 0, groups / its, groups * 0).clamp(-FP8_MAX, FP8_MAX)
+    return codes.flatten(-2).to(torch.float8_e4m3fn).view(torch.int8)
+
+
 def quantized(x: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
-    """Codes of x [..., head_dim], as they are stored, int8 [..., entries], and scales [..., head_dim / group] fp16."""
+    """Codes of x [..., head_dim], as they are stored, int8 [..., entries], and scales [..., head_dim / group] fp16, of
+    a format that makes its scales.
+    """
+    if form.is_static:
+        raise TypeError(f"scales of {form.name} are not made of values: fp8_codes takes them")
     if form.bits == 4:
         return _quantized_int4(x)
     groups = x.float().unflatten(-1, (-1, form.group))
@@ -68,7 +102,8 @@ def values_of(codes: Tensor, scales: Tensor, form: KVFormat, dtype: torch.dtype)
     """
     if form.bits == 4:
         return _values_of_int4(codes, scales).to(dtype).float()
-    groups = (codes ^ RAISED).float().unflatten(-1, (-1, form.group))
+    numbers = codes.view(torch.float8_e4m3fn).float() / FP8_SCALE if form.is_static else (codes ^ RAISED).float()
+    groups = numbers.unflatten(-1, (-1, form.group))
     return (groups * scales.float()[..., None]).flatten(-2).to(dtype).float()
 
 
@@ -81,6 +116,8 @@ def code_flip(form: KVFormat) -> float:
     """
     if not form.group:
         return 0.0
+    if form.is_static:
+        return 6 / 8  # of three bits of mantissa
     return CODE_FLIP if form.bits == 8 else 2 * 6 / 8 / 8
 
 
@@ -125,7 +162,7 @@ def turned_dims(x: Tensor) -> Tensor:
 
 def encoded(values: Tensor, kv_format: str) -> Tensor:
     """A pool, not shared, that holds values [P, NKV, S, head_dim]: those themselves where the format is plain. A NaN
-    makes that of its scale.
+    makes that of its scale; of fp8 it stays, and a head's scale is that of its largest value.
     """
     form = KV_FORMATS[kv_format]
     if not form.group:
@@ -152,6 +189,11 @@ def _encode(pool: Tensor, form: KVFormat, values: Tensor, keys: bool) -> None:
         _rows(pool, form, keys).copy_(values)
         return
     codes, scales = codes_and_scales(pool, form, keys)
+    if form.is_static:
+        largest = values.float().nan_to_num(0.0).abs().amax((0, 2, 3)).clamp(min=4.0)  # of each head
+        scales.copy_((largest * (FP8_SCALE / FP8_MAX)).half()[:, None, None])
+        codes.copy_(fp8_codes(values, scales))
+        return
     made, its_scales = quantized(values.nan_to_num(1.0), form)
     codes.copy_(made)
     unknown = values.unflatten(-1, (-1, 64)).isnan().any(-1).repeat_interleave(64 // form.group, -1)
@@ -197,6 +239,9 @@ def write_rows(pool: Tensor, kv_format: str, pages: Tensor, rows: Tensor, new: T
         rows_of[pages, :, rows] = new.to(pool.dtype)
         return
     codes, scales = codes_and_scales(pool, form, keys)
+    if form.is_static:
+        codes[pages, :, rows] = fp8_codes(new, scales[pages, :, rows])
+        return
     codes[pages, :, rows], scales[pages, :, rows] = quantized(new, form)
 
 
@@ -208,6 +253,10 @@ def randomize(kv: KVView) -> None:
             continue
         codes, scales = codes_and_scales(pool, kv.format, keys)
         codes.random_(-127, 128)
+        if kv.format.is_static:
+            codes[codes & 127 == 127] = 0  # NaN
+            scales.fill_(1.0)  # values up to 448 / 256
+            continue
         scales.fill_(2.0 ** (2 - kv.format.bits))
 
 

@@ -141,7 +141,7 @@ template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int4Gro
         return codes;
     }
     template <class Slice> using Stored = Codes;
-    template <class Slice> static DEVICE Codes stored(const Slice& x) {
+    template <class Slice> static DEVICE Codes stored(const Slice& x, const Element* = nullptr, int = 0) {
         Codes s;
         s.low = quantized(x.low.part[0], s.low_scales);
         s.high = quantized(x.high.part[0], s.high_scales);

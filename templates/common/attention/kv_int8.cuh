@@ -15,9 +15,10 @@ struct CodesOfHead {
 // A NaN stays: it makes that of the scale, and so of all that is read of the group.
 DEVICE float larger_or_nan(float a, float b) { return b > a || b != b ? b : a; }
 
-template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Groups {
+// Pages of codes of a byte each. Codes8_: how eight of them become values and are made of them (Int8Groups, Fp8Groups).
+template <class Codes8_, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct ByteGroups {
     typedef int8_t Element;
-    typedef Int8Groups Codes8;
+    typedef Codes8_ Codes8;
     static constexpr bool IS_BYTES = false, IS_ROWS = false, IS_ROTATED = false;
     static constexpr int SCALES = 1;
     static DEVICE constexpr int elements(int values) { return values; }
@@ -61,6 +62,43 @@ template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Gro
     static DEVICE int scale_at(int key, int group, bool is_key) { return key * GROUPS + group; }
     static DEVICE int key_of_scale(int n) { return n / GROUPS; }
 
+    // Global memory to registers, through L2: another block of this kernel may have written it. Zeros and no access
+    // where `valid` is false.
+    static DEVICE uint4 load(const Chunk& chunk, bool valid = true) {
+        uint2 codes = make_uint2(0, 0);
+        uint16_t scale = 0;
+        if (valid) {
+            codes = load_l2(reinterpret_cast<const uint2*>(chunk.codes));
+            scale = load_l2(chunk.scale);
+        }
+        return Codes8::converted(codes, scale);
+    }
+    template <bool CONSTANT> static DEVICE uint4 load_or_zero(const Chunk& chunk, bool valid) { return load(chunk, valid); }
+    static DEVICE uint4 load_values(const Chunk& chunk, bool valid = true) { return load(chunk, valid); }
+    // Global to shared memory, at once.
+    static DEVICE void copy(void* to, const Chunk& chunk) { *static_cast<uint4*>(to) = load(chunk); }
+    static DEVICE void copy_or_zero(void* to, const Chunk& chunk, bool valid) { *static_cast<uint4*>(to) = load(chunk, valid); }
+    static DEVICE void copy_at(uint32_t to, const Chunk& chunk, bool valid = true) {
+        const uint4 x = load(chunk, valid);
+        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+    }
+
+    template <class Slice> using Stored = CodesOfHead;
+    // To row `row` of a cache, counted through all pages and heads.
+    static DEVICE void store(Element* cache, int64_t row, const CodesOfHead& x, int lane, bool is_key) {
+        const Place place = place_of(row / PAGE_SIZE, int(row % PAGE_SIZE), 0);
+        Codes8::store_row(cache + place.codes, reinterpret_cast<uint16_t*>(cache + place.scales), HEAD_DIM, x, lane);
+    }
+    // What is read of it, as `load` would.
+    static DEVICE uint4 low(const CodesOfHead& x) { return Codes8::converted(x.low, x.low_scale); }
+    static DEVICE uint4 high(const CodesOfHead& x) { return Codes8::converted(x.high, x.high_scale); }
+};
+
+template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE>
+struct Int8Groups : ByteGroups<Int8Groups<BF16, HEAD_DIM, PAGE_HEADS, PAGE_SIZE>, HEAD_DIM, PAGE_HEADS, PAGE_SIZE> {
+    typedef int8_t Element;
+    static constexpr bool ARE_INTEGERS = true;  // no code is a NaN, and `more` is one number more than `integers`
+
     // Codes 2 i and 2 i + 1 of a word, which are stored with 128 more, in fp16, exactly: with 1152 more, and as they are.
     static constexpr uint32_t RAISE = 0x64646464u, LESS = 0xe480e480u;  // 1024 in the upper bytes; -1152, twice
     static DEVICE uint32_t more(uint32_t codes, int i, uint32_t raise = RAISE) { return __byte_perm(codes, raise, i ? 0x4342 : 0x4140); }
@@ -88,27 +126,6 @@ template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Gro
         return make_uint4(out[0], out[1], out[2], out[3]);
     }
 
-    // Global memory to registers, through L2: another block of this kernel may have written it. Zeros and no access
-    // where `valid` is false.
-    static DEVICE uint4 load(const Chunk& chunk, bool valid = true) {
-        uint2 codes = make_uint2(0, 0);
-        uint16_t scale = 0;
-        if (valid) {
-            codes = load_l2(reinterpret_cast<const uint2*>(chunk.codes));
-            scale = load_l2(chunk.scale);
-        }
-        return converted(codes, scale);
-    }
-    template <bool CONSTANT> static DEVICE uint4 load_or_zero(const Chunk& chunk, bool valid) { return load(chunk, valid); }
-    static DEVICE uint4 load_values(const Chunk& chunk, bool valid = true) { return load(chunk, valid); }
-    // Global to shared memory, at once.
-    static DEVICE void copy(void* to, const Chunk& chunk) { *static_cast<uint4*>(to) = load(chunk); }
-    static DEVICE void copy_or_zero(void* to, const Chunk& chunk, bool valid) { *static_cast<uint4*>(to) = load(chunk, valid); }
-    static DEVICE void copy_at(uint32_t to, const Chunk& chunk, bool valid = true) {
-        const uint4 x = load(chunk, valid);
-        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
-    }
-
     // Codes and scale of eight values; the scale is that of the eight lanes that hold a group.
     static DEVICE uint2 quantized(const uint4& values, uint16_t& scale) {
         const uint32_t packed[4] = {values.x, values.y, values.z, values.w};
@@ -133,27 +150,17 @@ template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Int8Gro
         return make_uint2(codes[0] ^ 0x80808080u, codes[1] ^ 0x80808080u);  // 128 more, each a byte without a sign
     }
 
-    // Made by all lanes that hold the head.
-    typedef CodesOfHead Codes;
-    template <class Slice> using Stored = Codes;
-    template <class Slice> static DEVICE Codes stored(const Slice& x) {
-        Codes s;
+    // Made by all lanes that hold the head. Of a format whose scales are its caches': for `kv_head` of one.
+    template <class Slice> static DEVICE CodesOfHead stored(const Slice& x, const Element* = nullptr, int = 0) {
+        CodesOfHead s;
         s.low = quantized(x.low.part[0], s.low_scale);
         s.high = quantized(x.high.part[0], s.high_scale);
         return s;
     }
-    // To row `row` of a cache, counted through all pages and heads.
-    static DEVICE void store(Element* cache, int64_t row, const Codes& x, int lane, bool is_key) {
-        const Place place = place_of(row / PAGE_SIZE, int(row % PAGE_SIZE), 0);
-        store_row(cache + place.codes, reinterpret_cast<uint16_t*>(cache + place.scales), HEAD_DIM, x, lane);
-    }
     // To a row of `width` values.
-    static DEVICE void store_row(Element* to, uint16_t* scales, int width, const Codes& x, int lane) {
+    static DEVICE void store_row(Element* to, uint16_t* scales, int width, const CodesOfHead& x, int lane) {
         reinterpret_cast<uint2*>(to)[lane] = x.low;
         reinterpret_cast<uint2*>(to)[width / 16 + lane] = x.high;
         if (lane % 8 == 0) scales[lane / 8] = x.low_scale, scales[width / 128 + lane / 8] = x.high_scale;
     }
-    // What is read of it, as `load` would.
-    static DEVICE uint4 low(const Codes& x) { return converted(x.low, x.low_scale); }
-    static DEVICE uint4 high(const Codes& x) { return converted(x.high, x.high_scale); }
 };

@@ -95,7 +95,7 @@ template <class Codes8_, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Sha
         return Codes8::template load_or_zero<CONSTANT>(codes(c), valid);
     }
 
-    template <class Slice> static DEVICE decltype(auto) stored(const Slice& x) { return Codes8::stored(x); }
+    template <class Slice> static DEVICE decltype(auto) stored(const Slice& x, const Element* = nullptr, int = 0) { return Codes8::stored(x); }
     template <class X> static DEVICE uint4 low(const X& x) { return Codes8::low(x); }
     template <class X> static DEVICE uint4 high(const X& x) { return Codes8::high(x); }
     // Of V all of a head; of K the dims that are turned, which the first lanes hold.

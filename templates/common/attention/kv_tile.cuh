@@ -37,7 +37,7 @@ struct Elements16 {
     }
     // What a lane holds of a head as it is stored, and its two chunks as they are read again.
     template <class Slice> using Stored = Slice;
-    template <class Slice> static DEVICE const Slice& stored(const Slice& x) { return x; }
+    template <class Slice> static DEVICE const Slice& stored(const Slice& x, const Element* = nullptr, int = 0) { return x; }
     template <class Slice> static DEVICE uint4 low(const Slice& x) { return x.low.part[0]; }
     template <class Slice> static DEVICE uint4 high(const Slice& x) { return x.high.part[0]; }
 };

@@ -126,7 +126,7 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct CodeT
     static DEVICE bool is_turned(int group) { return IS_SHARED_TILE && group % TURNED_EVERY == 0; }
     static DEVICE constexpr int turned_rows(int group_here) { return TURNED_AT + group_here / TURNED_EVERY * KEYS * 64; }
 
-    // Codes of keys that may not be read can be anything: their scales are zeros.
+    // Of keys that may not be read scales are zeros: codes can be anything then, but for one that is a NaN.
     static DEVICE void fetch(uint16_t* tile, int at, typename Format::Chunk src, const KeysToFetch& keys, int part, bool is_key, int lane) {
         constexpr int CHUNKS = DIM / 16, AT_ONCE = 32 / CHUNKS;  // keys
         const int first = lane / CHUNKS, chunk = lane % CHUNKS;
@@ -156,7 +156,11 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct CodeT
         }
 #pragma unroll
         for (int i = 0; i < 16 / AT_ONCE; ++i)
-            if (is_copied(first + i * AT_ONCE)) copy(i * AT_ONCE);
+            if constexpr (Codes8::ARE_INTEGERS) {
+                if (is_copied(first + i * AT_ONCE)) copy(i * AT_ONCE);
+            } else if (const int key = i * AT_ONCE; !keys.skipped(first + key)) {
+                copy16_or_zero(bytes(tile) + (to ^ flip(key)) + line(at + key), from + key * width, keys.readable(first + key));
+            }
         for (int n = lane; n < Format::SCALE_PIECES * 8; n += 32)
             if (const int key = Format::key_of_scale(n); !keys.skipped(key))
                 scale[n] = keys.readable(key) ? load_l2(Format::scale_piece(src, group, n / 8) + n % 8) : uint16_t(0);
@@ -222,7 +226,7 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct CodeT
     // of a group with -1152 times the sum of its elements of Q, which the same tensor cores make. (A product is up to 10^5
     // times as large as an element of Q then, and fp32 has 24 bits. What is left of a long sum of V would be lost in it.)
     template <int Q_TILES> struct Offsets {
-        static constexpr bool ARE_USED = GROUPS_HERE * Q_TILES <= 4;
+        static constexpr bool ARE_USED = Codes8::ARE_INTEGERS && GROUPS_HERE * Q_TILES <= 4;
         float sum[ARE_USED ? GROUPS_HERE : 1][Q_TILES][2];  // of rows 2t and 2t + 1
         DEVICE Offsets(const uint16_t* q, int part, int lane) {
             if constexpr (!ARE_USED) return;

@@ -40,7 +40,7 @@ template <class Rows, int PAGE_SIZE> struct CodeCopy {
         return first + RUN > rows.keys.first && first < rows.keys.end ? rows.pages[uint32_t(first) / PAGE_SIZE] : 0;
     }
     // Starts copying run `i` of this lane: columns block * 64 on of rows `first` on, a multiple of RUN. Unreadable ones get a
-    // scale of 0.
+    // scale of 0, and codes of 0 where one may be a NaN.
     static DEVICE void start(uint32_t stage, int i, const Rows& rows, int page, int first, int block) {
         const int mine = threadIdx.x % RUN, row = mine / 4, piece = mine % 4, line = (2 * i + half()) * RUN;
         const uint32_t to = stage + (line + row) * 64 + (piece ^ row / 2) * 16, scale_to = stage + SCALES_AT + (line + mine) * 4;
@@ -50,9 +50,10 @@ template <class Rows, int PAGE_SIZE> struct CodeCopy {
         const uint64_t scale = reinterpret_cast<uint64_t>(run.scale + mine * (width / 64)) & ~uint64_t(3);  // 4 bytes at least
         const bool all = rows.all_readable(first, RUN);  // most are
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-            if (all || rows.readable(first + row + 4 * j))
-                copy16_at((to ^ j % 2 * 32) + j * 256, codes + 4 * j * width);
+        for (int j = 0; j < 4; ++j) {
+            const bool valid = all || rows.readable(first + row + 4 * j);
+            if (valid || !Codes8::ARE_INTEGERS) copy16_at((to ^ j % 2 * 32) + j * 256, codes + 4 * j * width, valid);
+        }
         copy4_at(scale_to, reinterpret_cast<const void*>(scale), rows.readable(first + mine));
     }
 

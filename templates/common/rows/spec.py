@@ -11,8 +11,8 @@ VEC = 8  # elements that a thread moves at once: 16 bytes of a 16-bit type
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 DTYPES = tuple(ELEMENT_BYTES)
 # Formats of a cache, with the values that share a scale, and the bits of a value's code (values.py, KVFormat).
-KV_GROUPS = {"plain": 0, "int8": 64, "shared": 0, "shared_int8": 64, "int4": 32, "shared_int4": 32}
-KV_BITS = {"plain": 0, "int8": 8, "shared": 0, "shared_int8": 8, "int4": 4, "shared_int4": 4}
+KV_GROUPS = {"plain": 0, "int8": 64, "shared": 0, "shared_int8": 64, "int4": 32, "shared_int4": 32, "fp8": 64}
+KV_BITS = {"plain": 0, "int8": 8, "shared": 0, "shared_int8": 8, "int4": 4, "shared_int4": 4, "fp8": 8}
 MAX_BLOCK_THREADS = 1024
 INT32_MAX = 2**31 - 1
 SPARE_REGISTERS = 36  # what the row kernels need beside their data, by the ptxas reports
@@ -70,6 +70,11 @@ def has_codes(kv_format: str) -> bool:
 def is_rotated(kv_format: str) -> bool:
     """Whether such a cache holds rotated values: queries are rotated too then, and outputs back."""
     return KV_BITS[kv_format] == 4
+
+
+def is_static(kv_format: str) -> bool:
+    """Whether such a cache holds codes in e4m3, by scales that are its heads' own."""
+    return kv_format == "fp8"
 
 
 def require_kv_format(kv_format: str, head_dim: int, page_size: int, page_heads: int) -> None:

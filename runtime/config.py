@@ -27,6 +27,8 @@ KV_CACHE_DTYPES = ("auto", "int8", "int4", "fp8")  # what keys and values are ke
 # Of sliding layers, where it is another than that of full ones: they have few keys, and each of them weighs more.
 SLIDING_KV_FORMATS = {"int4": "int8"}
 KV_CACHE_LAYOUTS = ("apart", "shared")  # shared: one pool has V, and of K what is not V, in layers whose K is V
+# Of both, those that go together: one pool of K and V cannot have fp8's scales of each.
+KV_CACHES = tuple((d, x) for d in KV_CACHE_DTYPES for x in KV_CACHE_LAYOUTS if (d, x) != ("fp8", "shared"))
 # What Gemma4TextConfig takes where config.json leaves the field out.
 DEFAULT_GLOBAL_HEAD_DIM = 512
 DEFAULT_ROPE = {
@@ -88,7 +90,7 @@ class Keeping:
         ):
             if name not in known:
                 raise UsageError(f"{said} not known", hint=f"known: {', '.join(known)}")
-        if self.kv_cache_dtype == "fp8" and self.kv_cache_layout == "shared":
+        if (self.kv_cache_dtype, self.kv_cache_layout) not in KV_CACHES:
             raise UsageError("--kv-cache-layout shared has one pool of K and V, which have scales of their own in fp8",
                              hint="leave it out, or --kv-cache-dtype int8")  # fmt: skip
         if self.sparse_prefill is not None and not self.sparse_prefill > 0:

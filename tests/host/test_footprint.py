@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from command import ROOT, Kerngen
 
 from kerngen.errors import ProblemError
 from kerngen.runtime.cache import KVCache
-from kerngen.runtime.config import KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, Keeping, read_drafter_config, read_model_config
+from kerngen.runtime.config import KV_CACHES, Keeping, read_drafter_config, read_model_config
 from kerngen.runtime.engine import MEDIA_CACHE_BYTES, CacheShape, Engine
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.reference import Reference
@@ -80,8 +79,8 @@ def format_rows(name: str) -> list[str]:
     """A model's rows of the third: one a format of the cache."""
     rows = []
     shares = any(layer.v_is_k for layer in find_model(name).target.layers)
-    for dtype, layout in list(product(KV_CACHE_DTYPES, KV_CACHE_LAYOUTS))[1:]:
-        if layout == "shared" and (not shares or dtype == "fp8"):
+    for dtype, layout in KV_CACHES[1:]:
+        if layout == "shared" and not shares:
             continue
         model = find_model(name, kept=Keeping(kv_cache_dtype=dtype, kv_cache_layout=layout))
         made = plan(model.target, model.drafter, torch.bfloat16)

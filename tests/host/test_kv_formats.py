@@ -24,7 +24,7 @@ from kerngen.errors import ConfigRefused, NumericsError, ProblemError, UsageErro
 from kerngen.quality.kv import Distance, kv_quality
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
-from kerngen.runtime.config import KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, Keeping, read_model_config
+from kerngen.runtime.config import KV_CACHES, Keeping, read_model_config
 from kerngen.runtime.engine import Engine
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.ops.eager import TorchOps
@@ -70,10 +70,7 @@ TINY = Path(__file__).resolve().parents[2] / "examples" / "tiny"
 MODEL, ASSISTANT = TINY / "gemma-4-tiny-w4a16", TINY / "gemma-4-tiny-assistant"
 PROMPT = (TINY / "prompt.txt").read_text()
 ATTENTION = tuple(find_kernel(name) for name in ("attn_decode", "attn_prefill", "qkv_norm_rope"))
-KEPT = [
-    Keeping(kv_cache_dtype=d, kv_cache_layout=x)
-    for d in KV_CACHE_DTYPES for x in KV_CACHE_LAYOUTS if (d, x) != ("fp8", "shared")
-]  # fmt: skip
+KEPT = [Keeping(kv_cache_dtype=d, kv_cache_layout=x) for d, x in KV_CACHES]
 CPU = torch.device("cpu")
 
 

@@ -175,7 +175,7 @@ def build(
 
 def cells_of(model: str, arch: Any) -> set[str]:
     """ProblemKey.cell of all that a model needs on an arch, however its weights and its cache are kept and read."""
-    from kerngen.runtime.config import DRAFT_WEIGHTS, KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, Keeping
+    from kerngen.runtime.config import DRAFT_WEIGHTS, KV_CACHES, Keeping
     from kerngen.templates import find_kernel
     from kerngen.tuning_db import problem_key
     from kerngen.workload.workload import find_model, workload
@@ -183,9 +183,10 @@ def cells_of(model: str, arch: Any) -> set[str]:
     found = find_model(model)
     kinds = DRAFT_WEIGHTS if found.drafter is not None else DRAFT_WEIGHTS[:1]
     shared = any(layer.v_is_k for layer in found.target.layers)
-    layouts = KV_CACHE_LAYOUTS if shared else KV_CACHE_LAYOUTS[:1]
-    alphas = (None, 0.1)  # no problem has an alpha
-    ways = [Keeping(*each) for each in product(kinds, KV_CACHE_DTYPES, layouts, alphas)]
+    caches = [cache for cache in KV_CACHES if shared or cache[1] != "shared"]
+    # No problem has an alpha, and what a drafter's weights are changes no prompt.
+    ways = [Keeping(kind, *cache) for kind, cache in product(kinds, caches)]
+    ways += [Keeping(kinds[0], *cache, sparse_prefill=0.1) for cache in caches]
     items = [item for kept in ways for item in workload(find_model(model, None, kept), arch).items]
     return {problem_key(find_kernel(item.kernel), item.problem).cell for item in items}
 

@@ -126,8 +126,11 @@ class _Enforceable:
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """As OpenAPI 3.0 has nullable: of a type, or of schemas; an enum names null itself."""
+    """As OpenAPI 3.0 has nullable: of a type, or of schemas; an enum names null itself. What is no type stays, and is
+    refused where types are read.
+    """
     if SCHEMA_KEYWORDS & set(schema):
         return {"anyOf": [schema, {"type": "null"}]}
     kinds = [kinds] if isinstance(kinds := schema.get("type", []), str) else kinds
-    return {**schema, "type": [*kinds, "null"]} if kinds and "null" not in kinds else schema
+    takes_null = not isinstance(kinds, list) or not kinds or "null" in kinds
+    return schema if takes_null else {**schema, "type": [*kinds, "null"]}

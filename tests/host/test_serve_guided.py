@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from command import ROOT
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
@@ -284,6 +284,7 @@ ANYTHING = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(schema=ANYTHING, name=st.sampled_from(sorted(_KNOWN)))
+@example(schema={"nullable": True, "type": 1}, name="type")
 def test_what_is_no_schema_is_refused(guides: Guides, schema: Any, name: str) -> None:
     """As an error of the request, whatever it is."""
     for make in (json_text, lambda s: guides.calls([tool("f", {"type": "object", "properties": {"x": s}})]),

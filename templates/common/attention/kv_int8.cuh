@@ -15,22 +15,22 @@ struct CodesOfHead {
 // A NaN stays: it makes that of the scale, and so of all that is read of the group.
 DEVICE float larger_or_nan(float a, float b) { return b > a || b != b ? b : a; }
 
-// Pages of codes of a byte each. Codes8_: how eight of them become values and are made of them (Int8Groups, Fp8Groups).
-template <class Codes8_, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct ByteGroups {
+// Pages of codes of BITS bits, with SCALES_ scales in fp16 for each 64. Codes8_: how eight codes become values and are made
+// of them (Int8Groups, Fp8Groups, Int4Groups).
+template <class Codes8_, int BITS, int SCALES_, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct CodePages {
     typedef int8_t Element;
     typedef Codes8_ Codes8;
-    static constexpr bool IS_BYTES = false, IS_ROWS = false, IS_ROTATED = false;
-    static constexpr int SCALES = 1;
-    static DEVICE constexpr int elements(int values) { return values; }
-    static constexpr int GROUP = 64, GROUPS = HEAD_DIM / GROUP;
-    static constexpr int HEAD_PAGE = PAGE_SIZE * (HEAD_DIM + 2 * GROUPS);  // Elements of a head's page
-    static_assert(HEAD_DIM % (2 * GROUP) == 0, "whole groups in each half of a head, which lanes hold apart");
+    static constexpr bool IS_BYTES = false, IS_ROWS = false;
+    static constexpr int SCALES = SCALES_, GROUPS = HEAD_DIM / 64;
+    static DEVICE constexpr int elements(int values) { return values * BITS / 8; }
+    static constexpr int ROW = elements(HEAD_DIM), SCALE_ROW = GROUPS * SCALES * 2, HEAD_PAGE = PAGE_SIZE * (ROW + SCALE_ROW);
+    static_assert(HEAD_DIM % 128 == 0, "whole groups in each half of a head, which lanes hold apart");
 
     // Where a row of a page begins, of its codes and of its scales, in bytes.
     struct Place {
         int64_t codes, scales;
     };
-    // Eight codes, and the scale of their group.
+    // Eight codes, and the scales of their group.
     struct Chunk {
         const int8_t* codes;
         const uint16_t* scale;
@@ -42,28 +42,50 @@ template <class Codes8_, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Byt
     // Of row `row` of a head's page, counted through all pages and heads.
     static DEVICE Place place_of(int64_t head_page, int row, int chunk) {
         const int64_t page = head_page * HEAD_PAGE;
-        return {page + row * HEAD_DIM + chunk * 8, page + PAGE_SIZE * HEAD_DIM + row * (2 * GROUPS) + chunk / 8 * 2};
+        return {page + row * ROW + chunk * BITS, page + PAGE_SIZE * ROW + row * SCALE_ROW + chunk / 8 * (2 * SCALES)};
     }
     static DEVICE Chunk at(const Element* cache, const Place& place, bool is_key = false) {
         return {cache + place.codes, reinterpret_cast<const uint16_t*>(cache + place.scales)};
     }
     static DEVICE const Chunk& codes(const Chunk& c) { return c; }
-    // Where columns `block` * 64 on lie: in rows of so many codes, and which of a row's scales is theirs.
+    // Where columns `block` * 64 on lie: in rows of so many codes, and which of a row's groups is theirs.
     static DEVICE int row_width(int block, bool is_key) { return HEAD_DIM; }
     static DEVICE int scale_of(int block, bool is_key) { return block; }
     static DEVICE Chunk after(const Chunk& from, int rows, int chunks) {
-        return {from.codes + rows * HEAD_DIM + chunks * 8, from.scale + rows * GROUPS + chunks / 8};
+        return {from.codes + rows * ROW + chunks * BITS, from.scale + rows * (SCALE_ROW / 2) + chunks / 8 * SCALES};
     }
 
-    // Codes and scales apart (CodeTile). The scales of 16 keys, a multiple of 16 the first, are SCALE_PIECES of 16 bytes.
-    static constexpr int SCALE_PIECES = 2 * GROUPS, TURNED_GROUPS = 0;
+    // Codes and scales apart (CodeTile, NibbleTile). The scales of 16 keys, a multiple of 16 the first, are SCALE_PIECES of
+    // 16 bytes.
+    static constexpr int SCALE_PIECES = SCALE_ROW, TURNED_GROUPS = 0;
     // first: a chunk of the first key, of group `group`.
-    static DEVICE const uint16_t* scale_piece(const Chunk& first, int group, int i) { return first.scale - group + i * 8; }
-    static DEVICE int scale_at(int key, int group, bool is_key) { return key * GROUPS + group; }
-    static DEVICE int key_of_scale(int n) { return n / GROUPS; }
+    static DEVICE const uint16_t* scale_piece(const Chunk& first, int group, int i) { return first.scale - group * SCALES + i * 8; }
+    static DEVICE int scale_at(int key, int group, bool is_key) { return (key * GROUPS + group) * SCALES; }
+    static DEVICE int key_of_scale(int n) { return n / (GROUPS * SCALES); }
 
-    // Global memory to registers, through L2: another block of this kernel may have written it. Zeros and no access
-    // where `valid` is false.
+    // Global memory to registers. Zeros and no access where `valid` is false.
+    template <bool CONSTANT> static DEVICE uint4 load_or_zero(const Chunk& chunk, bool valid) { return Codes8::load(chunk, valid); }
+    // Global to shared memory, at once.
+    static DEVICE void copy(void* to, const Chunk& chunk) { *static_cast<uint4*>(to) = Codes8::load(chunk); }
+    static DEVICE void copy_or_zero(void* to, const Chunk& chunk, bool valid) { *static_cast<uint4*>(to) = Codes8::load(chunk, valid); }
+    static DEVICE void copy_at(uint32_t to, const Chunk& chunk, bool valid = true) {
+        const uint4 x = Codes8::load(chunk, valid);
+        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+    }
+    // To row `row` of a cache, counted through all pages and heads.
+    template <class Codes> static DEVICE void store(Element* cache, int64_t row, const Codes& x, int lane, bool is_key) {
+        const Place place = place_of(row / PAGE_SIZE, int(row % PAGE_SIZE), 0);
+        Codes8::store_row(cache + place.codes, reinterpret_cast<uint16_t*>(cache + place.scales), HEAD_DIM, x, lane);
+    }
+};
+
+// Codes of a byte each, with a scale of 64.
+template <class Codes8_, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE>
+struct ByteGroups : CodePages<Codes8_, 8, 1, HEAD_DIM, PAGE_HEADS, PAGE_SIZE> {
+    typedef typename CodePages<Codes8_, 8, 1, HEAD_DIM, PAGE_HEADS, PAGE_SIZE>::Chunk Chunk;
+    static constexpr bool IS_ROTATED = false;
+
+    // Through L2: another block of this kernel may have written it.
     static DEVICE uint4 load(const Chunk& chunk, bool valid = true) {
         uint2 codes = make_uint2(0, 0);
         uint16_t scale = 0;
@@ -71,27 +93,14 @@ template <class Codes8_, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Byt
             codes = load_l2(reinterpret_cast<const uint2*>(chunk.codes));
             scale = load_l2(chunk.scale);
         }
-        return Codes8::converted(codes, scale);
+        return Codes8_::converted(codes, scale);
     }
-    template <bool CONSTANT> static DEVICE uint4 load_or_zero(const Chunk& chunk, bool valid) { return load(chunk, valid); }
     static DEVICE uint4 load_values(const Chunk& chunk, bool valid = true) { return load(chunk, valid); }
-    // Global to shared memory, at once.
-    static DEVICE void copy(void* to, const Chunk& chunk) { *static_cast<uint4*>(to) = load(chunk); }
-    static DEVICE void copy_or_zero(void* to, const Chunk& chunk, bool valid) { *static_cast<uint4*>(to) = load(chunk, valid); }
-    static DEVICE void copy_at(uint32_t to, const Chunk& chunk, bool valid = true) {
-        const uint4 x = load(chunk, valid);
-        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
-    }
 
     template <class Slice> using Stored = CodesOfHead;
-    // To row `row` of a cache, counted through all pages and heads.
-    static DEVICE void store(Element* cache, int64_t row, const CodesOfHead& x, int lane, bool is_key) {
-        const Place place = place_of(row / PAGE_SIZE, int(row % PAGE_SIZE), 0);
-        Codes8::store_row(cache + place.codes, reinterpret_cast<uint16_t*>(cache + place.scales), HEAD_DIM, x, lane);
-    }
     // What is read of it, as `load` would.
-    static DEVICE uint4 low(const CodesOfHead& x) { return Codes8::converted(x.low, x.low_scale); }
-    static DEVICE uint4 high(const CodesOfHead& x) { return Codes8::converted(x.high, x.high_scale); }
+    static DEVICE uint4 low(const CodesOfHead& x) { return Codes8_::converted(x.low, x.low_scale); }
+    static DEVICE uint4 high(const CodesOfHead& x) { return Codes8_::converted(x.high, x.high_scale); }
 };
 
 template <bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE>

@@ -1,7 +1,7 @@
 // Blocks of 64 values times H, the 64 x 64 Hadamard matrix over 8, which is orthogonal and its own inverse: so products of two
 // rotated rows are those of the rows, and what is large in a block is spread over all of it.
 #pragma once
-#include "common/ptx/types.cuh"
+#include "common/rows/vec.cuh"
 
 // The eight lanes that hold a block, eight values each; others may be elsewhere.
 DEVICE uint32_t lanes_of_block() { return 0xffu << (threadIdx.x % 32 / 8 * 8); }
@@ -44,14 +44,8 @@ DEVICE void rotate64(float4& x) {
 
 // Eight elements of 16 bits of a query, by eight lanes with a block: rotated, and rounded once to bf16 or fp16.
 template <bool FROM_BF16, bool TO_BF16> DEVICE uint4 rotated_query(const uint4& values) {
-    const uint32_t packed[4] = {values.x, values.y, values.z, values.w};
     float x[8];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float2 two = Half<FROM_BF16>::unpack(packed[i]);
-        x[2 * i] = two.x, x[2 * i + 1] = two.y;
-    }
+    unpack8<FROM_BF16>(values, x);
     rotate64(x);
-    typedef Half<TO_BF16> H;
-    return make_uint4(H::pack(x[0], x[1]), H::pack(x[2], x[3]), H::pack(x[4], x[5]), H::pack(x[6], x[7]));
+    return pack8<TO_BF16>(x);
 }

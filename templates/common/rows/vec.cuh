@@ -44,6 +44,21 @@ DEVICE uint4 load16_constant(const void* p) {
     return v;
 }
 
+// Eight elements of 16 bits in fp32, and eight numbers rounded to such.
+template <bool BF16> DEVICE void unpack8(const uint4& v, float (&x)[8]) {
+    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const float2 pair = Half<BF16>::unpack(w[j]);
+        x[2 * j] = pair.x;
+        x[2 * j + 1] = pair.y;
+    }
+}
+template <bool BF16> DEVICE uint4 pack8(const float (&x)[8]) {
+    using H = Half<BF16>;
+    return make_uint4(H::pack(x[0], x[1]), H::pack(x[2], x[3]), H::pack(x[4], x[5]), H::pack(x[6], x[7]));
+}
+
 // Vector number i of a tensor is its elements 8 i to 8 i + 7: one access of 16 bytes, two for fp32.
 template <Dtype D> struct Vec8 {
     static constexpr int NUM_PARTS = D == Dtype::fp32 ? 2 : 1;
@@ -76,13 +91,7 @@ template <Dtype D> struct Vec8 {
                 x[4 * j + 3] = __uint_as_float(part[j].w);
             }
         } else {
-            const uint32_t w[4] = {part[0].x, part[0].y, part[0].z, part[0].w};
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const float2 pair = Half<D == Dtype::bf16>::unpack(w[j]);
-                x[2 * j] = pair.x;
-                x[2 * j + 1] = pair.y;
-            }
+            unpack8<D == Dtype::bf16>(part[0], x);
         }
     }
     // Rounds to D.
@@ -93,8 +102,7 @@ template <Dtype D> struct Vec8 {
                 part[j] = make_uint4(__float_as_uint(x[4 * j]), __float_as_uint(x[4 * j + 1]),
                                      __float_as_uint(x[4 * j + 2]), __float_as_uint(x[4 * j + 3]));
         } else {
-            using H = Half<D == Dtype::bf16>;
-            part[0] = make_uint4(H::pack(x[0], x[1]), H::pack(x[2], x[3]), H::pack(x[4], x[5]), H::pack(x[6], x[7]));
+            part[0] = pack8<D == Dtype::bf16>(x);
         }
     }
 };

@@ -146,7 +146,6 @@ class Runner:
         ops, config = model.ops, model.config
         self.model, self.drafter, self.cache = model, drafter, cache
         self.max_kv_len = max_kv_len
-        self._is_rotated = any(is_rotated(config.kv_format_of(layer)) for layer in config.layers)
         self.reproducible = reproducible
         self.least_kv_len = max_kv_len if reproducible else LEAST_KV_LEN
         self.buckets = buckets or (BUCKETS if ops.supports_graphs else ())
@@ -523,7 +522,9 @@ class Runner:
         takes in tokens sees no others than the prompt's. Over a cache of rotated values a forward gathers all keys of a
         head (gather_kv): a graph would hold memory for as many as the longest contexts have.
         """
-        if self.reproducible or self._ingests or self._is_rotated:
+        config = self.model.config
+        gathers_all = any(is_rotated(config.kv_format_of(layer)) for layer in config.layers)
+        if self.reproducible or self._ingests or gathers_all:
             return []
         return [size for size in self.prefill_graphs.sizes if self.captures(size)]
 

@@ -42,7 +42,7 @@ from kerngen.templates.attn_prefill.op import attn_prefill
 from kerngen.templates.call import Call
 from kerngen.templates.centroid_head.op import centroid_greedy, centroid_logits
 from kerngen.templates.check_pages.op import check_pages
-from kerngen.templates.common.rows.spec import VEC, is_rotated, is_static
+from kerngen.templates.common.rows.spec import VEC, apart_format, is_rotated
 from kerngen.templates.common.screen.screen import head_screen
 from kerngen.templates.common.screen.screen_spec import screen_bytes
 from kerngen.templates.decode_advance.op import decode_advance
@@ -510,15 +510,12 @@ def _int4_layers(layers: Sequence[LayerInStep], letters: str, ple: Tensor | None
     of_moe = [x.weights.moe for x in layers if x.weights.moe is not None]
     each, of_ple = [layer.weights for layer in layers], [x.weights.ple for x in layers if x.weights.ple is not None]
     kept = [layers[index].kv for index in layers_spec.sources(letters)]
+    k_norms = [x.heads.k_weight if x.heads.owns_kv else x.heads.folded(x.kv.format) for x in layers]
     return LayerTensors(
         **found,
         input_norms=[w.input_norm for w in each],
         q_norms=[x.heads.q_weight for x in layers],
-        k_norms=[
-            w
-            for w in (x.heads.k_weight if x.heads.owns_kv else x.heads.folded(x.kv.format) for x in layers)
-            if w is not None
-        ],
+        k_norms=[w for w in k_norms if w is not None],
         k_caches=[kv.k_cache for kv in kept],
         v_caches=[kv.v_cache for kv in kept],
         post_attention_norms=[w.post_attention_norm for w in each],
@@ -550,15 +547,12 @@ def _of_all(found: Sequence[bool]) -> bool | None:
 
 def _kv_format(layers: Sequence[LayerInStep], letters: str) -> str | None:
     """decode_layers' `kv_format`: that of the full layers' caches, or of the sliding ones' where there are none. None
-    where those of either kind are not as it says, or rotated, or in e4m3.
+    where those of either kind are not as it says.
     """
-    own = [layer.kv.format.name for layer in layers if not layer.batch.mask.window] or [layers[0].kv.format.name]
-    if is_rotated(own[0]) or is_static(own[0]):
-        return None
-    wanted = {"f": own[0], "s": layers_spec.SLIDING_FORMATS.get(own[0], own[0])}
-    if any(x.kv.format != KV_FORMATS.get(wanted[c]) for x, c in zip(layers, letters.lower(), strict=True)):
-        return None
-    return own[0]
+    own = next((layer for layer in layers if not layer.batch.mask.window), layers[0]).kv.format.name
+    wanted = {"f": KV_FORMATS.get(own), "s": KV_FORMATS.get(apart_format(own))}
+    as_wanted = (x.kv.format == wanted[c] for x, c in zip(layers, letters.lower(), strict=True))
+    return own if all(as_wanted) else None
 
 
 def _letters(layers: Sequence[LayerInStep]) -> str | None:

@@ -9,14 +9,13 @@ from torch import Tensor
 
 from kerngen.errors import ProblemError
 from kerngen.templates.call import Call, op
-from kerngen.templates.common.rows.spec import keys_that_matter, require
+from kerngen.templates.common.rows.spec import apart_format, keys_that_matter, require
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, TORCH_DTYPE, empty
 from kerngen.templates.common.w4.tiling import STRIP
 from kerngen.templates.decode_layers.spec import (
     EXPERT_MATRICES,
     MATRICES,
     PEER_ROWS,
-    SLIDING_FORMATS,
     Problem,
     layer_tensors,
     sources,
@@ -235,7 +234,7 @@ def _call(
 
     first = dict(zip(reversed(kinds), reversed(tensors.k_caches), strict=True))  # of each kind
     sliding, full = (first.get(letter, tensors.k_caches[0]) for letter in "sf")
-    formats = {"f": form, "s": KV_FORMATS[SLIDING_FORMATS.get(form.name, form.name)]}
+    formats = {"f": form, "s": KV_FORMATS[apart_format(form.name)]}
     dims = {letter: formats[letter if letter in first else kinds[0]].head_dim(cache.shape[3])
             for letter, cache in zip("sf", (sliding, full), strict=True)}  # fmt: skip
     full_rows = tensors.qkv_packed[layers.index("f")].shape[0] * STRIP if "f" in layers else 0

@@ -34,6 +34,7 @@ from kerngen.templates.common.rows.spec import (
     ELEMENT_BYTES,
     KV_GROUPS,
     VEC,
+    apart_format,
     has_codes,
     is_rotated,
     is_shared,
@@ -57,7 +58,6 @@ GATE_UP = 2  # which of a layer's products this is; behind it those of the MLPs 
 DOWN = (3, 5)  # and this: the dense one, and the experts'
 HEAD_DIMS = (256, 512)
 ROTATED = 128  # dims of K that a cache keeps beside V where they share it (values.py)
-SLIDING_FORMATS = {"shared": "plain", "shared_int8": "int8"}  # of sliding layers' caches, where full ones' are so
 MAX_PLE_WIDTH = 256  # a vector a lane
 MAX_EXPERTS, MAX_TOP_K = 128, 8  # logits of four a lane; choices of eight lanes
 TILE_KEYS = 16  # of one page: keys that are fetched and multiplied together
@@ -218,7 +218,7 @@ class Problem:
 
     def kv_format_of(self, letter: str) -> str:
         """Of the cache of such a layer: sliding ones share none."""
-        return self.kv_format if letter in "fF" or not is_shared(self.kv_format) else SLIDING_FORMATS[self.kv_format]
+        return self.kv_format if letter in "fF" else apart_format(self.kv_format)
 
     def heads_of(self, letter: str) -> tuple[int, int]:
         """KV heads and the elements of a head."""

@@ -46,7 +46,7 @@ from kerngen.templates.common.attention.kv_formats_torch import (
     wipe_page,
     write_rows,
 )
-from kerngen.templates.common.rows.spec import KV_BITS, KV_GROUPS, is_shared, kv_row_bytes
+from kerngen.templates.common.rows.spec import KV_BITS, KV_GROUPS, apart_format, is_shared, kv_row_bytes
 from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
 from kerngen.templates.kernel import Case, Kernel
 from kerngen.templates.qkv_norm_rope.op import qkv_norm_rope
@@ -301,7 +301,7 @@ def test_new_tokens_are_used_as_they_are_stored(name: str, k_eq_v: bool) -> None
     plain = KVView(*(x.view(6, 16, 2, dim).transpose(1, 2).contiguous() for x in rows))
     torch.testing.assert_close(ops.run(attn_decode(q, plain, batch, 0.1), ""), halves, rtol=0, atol=0)
     if form.is_shared:  # what a cache apart gives, but for rounding q once in place of K
-        apart = KV_FORMATS[name.removeprefix("shared").removeprefix("_") or "plain"]
+        apart = KV_FORMATS[apart_format(name)]
         own = apart.allocate((6, 2, 16, dim), torch.float16, CPU)
         short = replace(batch, kv_lens=torch.tensor([3, 3], dtype=torch.int32))
         slots = torch.arange(16, 22)

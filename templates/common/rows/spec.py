@@ -62,6 +62,11 @@ def is_shared(kv_format: str) -> bool:
     return kv_format.startswith("shared")
 
 
+def apart_format(kv_format: str) -> str:
+    """What such a cache is called where K and V have a pool each, as in sliding layers beside such full ones."""
+    return kv_format.removeprefix("shared").removeprefix("_") or "plain"
+
+
 def has_codes(kv_format: str) -> bool:
     """Whether such a cache holds codes and scales, which are converted as they are read."""
     return KV_GROUPS[kv_format] > 0

@@ -289,7 +289,8 @@ def tile_bytes(p: Problem, c: Config) -> int:
     if not group:
         return c.block_n * dim * 2
     turned, scaled = (64 * max(1, dim // 256), p.head_dim + 128) if is_shared(p.kv_format) else (0, p.head_dim)
-    return c.block_n * ((dim + turned) * KV_BITS[p.kv_format] // 8 + 2 * scaled // group)
+    padded = dim + 64 * (KV_BITS[p.kv_format] == 4 and dim % 128 == 0)  # an odd number of blocks (nibble_tile.cuh)
+    return c.block_n * ((padded + turned) * KV_BITS[p.kv_format] // 8 + 2 * scaled // group)
 
 
 def partials(c: Config) -> int:

@@ -3,6 +3,13 @@
 //
 // Of a block of 64 codes, 32 bytes, lane 4 g + t has 16 codes of two keys, or 8 codes of four. Each step of 16 elements has one
 // scale: the first two steps of a block have the first four values of each eight, the others the last four.
+//
+// A stored code n stands for n - 7.5. With few rows its bits are multiplied as they lie in fp16, a subnormal number: n * 2^-24 of
+// pairs 0 and 2 of a word, n * 2^-20 of pairs 1 and 3. That takes an AND for two codes. What 7.5 makes of it is subtracted from
+// the sums: of K those are scales times means of Q, of V scales times P, and tensor cores make both. In fp32 the sums of V lose
+// little by it: a seventieth of what the codes' own rounding makes, in a simulation of 43,690 keys (a team's share of 262,144)
+// with sums rounded toward zero. Elements of Q that meet pairs 1 and 3 are a sixteenth in shared memory, so that all products of
+// K have one unit.
 #pragma once
 #include "common/attention/rotation.cuh"
 #include "common/attention/warp_tile.cuh"
@@ -13,19 +20,17 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct Nibbl
     static constexpr int GROUP_STEPS = 2, BLOCKS_HERE = DIM / 64, ITEMS = IS_SHARED_TILE ? 1 : 2;
     static constexpr int TURNED_EVERY = IS_SHARED_TILE ? HEAD_DIM / 64 / Format::TURNED_GROUPS : HEAD_DIM;  // block
     static constexpr int TURNED_HERE = IS_SHARED_TILE ? max_of(BLOCKS_HERE / TURNED_EVERY, 1) : 0;          // at most
-    static constexpr int SCALE_BYTES = Format::SCALE_PIECES * 16, SCALES_AT = KEYS * DIM / 2;
+    // Rows are an odd number of 32 bytes, so that four keys one after the other meet in no bank.
+    static constexpr int ROW = (BLOCKS_HERE | 1) * 32;
+    static constexpr int SCALE_BYTES = Format::SCALE_PIECES * 16, SCALES_AT = KEYS * ROW;
     static constexpr int TURNED_AT = SCALES_AT + KEYS / 16 * SCALE_BYTES, BYTES = TURNED_AT + TURNED_HERE * KEYS * 32;
     static_assert(DIM % 64 == 0, "whole blocks");
 
     DEVICE NibbleTile(int) {}
 
-    // Byte of a block of a key, in rows of ROW bytes: a line of all banks has one, two or four keys. Blocks change places in it
-    // so that neither the lanes of four keys one after the other nor those of every other key meet in a bank.
-    template <int ROW = DIM / 2> static DEVICE int place(int key, int block) {
-        constexpr int KEYS_A_LINE = max_of(128 / ROW, 1);
-        const int flip = key / 2 % 4 ^ key % 2 * 2;
-        return key / KEYS_A_LINE * max_of(ROW, 128) + block / 4 * 128 + (block % 4 ^ flip) * 32;
-    }
+    // The key that row `row` of 16 rows of S^T is: rows 0 to 3 and 4 to 7, which lanes read at once as K, are four keys one after
+    // the other but for multiples of four, and so are rows 0, 2, 4 and 6, and 1, 3, 5 and 7, which they read at once as V.
+    static DEVICE int key(int row) { return (row & 12) | ((row >> 1 & 1 | (row & 1) << 1) ^ row >> 1 & 2); }
     static DEVICE char* bytes(uint16_t* tile) { return reinterpret_cast<char*>(tile); }
     static DEVICE uint16_t* scales(uint16_t* tile, int at) { return tile + (SCALES_AT + at / 16 * SCALE_BYTES) / 2; }
     // Whether K of a block is in the tile's turned rows, each of 64 codes, and where those begin.
@@ -36,29 +41,33 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct Nibbl
     static DEVICE void fetch(uint16_t* tile, int at, typename Format::Chunk src, const KeysToFetch& keys, int part, bool is_key, int lane) {
         constexpr int PIECES = DIM / 32, AT_ONCE = 32 / PIECES;  // pieces of 32 codes of a key; keys
         const int first = lane / PIECES, piece = lane % PIECES, block = part * BLOCKS_HERE;
-        const int width = Format::row_width(block + piece / 2, is_key);
+        const int step = AT_ONCE * Codes8::elements(Format::row_width(block + piece / 2, is_key));
         const int8_t* const from = Format::codes(Format::after(src, first, piece * 4)).codes;
-        const bool whole = keys.whole();
-        auto is_copied = [&](int key) { return whole || (keys.readable(key) && !keys.skipped(key)); };
-        if constexpr (IS_SHARED_TILE) {
+        char* const to = bytes(tile) + (at + first) * ROW + piece * 16;
+        auto copy = [&](int i) { copy16(to + i * AT_ONCE * ROW, from + i * step); };
+        auto copy_turned = [&](int row) {
+            if constexpr (IS_SHARED_TILE)
+                if (is_turned(block))  // the first one is if any is
 #pragma unroll
-            for (int n = 0; n < TURNED_HERE; ++n) {
-                if (!is_turned(block)) break;  // the first one is if any is
-                const int row = lane / 2, to = turned_rows(n * TURNED_EVERY) + place<32>(at + row, 0) + lane % 2 * 16;
-                if (is_copied(row)) copy16(bytes(tile) + to, Format::turned_codes(src, row, block + n * TURNED_EVERY) + lane % 2 * 16);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < 16; i += AT_ONCE)
-            if (is_copied(first + i))
-                copy16(bytes(tile) + place(at + first + i, piece / 2) + piece % 2 * 16, from + i * Codes8::elements(width));
+                    for (int n = 0; n < TURNED_HERE; ++n)
+                        copy16(bytes(tile) + turned_rows(n * TURNED_EVERY) + (at + row) * 32 + lane % 2 * 16,
+                               Format::turned_codes(src, row, block + n * TURNED_EVERY) + lane % 2 * 16);
+        };
         uint16_t* const scale = scales(tile, at);
-        if (whole) {
+        if (keys.whole()) {
+            copy_turned(lane / 2);
+#pragma unroll
+            for (int i = 0; i < 16 / AT_ONCE; ++i) copy(i);
 #pragma unroll
             for (int i = 0; i < Format::SCALE_PIECES; i += 32)
                 if (i + lane < Format::SCALE_PIECES) copy16(scale + (i + lane) * 8, Format::scale_piece(src, block, i + lane));
             return;
         }
+        auto is_copied = [&](int key) { return keys.readable(key) && !keys.skipped(key); };
+        if (is_copied(lane / 2)) copy_turned(lane / 2);
+#pragma unroll
+        for (int i = 0; i < 16 / AT_ONCE; ++i)
+            if (is_copied(first + i * AT_ONCE)) copy(i);
         for (int n = lane; n < Format::SCALE_PIECES * 8; n += 32)
             if (const int key = Format::key_of_scale(n); !keys.skipped(key))
                 scale[n] = keys.readable(key) ? load_l2(Format::scale_piece(src, block, n / 8) + n % 8) : uint16_t(0);
@@ -66,88 +75,201 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct Nibbl
     template <class Stored>
     static DEVICE void put(uint16_t* tile, int row, int chunk, const Stored& x, bool high, bool is_key) {
         const int here = chunk % (DIM / 8);
-        int to = place(row, here / 8);
+        int to = row * ROW + here / 8 * 32;
         if (IS_SHARED_TILE && is_key) {
             if (!is_turned(chunk / 8)) return;
-            to = turned_rows(here / 8) + place<32>(row, 0);
+            to = turned_rows(here / 8) + row * 32;
         }
         *reinterpret_cast<uint32_t*>(bytes(tile) + to + here % 8 * 4) = high ? x.high : x.low;
         if (chunk % 8 == 0)
             *reinterpret_cast<uint32_t*>(scales(tile, row) + Format::scale_at(row % 16, chunk / 8, is_key)) = high ? x.high_scales : x.low_scales;
     }
-    // Both scales of a block of a key.
-    static DEVICE uint32_t two_scales(uint16_t* tile, int at, int key, int block, bool is_key) {
-        return *reinterpret_cast<const uint32_t*>(scales(tile, at) + Format::scale_at(key, block, is_key));
+    // Both scales of block `block` of a key, of V; or of K, if it is turned. Those of the blocks behind it follow, and those of
+    // the next key: of V after as many words as a head has blocks.
+    static DEVICE const uint32_t* two_scales(uint16_t* tile, int key, int block, bool turned) {
+        return reinterpret_cast<const uint32_t*>(scales(tile, 0) + Format::scale_at(key, block, turned));
     }
-    static DEVICE uint4 query(const uint4& x) { return rotated_query<BF16, false>(x); }
+    static constexpr int BLOCKS = HEAD_DIM / 64, SCALE_WORDS = SCALE_BYTES / 4;
+    static DEVICE uint4 query(const uint4& x) {
+        const uint4 y = rotated_query<BF16, false>(x);
+        return make_uint4(y.x, Half<false>::mul2(y.y, SIXTEENTH), y.z, Half<false>::mul2(y.w, SIXTEENTH));
+    }
+    static constexpr uint32_t SIXTEENTH = 0x2c002c00u;  // twice
+    // Pair i of a word, as its bits lie; or what it stands for, 16 times as large of pairs 1 and 3.
+    template <bool AS_BITS> static DEVICE uint32_t pair(uint32_t word, int i) {
+        if (AS_BITS) return word >> i / 2 * 8 & (i % 2 ? 0x00f000f0u : 0x000f000fu);
+        if (i % 2 == 0) return Codes8::centred(word, i);
+        return Half<false>::add2((word >> i / 2 * 8 & 0x00f000f0u) | 0x64006400u, 0xe478e478u);  // 1024 + 16 n, less 1144
+    }
     // Of a block lane t has the elements 16 t to 16 t + 15: of each eight the first four for the first two steps, the others for
     // the last two.
     static DEVICE void load_q(uint32_t (&b)[4], const uint16_t* q, int q_tile, int chunk, int lane) {
-        const int row = q_tile * 8 + lane / 4, half = chunk / 4 % 2 * 4;
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
-            const int its = chunk / 8 * 8 + lane % 4 * 2 + step;
-            const uint2 x = *reinterpret_cast<const uint2*>(q + row * HEAD_DIM + swizzle(row, its) * 8 + half);
+            const uint16_t* const of_lane = q + lane / 4 * HEAD_DIM + swizzle(lane / 4, lane % 4 * 2 + step) * 8;
+            const uint2 x = *reinterpret_cast<const uint2*>(of_lane + q_tile * 8 * HEAD_DIM + chunk / 8 * 64 + chunk / 4 % 2 * 4);
             b[step * 2] = x.x, b[step * 2 + 1] = x.y;
         }
     }
+    // Means of Q, of the two groups of blocks t and t + 4, of row g: as an operand B, in two summands.
+    template <int Q_TILES> struct Offsets {
+        static constexpr bool ARE_USED = Q_TILES <= 2;
+        uint32_t means[ARE_USED ? Q_TILES : 1][2][2];
+        DEVICE Offsets(const uint16_t* q, int part, int lane) {
+            if constexpr (!ARE_USED) return;
+#pragma unroll
+            for (int qt = 0; qt < (ARE_USED ? Q_TILES : 0); ++qt)
+#pragma unroll
+                for (int n = 0; n < 2; ++n) {
+                    const int row = qt * 8 + lane / 4, block = lane % 4 + n * 4;
+                    float sum[2] = {};
+                    if (block / BLOCKS_HERE == part)
+                        for (int chunk = block * 8; chunk < block * 8 + 8; ++chunk) {
+                            float x[8];
+                            unpack8<false>(*reinterpret_cast<const uint4*>(q + row * HEAD_DIM + swizzle(row, chunk) * 8), x);
+#pragma unroll
+                            for (int i = 0; i < 8; ++i) sum[i / 4] += x[i] * (i % 4 < 2 ? 1.0f / 32 : 16.0f / 32);
+                        }
+                    const uint32_t most = Half<false>::pack(sum[0], sum[1]);
+                    const float2 its = Half<false>::unpack(most);
+                    means[qt][0][n] = most, means[qt][1][n] = Half<false>::pack(sum[0] - its.x, sum[1] - its.y);
+                }
+        }
+        DEVICE float of(int, int, int) const { return 0.0f; }
+    };
+    // Scores are times this, of so many tiles of rows.
+    template <int Q_TILES> static constexpr float SCORE_UNIT = Offsets<Q_TILES>::ARE_USED ? 1.0f / (1 << 24) : 1.0f;
     struct Keys {
-        uint32_t codes[2][2];  // of keys g and g + 8
+        uint32_t codes[2][2];  // of keys g and g + 8 as rows are
         uint32_t both[2];      // scales
         float scale[2];
-        template <bool> DEVICE void load(uint32_t (&a)[4], const NibbleTile&, uint16_t* tile, int at, int step, int part, int lane) {
-            const int block = step / 4, g = lane / 4, first = step % 4 / 2 * 2;
+        template <bool AS_BITS> DEVICE void load(uint32_t (&a)[4], const NibbleTile&, uint16_t* tile, int at, int step, int part, int lane) {
+            const int block = step / 4, first = step % 4 / 2 * 2;
             if (step % 4 == 0) {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    int from = place(at + g + h * 8, block);
-                    if (is_turned(part * BLOCKS_HERE + block)) from = turned_rows(block) + place<32>(at + g + h * 8, 0);
-                    const uint2 x = *reinterpret_cast<const uint2*>(bytes(tile) + from + lane % 4 * 8);
+                    const char* of_lane = bytes(tile) + key(lane / 4) * ROW + lane % 4 * 8;
+                    const uint32_t* its = two_scales(tile, key(lane / 4), part * BLOCKS_HERE, false);
+                    of_lane += (at + h * 8) * ROW + block * 32, its += at / 16 * SCALE_WORDS + h * 8 * BLOCKS + block;
+                    if constexpr (IS_SHARED_TILE)
+                        if (is_turned(part * BLOCKS_HERE + block)) {
+                            of_lane = bytes(tile) + key(lane / 4) * 32 + lane % 4 * 8 + (turned_rows(block) + (at + h * 8) * 32);
+                            its = two_scales(tile, key(lane / 4), part * BLOCKS_HERE, true) +
+                                  (at / 16 * SCALE_WORDS + h * 8 * Format::TURNED_GROUPS + block / TURNED_EVERY);
+                        }
+                    const uint2 x = *reinterpret_cast<const uint2*>(of_lane);
                     codes[h][0] = x.x, codes[h][1] = x.y;
-                    both[h] = two_scales(tile, at, g + h * 8, part * BLOCKS_HERE + block, true);
+                    both[h] = *its;
                 }
             }
 #pragma unroll
             for (int h = 0; h < 2; ++h) scale[h] = Half<false>::to_float(uint16_t(both[h] >> first * 8));
 #pragma unroll
-            for (int e = 0; e < 4; ++e) a[e] = Codes8::centred(codes[e % 2][step % 2], first + e / 2);
+            for (int e = 0; e < 4; ++e) a[e] = pair<AS_BITS>(codes[e % 2][step % 2], first + e / 2);
         }
         DEVICE void add(float (&s)[4], const float (&product)[4], bool first) const {
 #pragma unroll
             for (int e = 0; e < 4; ++e) s[e] = first ? product[e] * scale[e / 2] : fmaf(product[e], scale[e / 2], s[e]);
         }
     };
-    template <int Q_TILES> struct Offsets {
-        static constexpr bool ARE_USED = false;
-        DEVICE Offsets(const uint16_t*, int, int) {}
-        DEVICE float of(int, int, int) const { return 0.0f; }
-    };
-    struct Values {
-        uint32_t codes[2][2];  // of keys 2t and 2t + 1, of 2t + 8 and 2t + 9: the even elements of both, the odd ones
+    // Subtracts from scores of 16 keys, from key `at` on, what 7.5 makes.
+    template <int Q_TILES>
+    static DEVICE void end_scores(float (&s)[Q_TILES][4], const Offsets<Q_TILES>& offsets, const NibbleTile&, uint16_t* tile, int at, int part, int lane) {
+        if constexpr (Offsets<Q_TILES>::ARE_USED) {
+            const int block = lane % 4;
+            const bool turned = is_turned(block);
+            const uint32_t* const its = two_scales(tile, key(lane / 4), block, turned) + at / 16 * SCALE_WORDS;
+            const int more_keys = turned ? 8 * Format::TURNED_GROUPS : 8 * BLOCKS, more_blocks = turned ? 1 : 4;
+            uint32_t a[4];
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                a[e] = (block + e / 2 * 4) / BLOCKS_HERE == part ? its[(e % 2 ? more_keys : 0) + (e / 2 ? more_blocks : 0)] : 0;
+#pragma unroll
+            for (int qt = 0; qt < Q_TILES; ++qt) {
+                float made[4] = {};
+#pragma unroll
+                for (int n = 0; n < 2; ++n) mma_16816<false>(made, a, offsets.means[qt][n][0], offsets.means[qt][n][1]);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) s[qt][e] = fmaf(made[e], -7.5f * 32 * SCORE_UNIT<Q_TILES>, s[qt][e]);
+            }
+        }
+    }
+    template <int Q_TILES> struct Values {
+        static constexpr bool AS_BITS = Offsets<Q_TILES>::ARE_USED;
+        uint32_t codes[2][2];  // of the keys of rows 2t and 2t + 1, of 2t + 8 and 2t + 9: the even elements of both, the odd ones
         uint32_t both[2][2];   // of either two: the first scale of both keys, the second
         uint32_t scale[2];
         DEVICE void load(uint32_t (&a)[4], const NibbleTile&, uint16_t* tile, int at, int step, int part, int lane) {
-            const int block = step / 4, first = lane % 4 * 2;
+            const int block = step / 4;
             if (step % 4 == 0) {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    uint32_t x[2], its[2];
+                    uint32_t x[2];
 #pragma unroll
                     for (int n = 0; n < 2; ++n) {
-                        const int key = first + n + h * 8;
-                        x[n] = *reinterpret_cast<const uint32_t*>(bytes(tile) + place(at + key, block) + lane / 4 * 4);
-                        its[n] = two_scales(tile, at, key, part * BLOCKS_HERE + block, false);
+                        const char* const of_lane = bytes(tile) + key(lane % 4 * 2 + n) * ROW + lane / 4 * 4;
+                        x[n] = *reinterpret_cast<const uint32_t*>(of_lane + (at + h * 8) * ROW + block * 32);
                     }
                     codes[h][0] = __byte_perm(x[0], x[1], 0x5410), codes[h][1] = __byte_perm(x[0], x[1], 0x7632);
-                    both[h][0] = __byte_perm(its[0], its[1], 0x5410), both[h][1] = __byte_perm(its[0], its[1], 0x7632);
+                    load_scales(both[h], tile, at, h, part * BLOCKS_HERE, block, lane);
                 }
             }
 #pragma unroll
             for (int h = 0; h < 2; ++h) scale[h] = both[h][step % 4 / 2];
 #pragma unroll
-            for (int e = 0; e < 4; ++e) a[e] = Codes8::centred(codes[e / 2][e % 2], step % 4);
+            for (int e = 0; e < 4; ++e) a[e] = pair<AS_BITS>(codes[e / 2][e % 2], step % 4);
+        }
+        // Either scale of the block `more` blocks after block `first`, of the keys of rows 2t + 8 h and 2t + 1 + 8 h.
+        static DEVICE void load_scales(uint32_t (&its)[2], uint16_t* tile, int at, int h, int first, int more, int lane) {
+            uint32_t x[2];
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+                x[n] = *(two_scales(tile, key(lane % 4 * 2 + n), first, false) + (at / 16 * SCALE_WORDS + h * 8 * BLOCKS + more));
+            its[0] = __byte_perm(x[0], x[1], 0x5410), its[1] = __byte_perm(x[0], x[1], 0x7632);
         }
         DEVICE uint32_t weight(uint32_t p, int h) const { return Half<false>::mul2(p, scale[h]); }
+    };
+    // Scales times P, of the two groups of block g.
+    template <int Q_TILES> struct ValueOffsets {
+        static constexpr bool ARE_USED = Offsets<Q_TILES>::ARE_USED;
+        float sums[ARE_USED ? Q_TILES : 1][4] = {};
+        DEVICE void add(const uint32_t (&p)[Q_TILES][2], uint16_t* tile, int at, int lane) {
+            if constexpr (ARE_USED) {
+                uint32_t a[4] = {};
+                if (lane / 4 < BLOCKS)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        uint32_t its[2];
+                        Values<Q_TILES>::load_scales(its, tile, at, h, lane / 4, 0, lane);
+                        a[h * 2] = its[0], a[h * 2 + 1] = its[1];
+                    }
+#pragma unroll
+                for (int qt = 0; qt < Q_TILES; ++qt) mma_16816<false>(sums[qt], a, p[qt][0], p[qt][1]);
+            }
+        }
+        DEVICE void scale(const float (&factor)[Q_TILES][2]) {
+            if constexpr (ARE_USED)
+#pragma unroll
+                for (int qt = 0; qt < Q_TILES; ++qt)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) sums[qt][e] *= factor[qt][e % 2];
+        }
+        // Makes sums of products of V's bits those of what they stand for.
+        DEVICE void end(float (&acc)[DIM / 16][Q_TILES][4], int part, int lane) const {
+#pragma unroll
+            for (int qt = 0; qt < Q_TILES; ++qt)
+#pragma unroll
+                for (int step = 0; step < DIM / 16; ++step) {
+                    float less[2] = {};
+                    if constexpr (ARE_USED)
+#pragma unroll
+                        for (int e = 0; e < 2; ++e)
+                            less[e] = 7.5f * __shfl_sync(0xffffffffu, sums[qt][step % 4 / 2 * 2 + e], (part * BLOCKS_HERE + step / 4) * 4 + lane % 4);
+                    const float unit = (ARE_USED ? float(1 << 24) : 1.0f) / (step % 2 ? 16.0f : 1.0f);
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) acc[step][qt][e] = fmaf(acc[step][qt][e], unit, -less[e % 2]);
+                }
+        }
     };
     static DEVICE int element(int step, int g, int upper) { return step / 4 * 64 + g * 8 + step % 4 * 2 + upper; }
     static DEVICE int spread(int element) { return element ^ (element >> 3 & 4); }

@@ -19,8 +19,21 @@ struct KeysToFetch {
     DEVICE bool skipped(int key) const { return readable(key) && key >= base && made >> (key - base) & 1; }
 };
 
+// What a tile has whose products of K and V are what they stand for, and whose rows are the keys as they come.
+template <int DIM> struct WholeProducts {
+    static DEVICE int key(int row) { return row; }
+    template <int Q_TILES> static constexpr float SCORE_UNIT = 1.0f;
+    template <int Q_TILES, class Offsets, class Tile>
+    static DEVICE void end_scores(float (&)[Q_TILES][4], const Offsets&, const Tile&, uint16_t*, int, int, int) {}
+    template <int Q_TILES> struct ValueOffsets {
+        DEVICE void add(const uint32_t (&)[Q_TILES][2], uint16_t*, int, int) {}
+        DEVICE void scale(const float (&)[Q_TILES][2]) {}
+        DEVICE void end(float (&)[DIM / 16][Q_TILES][4], int, int) const {}
+    };
+};
+
 // Elements of 16 bits, eight in a chunk.
-template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct ElementTile {
+template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct ElementTile : WholeProducts<DIM> {
     static constexpr int BYTES = KEYS * DIM * 2;
     static constexpr bool BF16_OPERANDS = BF16;
     static constexpr int GROUP_STEPS = DIM / 16;  // of 16 elements, with the same scales
@@ -78,7 +91,7 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct Eleme
         DEVICE float of(int, int, int) const { return 0.0f; }
     };
     // Likewise for O^T.
-    struct Values {
+    template <int> struct Values {
         DEVICE void load(uint32_t (&a)[4], const ElementTile&, const uint16_t* tile, int at, int step, int, int lane) {
             ldmatrix4_trans(a, tile + (at + lane % 8 + lane / 16 * 8) * DIM + swizzle(lane, step * 2 + lane / 8 % 2) * 8);
         }
@@ -97,7 +110,7 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct Eleme
 //
 // K of a shared cache is V but for the groups that RoPE turns (SharedPages): a tile is one item then, V's codes, the
 // scales of both, and K's codes of the turned groups that lie in DIM.
-template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct CodeTile {
+template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct CodeTile : WholeProducts<DIM> {
     typedef typename Format::Codes8 Codes8;
     static constexpr bool BF16_OPERANDS = false, IS_SHARED_TILE = Format::TURNED_GROUPS > 0;
     static constexpr int GROUP_STEPS = 4, GROUPS_HERE = DIM / 64, ITEMS = IS_SHARED_TILE ? 1 : 2;
@@ -248,7 +261,7 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct CodeT
         }
         DEVICE float of(int group, int q_tile, int e) const { return ARE_USED ? sum[group][q_tile][e % 2] : 0.0f; }
     };
-    struct Values {
+    template <int> struct Values {
         uint32_t codes[2][4];  // of keys 2t and 2t + 1, of 2t + 8 and 2t + 9: two elements of both
         uint32_t scale[2];     // of either two
         DEVICE void load(uint32_t (&a)[4], const CodeTile& kv, uint16_t* tile, int at, int step, int part, int lane) {

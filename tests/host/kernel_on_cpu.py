@@ -141,7 +141,7 @@ struct Barrier {
 typedef std::barrier<> Barrier;
 #endif
 struct Eight : Barrier { Eight() : Barrier(8) {} };
-struct Warp { Barrier all{32}; Eight eight[4]; float lane[32]; unsigned word[32]; bool vote[32]; };
+struct Warp { Barrier all{32}; Eight eight[4]; unsigned word[32]; bool vote[32]; };
 struct Block {
     explicit Block(int threads) : all(threads), warps(threads / 32), shared(1 << 14) {}
     Barrier all; std::vector<Warp> warps; std::vector<char> shared; int pause_us = 0;
@@ -167,14 +167,14 @@ static void pause_once() {
 static Warp& warp_here() { return block_here->warps[threadIdx.x / 32]; }
 static void __syncthreads() { block_here->all.arrive_and_wait(); }
 // Of a whole warp, or of eight neighbours that are there without the others.
-static float __shfl_xor_sync(unsigned lanes, float x, int mask) {
+template <typename T> static T __shfl_xor_sync(unsigned lanes, T x, int mask) {
     Warp& w = warp_here();
     Barrier& met = lanes == 0xffffffffu ? w.all : (Barrier&)w.eight[threadIdx.x % 32 / 8];
-    w.lane[threadIdx.x % 32] = x;
+    w.word[threadIdx.x % 32] = __builtin_bit_cast(unsigned, x);
     met.arrive_and_wait();
-    const float found = w.lane[(threadIdx.x % 32) ^ mask];
+    const unsigned found = w.word[(threadIdx.x % 32) ^ mask];
     met.arrive_and_wait();
-    return found;
+    return __builtin_bit_cast(T, found);
 }
 template <typename T> static T __shfl_sync(unsigned lanes, T x, int from) {
     if constexpr (sizeof(T) == 8) {

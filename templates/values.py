@@ -19,8 +19,8 @@ class KVFormat:
     """How the pools of a cache hold keys and values.
 
     name: kernels are told by it. dtype: of a pool's entries; None for that of the activations. group: values of a head
-    that share a scale in fp16; 0 for none. bits: of the code of a value that has a scale; an entry holds one of 8 or
-    two of 4, of values that are rotated before (kv_formats_torch.py). is_shared: one pool has V and the ROTATED dims of
+    that share a scale in fp16; 0 for none. bits: of the code of a value that has a scale; an entry of 8 bits holds one
+    of 8 or two of 4, three hold eight of 3 (kv_formats_torch.py). is_shared: one pool has V and the ROTATED dims of
     K that RoPE turns, of heads whose other dims of K are V's, times a weight that is in q. is_static: codes are floats,
     e4m3, and a pool's scales are those of its heads, which whoever makes the pool puts into all rows (`put_scales` in
     kv_formats_torch.py): kernels read them there, and write codes alone.
@@ -37,6 +37,11 @@ class KVFormat:
     bits: int = 8
     is_shared: bool = False
     is_static: bool = False
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether values are rotated before they become codes."""
+        return self.bits < 8
 
     def entries(self, values: int) -> int:
         """That so many values take, without their scales."""
@@ -71,8 +76,10 @@ SHARED = KVFormat("shared", is_shared=True)
 SHARED_INT8 = KVFormat("shared_int8", torch.int8, 64, is_shared=True)
 INT4 = KVFormat("int4", torch.int8, 32, bits=4)
 SHARED_INT4 = KVFormat("shared_int4", torch.int8, 32, bits=4, is_shared=True)
+INT3 = KVFormat("int3", torch.int8, 32, bits=3)
+SHARED_INT3 = KVFormat("shared_int3", torch.int8, 32, bits=3, is_shared=True)
 FP8 = KVFormat("fp8", torch.int8, 64, is_static=True)
-KV_FORMATS = {form.name: form for form in (PLAIN, INT8, SHARED, SHARED_INT8, INT4, SHARED_INT4, FP8)}
+KV_FORMATS = {form.name: form for form in (PLAIN, INT8, SHARED, SHARED_INT8, INT4, SHARED_INT4, INT3, SHARED_INT3, FP8)}
 
 
 def page_strides(shape: tuple[int, ...], page_heads: int) -> tuple[int, ...]:

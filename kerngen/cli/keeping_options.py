@@ -21,7 +21,7 @@ _OPTIONS = (
     click.option(
         "--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), default=KV_CACHE_DTYPES[0], show_default=True,
         help="Keys and values: as they are computed, or int8 with a scale for each 64 of them, in about half of the "
-        "memory. int4, experimental: full-attention layers in 4 bits, sliding ones in int8. "
+        "memory. int4 and int3, experimental: full-attention layers in 4 or 3 bits, sliding ones in int8. "
         "fp8: in e4m3, by the scales of a checkpoint that has them (kv_cache_scheme).",
     ),
     click.option(

@@ -22,7 +22,7 @@ from kerngen.templates.attn_decode.spec import (
     why_invalid,
 )
 from kerngen.templates.attn_decode.wgmma_ws import TILE
-from kerngen.templates.common.rows.spec import has_codes
+from kerngen.templates.common.rows.spec import KV_BITS, has_codes
 
 PIPELINE_BYTES = 128 * 1024  # of stages of a block with body=mma: more only delay the first tile
 MAX_FRAGMENT_ROWS = 40  # of a block of head_dim 512: more leave attn_combine's blocks no registers beside it
@@ -120,15 +120,20 @@ def _most_stages(p: Problem, shape: Config, target: Target, most: int) -> Iterat
 def _default_shape(p: Problem, target: Target) -> Config:
     """The largest block_m that the rows fill; few accumulators a lane where two warps a team suffice for that, so that
     nothing spills; then the most warps, at most 8, with about PIPELINE_BYTES of stages.
+
+    Without ldmatrix codes are converted between their loads; of three bits each eight take two, and so more registers.
+    Elsewhere they have the shapes of those of four bits, and no measurement of their own.
     """
     arch = target.arch
+    few = KV_BITS[p.kv_format] == 3 and not arch.has_ldmatrix
     block_n, block_ms = (16, (32, 16, 8)) if arch.has_ldmatrix else (32, (16, 8))
     for block_m in (m for m in block_ms if m == 8 or m < 2 * p.rows):
         need = block_m * p.head_dim // 32
         split_d = need // MAX_ACCUMULATORS if need >= 192 and arch.has_ldmatrix else max(1, need // 64)
+        split_d = min(max(1, need // 32), p.head_dim // 128) if few else split_d
         for num_warps in (8, 6, 4, 3, 2, 1):
             shape = Config(block_m, block_n, split_d, num_warps)
-            most = min(4, max(2, PIPELINE_BYTES // (num_warps * tile_bytes(p, shape))))
+            most = 2 if few else min(4, max(2, PIPELINE_BYTES // (num_warps * tile_bytes(p, shape))))
             for fitting in _most_stages(p, shape, target, most):
                 return fitting
     raise ProblemError(f"no shape of attn_decode fits {arch} for head_dim={p.head_dim} and {p.rows} rows")

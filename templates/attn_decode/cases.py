@@ -139,6 +139,7 @@ def _formats() -> list[Case]:
         ("int8", 128, "fp16", 16), ("int8", 256, "bf16", 32), ("int8", 512, "bf16", 64),
         ("int4", 128, "bf16", 16), ("int4", 256, "fp16", 32), ("int4", 512, "bf16", 64), ("int4", 512, "fp16", 16),
         ("fp8", 128, "fp16", 16), ("fp8", 256, "bf16", 32), ("fp8", 512, "bf16", 64), ("fp8", 512, "fp16", 16),
+        ("int3", 128, "bf16", 16), ("int3", 256, "fp16", 32), ("int3", 512, "bf16", 64), ("int3", 512, "fp16", 16),
     )):  # fmt: skip
         two: dict[str, Any] = {"head_dim": head_dim, "num_q_heads": 4, "num_kv_heads": 2, "dtype": dtype}
         two |= {"page_size": page, "kv_format": kv_format}
@@ -150,7 +151,9 @@ def _formats() -> list[Case]:
                   source="qkv", **two, **turned),
         ]  # fmt: skip
     for seed, (kv_format, dtype) in enumerate(
-        (kv_format, dtype) for kv_format in ("shared", "shared_int8", "shared_int4") for dtype in ("fp16", "bf16")
+        (kv_format, dtype)
+        for kv_format in ("shared", "shared_int8", "shared_int4", "shared_int3")
+        for dtype in ("fp16", "bf16")
     ):
         one: dict[str, Any] = {"head_dim": 512, "num_q_heads": 8, "num_kv_heads": 1, "dtype": dtype}
         one |= {"kv_format": kv_format}
@@ -163,14 +166,14 @@ def _formats() -> list[Case]:
     shared |= {"num_rotated_pairs": 64}
     cases += [
         _case(f"{kv_format}-raw_q", [64, 130, 1000], 250, source="raw_q", kv_format=kv_format, **shared)
-        for kv_format in ("shared", "shared_int8", "shared_int4")
+        for kv_format in ("shared", "shared_int8", "shared_int4", "shared_int3")
     ]
     # Rows of several tiles of eight, so that blocks take more of them and queries stay in shared memory.
     many: dict[str, Any] = {"head_dim": 512, "num_q_heads": 16, "num_kv_heads": 1, "source": "qk", "q_len": 5}
     cases += [
         _case(f"d512-fp16-{kv_format}-qk-rows80", [5, 64, 333], 224, dtype="fp16", kv_format=kv_format,
               num_rotated_pairs=64, **many)
-        for kv_format in ("int4", "shared_int4", "fp8")
+        for kv_format in ("int4", "shared_int4", "fp8", "int3", "shared_int3")
     ]  # fmt: skip
     both: dict[str, Any] = {"head_dim": 512, "num_q_heads": 16, "num_kv_heads": 2, "dtype": "fp16", "kv_format": "int8"}
     cases += [
@@ -178,6 +181,8 @@ def _formats() -> list[Case]:
               **(both | {"kv_format": "int4"})),
         _case("d512-fp16-fp8-raw_q-q3", [64, 130, 1000], 225, source="raw_q", q_len=3, num_rotated_pairs=64,
               **(both | {"kv_format": "fp8"})),
+        _case("d512-fp16-int3-raw_q-q3", [64, 130, 1000], 226, source="raw_q", q_len=3, num_rotated_pairs=64,
+              **(both | {"kv_format": "int3"})),
         _case("d512-fp16-int8-qk", [64, 130, 1000], 220, source="qk", num_rotated_pairs=64, **both),
         _case("d512-fp16-int8-raw_q-q3", [64, 130, 1000], 221, source="raw_q", q_len=3, num_rotated_pairs=64, **both),
         _case("d256-fp16-int8-skipped", [70, 4, 129, 2], 222, {"skipped": [0, 3, 5, 8, 9, 10, 11]}, q_len=4,

@@ -11,7 +11,7 @@ from kerngen.templates.attn_decode.spec import Problem
 from kerngen.templates.common.attention.attention_torch import attend, first_key, gather_pages
 from kerngen.templates.common.attention.heads_torch import new_heads, written_both
 from kerngen.templates.common.attention.kv_formats_torch import all_values, code_flip
-from kerngen.templates.common.rows.spec import is_rotated
+from kerngen.templates.common.rows.spec import KV_BITS, is_rotated
 from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE
 from kerngen.templates.kernel import Tolerance
 from kerngen.templates.values import KV_FORMATS
@@ -59,11 +59,13 @@ def tolerance(problem: Problem) -> Tolerance:
     the cases; the signs differ, so that the sum stays near u. 4u covers it and the last rounding. Of heads that are
     made here a rounding may flip, as qkv_norm_rope's may: of values of about 4 and less, by 8u, and then a code. For a
     rotated cache q is rounded once more, and on sm70 K and V are: a score's error has a deviation of about u then, as
-    scores have one of 3.
+    scores have one of 3; of three bits up to twice that, since all codes of one size are rounded alike.
     """
     u = 2.0**-8 if problem.dtype == "bf16" else 2.0**-11
     if problem.source == "q" and is_rotated(problem.kv_format):
-        return Tolerance(8 * u, 8 * u, f"4 roundings to {problem.dtype} (u = {u:.1e}), and 4 of scores")
+        scores = 4 if KV_BITS[problem.kv_format] == 4 else 12
+        most = (4 + scores) * u
+        return Tolerance(most, most, f"4 roundings to {problem.dtype} (u = {u:.1e}), and {scores} of scores")
     if problem.source == "q":
         return Tolerance(4 * u, 4 * u, f"4 roundings to {problem.dtype} (u = {u:.1e})")
     code = code_flip(KV_FORMATS[problem.kv_format]) if problem.owns_kv else 0.0

@@ -285,12 +285,19 @@ def tile_bytes(p: Problem, c: Config) -> int:
     """What block_n keys of a warp take in a stage, with body=mma: of codes its own, and all scales of a head; where it
     is shared also K's codes of the 64 dims of each 256 that are turned, and their scales.
     """
-    dim, group = p.head_dim // c.split_d, KV_GROUPS[p.kv_format]
+    dim, group, bits = p.head_dim // c.split_d, KV_GROUPS[p.kv_format], KV_BITS[p.kv_format]
     if not group:
         return c.block_n * dim * 2
-    turned, scaled = (64 * max(1, dim // 256), p.head_dim + 128) if is_shared(p.kv_format) else (0, p.head_dim)
-    padded = dim + 64 * (KV_BITS[p.kv_format] == 4 and dim % 128 == 0)  # an odd number of blocks (nibble_tile.cuh)
-    return c.block_n * ((padded + turned) * KV_BITS[p.kv_format] // 8 + 2 * scaled // group)
+    turned, scaled = (max(1, dim // 256), p.head_dim + 128) if is_shared(p.kv_format) else (0, p.head_dim)
+    codes = _row_bytes(bits, dim // 64) + turned * _row_bytes(bits, 1)
+    return c.block_n * (codes + 2 * scaled // group)
+
+
+def _row_bytes(bits: int, blocks: int) -> int:
+    """Of so many blocks of 64 codes of a key in a tile: of few bits padded, as row_bytes in kv_rotated.cuh."""
+    if bits == 8:
+        return blocks * 64
+    return (blocks | 1) * 32 if bits == 4 else (ceil(blocks * 24 / 16) | 1) * 16
 
 
 def partials(c: Config) -> int:

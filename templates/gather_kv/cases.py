@@ -48,7 +48,7 @@ def _cases() -> list[Case]:
             tag = f"d{head_dim}-{dtype}-int8"
             cases += [_case(tag, **shape), _case(f"{tag}-window", 40, **shape)]
         three: dict[str, Any] = {"num_kv_heads": 3, "dtype": dtype}
-        for kv_format in ("int8", "shared", "shared_int8", "int4", "shared_int4", "fp8"):
+        for kv_format in ("int8", "shared", "shared_int8", "int4", "shared_int4", "int3", "shared_int3", "fp8"):
             some = _case(f"d512-{dtype}-{kv_format}-1-of-3", 0, 1, heads=1, kv_format=kv_format, **three)
             cases += [some, _case(f"d512-{dtype}-{kv_format}-3", heads=3, kv_format=kv_format, **three)]
     return cases

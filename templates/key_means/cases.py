@@ -41,7 +41,7 @@ CASES = (
     ),
     *(
         _case(f"d512-{dtype}-{kv_format}", num_kv_heads=1, kv_format=kv_format, dtype=dtype)
-        for kv_format in ("int8", "shared", "shared_int8", "int4", "shared_int4", "fp8")
+        for kv_format in ("int8", "shared", "shared_int8", "int4", "shared_int4", "int3", "shared_int3", "fp8")
         for dtype in ("bf16", "fp16")
     ),
     case_for(Problem(num_kv_heads=1, num_tokens=1)),

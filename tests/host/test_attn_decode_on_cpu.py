@@ -19,6 +19,7 @@ from torch import Tensor
 from kerngen.arch import Target, find_arch
 from kerngen.compiler.render import render
 from kerngen.templates import Case, find_kernel
+from kerngen.templates.attn_decode.spec import tile_bytes
 from kerngen.timing.measure import compare
 
 KERNEL = find_kernel("attn_decode")
@@ -114,6 +115,23 @@ RUNS: list[tuple[str, str, dict[str, Any]]] = [
     ("shared_int4-raw_q", "sm75", {"num_splits": 2}),
     ("d512-fp16-int4-qk-rows80", "sm90", {"num_splits": 1}),
     ("d512-fp16-shared_int4-qk-rows80", "sm90", {"num_splits": 1}),
+    ("d128-bf16-int3", "sm90", {"num_splits": 3}),
+    ("d128-bf16-int3-qkv-q4-window40", "sm90", {"num_splits": 1, "split_d": 2}),
+    ("d256-fp16-int3-qkv-q4-window40", "sm75", {"num_splits": 2}),
+    ("d512-bf16-int3", "sm90", {"num_splits": 2}),
+    ("d512-fp16-int3-qkv-q4-window40", "sm90", {"num_splits": 1, "split_d": 8, "num_warps": 8}),
+    ("d512-fp16-int3", "sm70", {"num_splits": 2}),
+    ("d512-fp16-int3-qkv-q4-window40", "sm70", {"num_splits": 1}),
+    ("d512-fp16-int3-raw_q-q3", "sm90", {"num_splits": 3}),
+    ("d512-bf16-shared_int3", "sm90", {"num_splits": 2}),
+    ("d512-bf16-shared_int3-qk-q2", "sm90", {"num_splits": 1}),
+    ("d512-bf16-shared_int3", "sm80", {"num_splits": 1, "split_d": 1, "num_warps": 4, "num_stages": 3}),
+    ("d512-fp16-shared_int3-qk-q2", "sm90", {"num_splits": 2, "block_n": 32, "split_d": 4, "num_stages": 2}),
+    ("d512-fp16-shared_int3-qk-q2", "sm80", {"num_splits": 1, "split_d": 8, "num_warps": 8}),
+    ("d512-fp16-shared_int3-qk-q2", "sm70", {"num_splits": 2}),
+    ("shared_int3-raw_q", "sm75", {"num_splits": 2}),
+    ("d512-fp16-int3-qk-rows80", "sm90", {"num_splits": 1}),
+    ("d512-fp16-shared_int3-qk-rows80", "sm90", {"num_splits": 1}),
     ("d128-fp16-fp8", "sm90", {"num_splits": 3}),
     ("d256-bf16-fp8", "sm90", {"num_splits": 2}),
     ("d256-bf16-fp8-qkv-q4-window40", "sm80", {"num_splits": 1}),
@@ -133,7 +151,10 @@ def test_codes_are_multiplied_and_stored(name: str, arch: str, changed: dict[str
     config = replace(KERNEL.default_config(problem, target), **changed)
     KERNEL.require_valid(problem, config, target)
     launches = KERNEL.launches(problem, config, target)
-    library = _on_cpu(str(render(KERNEL, problem, config, target)), tmp_path, len(launches) > 1)
+    source = str(render(KERNEL, problem, config, target))
+    if target.arch.has_ldmatrix:
+        source += f"static_assert(KvTile::BYTES == {tile_bytes(problem, config)});"
+    library = _on_cpu(source, tmp_path, len(launches) > 1)
     inputs = KERNEL.cases.inputs(case, torch.device("cpu"))
     expected = KERNEL.reference.expected(problem, inputs)
     inputs["workspace"] = torch.full((KERNEL.workspace_bytes(problem, config, target),), 255, dtype=torch.uint8)

@@ -444,6 +444,7 @@ def test_a_shared_cache_is_one_pool() -> None:
     [
         ({"kv_format": "int7"}, "kv_format='int7' is not one of"),
         ({"kv_format": "int4"}, "decode_layers reads no rotated values"),
+        ({"kv_format": "int3"}, "decode_layers reads no rotated values"),
         ({"kv_format": "fp8"}, "decode_layers reads no codes in e4m3"),
         ({"kv_format": "shared", "k_eq_v": False}, "kv_format=shared is for heads whose K is V"),
         ({"kv_format": "shared_int8", "layers": "sfF"}, "an F of layers='sfF' reads another's K and V"),

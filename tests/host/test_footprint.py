@@ -171,7 +171,8 @@ def test_a_format_of_the_cache_says_what_its_pages_take() -> None:
     unknown = replace(kv, format=KVFormat("bytes", torch.int8, 64))
     with pytest.raises(
         ProblemError,
-        match="kernels read caches in plain, int8, shared, shared_int8, int4, shared_int4, fp8, not in bytes",
+        match="kernels read caches in plain, int8, shared, shared_int8, int4, shared_int4, int3, shared_int3, fp8, "
+        "not in bytes",
     ):
         ops.attend_decode(projected, heads, unknown, batch)
     with pytest.raises(ProblemError, match="this kernel reads plain caches, not int8 ones"):

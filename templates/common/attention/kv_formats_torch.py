@@ -12,6 +12,13 @@ quantizer). What is stored of a code is code + 8; eight are a word of 32 bits, f
 3, 5, 7. What is read is (code + 1/2) * scale, rotated back, and then rounded; attn_decode rotates q and its output in
 place of that.
 
+int3: likewise, of values that are multiplied before the rotation by the signs of the 8 x 8 Hadamard matrix, its rows
+one behind the other (`SIGNS`), so that a block of equal values, which the rotation alone makes one large value of, is
+spread too; after the rotation back they are multiplied again. scale = fp16(max |y| / 4), code = floor(y * (1 / scale))
+within -4 .. 3. What is stored of a code is code + 4. The 64 of a block are 24 bytes, words of 32 bits: eight codes are
+in the order of int4's nibbles; four words of their lower two bits have 16 each, eight in the lower two bits of nibbles
+and eight in the others; two words of the upper bits have 32 each, the first eight in the lowest bits of nibbles.
+
 fp8: codes are e4m3 (torch.float8_e4m3fn), of values over a scale that a head of K or V has in all rows: code = x /
 scale in fp32, to the nearest, ties to even, within -448 .. 448; of a NaN that of a NaN, of a scale of 0 zeros. The
 scale is fp16(256 * what the checkpoint says) / 256; pools hold it 256 times as large, for each 64 values. What is read
@@ -88,8 +95,8 @@ def quantized(x: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
     """
     if form.is_static:
         raise TypeError(f"scales of {form.name} are not made of values: fp8_codes takes them")
-    if form.bits == 4:
-        return _quantized_int4(x)
+    if form.is_rotated:
+        return _quantized_rotated(x, form)
     groups = x.float().unflatten(-1, (-1, form.group))
     scales = (groups.abs().amax(-1) / 127).half()
     codes = (groups * _inverse(scales)).round().clamp(-127, 127)
@@ -100,8 +107,8 @@ def values_of(codes: Tensor, scales: Tensor, form: KVFormat, dtype: torch.dtype)
     """What stored codes [..., entries] and scales [..., head_dim / group] stand for, [..., head_dim]: fp32, in values
     of `dtype`.
     """
-    if form.bits == 4:
-        return _values_of_int4(codes, scales).to(dtype).float()
+    if form.is_rotated:
+        return _values_rotated_back(codes, scales, form).to(dtype).float()
     numbers = codes.view(torch.float8_e4m3fn).float() / FP8_SCALE if form.is_static else (codes ^ RAISED).float()
     groups = numbers.unflatten(-1, (-1, form.group))
     return (groups * scales.float()[..., None]).flatten(-2).to(dtype).float()
@@ -111,14 +118,14 @@ CODE_FLIP = 6 / 127  # by which a value of 6 and less differs where its code of 
 
 
 def code_flip(form: KVFormat) -> float:
-    """By which a value of 6 and less differs, at the most, where a code is the next one. Of int4 two codes of a block,
-    each of which is an eighth of 64 values.
+    """By which a value of 6 and less differs, at the most, where a code is the next one. Of rotated ones two codes of a
+    block, each of which is an eighth of 64 values.
     """
     if not form.group:
         return 0.0
     if form.is_static:
         return 6 / 8  # of three bits of mantissa
-    return CODE_FLIP if form.bits == 8 else 2 * 6 / 8 / 8
+    return CODE_FLIP if not form.is_rotated else 2 * 6 / 2 ** (form.bits - 1) / 8
 
 
 def _inverse(scales: Tensor) -> Tensor:
@@ -138,20 +145,47 @@ def rotated(x: Tensor) -> Tensor:
     return x / 8
 
 
-def _quantized_int4(x: Tensor) -> tuple[Tensor, Tensor]:
-    blocks = rotated(x).unflatten(-1, (-1, 8, 2, 4))  # [..., blocks, eights, halves of eights, 4]
-    scales = (blocks.abs().amax((-3, -1)) / 8).half()  # [..., blocks, halves]
-    codes = (blocks * _inverse(scales)[..., None, :, :]).floor().clamp(-8, 7) + 8
+SIGNS = torch.tensor([(-1.0) ** (i & i >> 3 & 7).bit_count() for i in range(64)])
+
+
+def _signed(x: Tensor, form: KVFormat) -> Tensor:
+    """x [..., n] times the signs of a format of three bits."""
+    return x if form.bits != 3 else (x.unflatten(-1, (-1, 64)) * SIGNS.to(x.device)).flatten(-2)
+
+
+def _quantized_rotated(x: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
+    most = 2 ** (form.bits - 1)
+    blocks = rotated(_signed(x, form)).unflatten(-1, (-1, 8, 2, 4))  # [..., blocks, eights, halves of eights, 4]
+    scales = (blocks.abs().amax((-3, -1)) / most).half()  # [..., blocks, halves]
+    codes = (blocks * _inverse(scales)[..., None, :, :]).floor().clamp(-most, most - 1) + most
     eights = codes.flatten(-2).to(torch.uint8)  # [..., blocks, eights, 8]
     packed = eights[..., [0, 4, 1, 5]] | eights[..., [2, 6, 3, 7]] << 4
-    return packed.flatten(-3).view(torch.int8), scales.flatten(-2)
+    return (packed if form.bits == 4 else _in_planes(packed)).flatten(-3).view(torch.int8), scales.flatten(-2)
 
 
-def _values_of_int4(codes: Tensor, scales: Tensor) -> Tensor:
-    words = codes.view(torch.uint8).unflatten(-1, (-1, 8, 4))  # [..., blocks, eights, bytes]
+def _values_rotated_back(codes: Tensor, scales: Tensor, form: KVFormat) -> Tensor:
+    words = codes.view(torch.uint8).unflatten(-1, (-1, 2 * form.bits, 4))  # [..., blocks, words, bytes]
+    words = words if form.bits == 4 else _of_planes(words)
     eights = torch.stack((words & 15, words >> 4), -1).flatten(-2)[..., [0, 4, 1, 5, 2, 6, 3, 7]]
-    blocks = (eights.float() - 7.5).unflatten(-1, (2, 4))  # [..., blocks, eights, halves of eights, 4]
-    return rotated((blocks * scales.float().unflatten(-1, (-1, 1, 2, 1))).flatten(-4))
+    middle = 2 ** (form.bits - 1) - 0.5
+    blocks = (eights.float() - middle).unflatten(-1, (2, 4))  # [..., blocks, eights, halves of eights, 4]
+    return _signed(rotated((blocks * scales.float().unflatten(-1, (-1, 1, 2, 1))).flatten(-4)), form)
+
+
+def _in_planes(eights: Tensor) -> Tensor:
+    """Codes of three bits in nibbles, [..., 8, 4] uint8, in the six words of a block, [..., 6, 4]."""
+    lower, upper = eights & 0x33, eights >> 2 & 0x11
+    twos, fours = lower.unflatten(-2, (4, 2)), upper.unflatten(-2, (2, 4))
+    of_two = twos[..., 0, :] | twos[..., 1, :] << 2
+    of_four = fours[..., 0, :] | fours[..., 1, :] << 1 | fours[..., 2, :] << 2 | fours[..., 3, :] << 3
+    return torch.cat((of_two, of_four), -2)
+
+
+def _of_planes(words: Tensor) -> Tensor:
+    of_two, of_four = words[..., :4, :], words[..., 4:, :]
+    lower = torch.stack((of_two & 0x33, of_two >> 2 & 0x33), -2).flatten(-3, -2)
+    upper = torch.stack([of_four >> i & 0x11 for i in range(4)], -2).flatten(-3, -2)
+    return lower | upper << 2
 
 
 def turned_dims(x: Tensor) -> Tensor:

@@ -15,14 +15,17 @@ struct CodesOfHead {
 // A NaN stays: it makes that of the scale, and so of all that is read of the group.
 DEVICE float larger_or_nan(float a, float b) { return b > a || b != b ? b : a; }
 
-// Pages of codes of BITS bits, with SCALES_ scales in fp16 for each 64. Codes8_: how eight codes become values and are made
-// of them (Int8Groups, Fp8Groups, Int4Groups).
-template <class Codes8_, int BITS, int SCALES_, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct CodePages {
+// Pages of codes of BITS_ bits, with SCALES_ scales in fp16 for each 64. Codes8_: how eight codes become values and are made
+// of them (Int8Groups, Fp8Groups, RotatedGroups).
+template <class Codes8_, int BITS_, int SCALES_, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct CodePages {
     typedef int8_t Element;
     typedef Codes8_ Codes8;
     static constexpr bool IS_BYTES = false, IS_ROWS = false;
-    static constexpr int SCALES = SCALES_, GROUPS = HEAD_DIM / 64;
+    static constexpr int BITS = BITS_, SCALES = SCALES_, GROUPS = HEAD_DIM / 64;
     static DEVICE constexpr int elements(int values) { return values * BITS / 8; }
+    // Of three bits, where a chunk of a row is said to begin: where its block does, at a multiple of eight bytes, with the
+    // chunk's number in the block for the lower bits of the address.
+    static DEVICE constexpr int chunk_at(int chunk) { return chunk / 8 * 24 + chunk % 8; }
     static constexpr int ROW = elements(HEAD_DIM), SCALE_ROW = GROUPS * SCALES * 2, HEAD_PAGE = PAGE_SIZE * (ROW + SCALE_ROW);
     static_assert(HEAD_DIM % 128 == 0, "whole groups in each half of a head, which lanes hold apart");
 
@@ -42,7 +45,10 @@ template <class Codes8_, int BITS, int SCALES_, int HEAD_DIM, int PAGE_HEADS, in
     // Of row `row` of a head's page, counted through all pages and heads.
     static DEVICE Place place_of(int64_t head_page, int row, int chunk) {
         const int64_t page = head_page * HEAD_PAGE;
-        return {page + row * ROW + chunk * BITS, page + PAGE_SIZE * ROW + row * SCALE_ROW + chunk / 8 * (2 * SCALES)};
+        if constexpr (BITS == 3)
+            return {page + row * ROW + chunk_at(chunk), page + PAGE_SIZE * ROW + row * SCALE_ROW + chunk / 8 * (2 * SCALES)};
+        else
+            return {page + row * ROW + chunk * BITS, page + PAGE_SIZE * ROW + row * SCALE_ROW + chunk / 8 * (2 * SCALES)};
     }
     static DEVICE Chunk at(const Element* cache, const Place& place, bool is_key = false) {
         return {cache + place.codes, reinterpret_cast<const uint16_t*>(cache + place.scales)};
@@ -52,7 +58,10 @@ template <class Codes8_, int BITS, int SCALES_, int HEAD_DIM, int PAGE_HEADS, in
     static DEVICE int row_width(int block, bool is_key) { return HEAD_DIM; }
     static DEVICE int scale_of(int block, bool is_key) { return block; }
     static DEVICE Chunk after(const Chunk& from, int rows, int chunks) {
-        return {from.codes + rows * ROW + chunks * BITS, from.scale + rows * (SCALE_ROW / 2) + chunks / 8 * SCALES};
+        if constexpr (BITS == 3)
+            return {from.codes + rows * ROW + chunk_at(chunks), from.scale + rows * (SCALE_ROW / 2) + chunks / 8 * SCALES};
+        else
+            return {from.codes + rows * ROW + chunks * BITS, from.scale + rows * (SCALE_ROW / 2) + chunks / 8 * SCALES};
     }
 
     // Codes and scales apart (CodeTile, NibbleTile). The scales of 16 keys, a multiple of 16 the first, are SCALE_PIECES of
@@ -83,7 +92,7 @@ template <class Codes8_, int BITS, int SCALES_, int HEAD_DIM, int PAGE_HEADS, in
 template <class Codes8_, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE>
 struct ByteGroups : CodePages<Codes8_, 8, 1, HEAD_DIM, PAGE_HEADS, PAGE_SIZE> {
     typedef typename CodePages<Codes8_, 8, 1, HEAD_DIM, PAGE_HEADS, PAGE_SIZE>::Chunk Chunk;
-    static constexpr bool IS_ROTATED = false;
+    static constexpr bool IS_ROTATED = false, IS_SIGNED = false;
 
     // Through L2: another block of this kernel may have written it.
     static DEVICE uint4 load(const Chunk& chunk, bool valid = true) {

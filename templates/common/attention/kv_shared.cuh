@@ -9,8 +9,8 @@ template <class Codes8_, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Sha
     typedef Codes8_ Codes8;
     typedef typename Codes8::Element Element;
     template <class Slice> using Stored = typename Codes8::template Stored<Slice>;
-    static constexpr bool IS_BYTES = Codes8::IS_BYTES, IS_ROWS = false, IS_ROTATED = Codes8::IS_ROTATED;
-    static constexpr int SCALES = Codes8::SCALES;
+    static constexpr bool IS_BYTES = Codes8::IS_BYTES, IS_ROWS = false, IS_ROTATED = Codes8::IS_ROTATED, IS_SIGNED = Codes8::IS_SIGNED;
+    static constexpr int BITS = Codes8::BITS, SCALES = Codes8::SCALES;
     static constexpr int ROTATED = 128, PART = ROTATED / 2 / 8;  // chunks of either half
     // Elements of a head's page, and where its parts begin.
     static constexpr int TURNED_AT = PAGE_SIZE * Codes8::elements(HEAD_DIM), SCALES_AT = TURNED_AT + PAGE_SIZE * Codes8::elements(ROTATED);
@@ -42,8 +42,13 @@ template <class Codes8_, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE> struct Sha
     // Of a turned chunk: its place in the row of turned dims.
     static DEVICE int turned(const Chunk& c) { return c.chunk < PART ? c.chunk : c.chunk - HEAD_DIM / 16 + PART; }
     static DEVICE const Element* elements(const Chunk& c) {
-        if (is_turned(c)) return c.page + TURNED_AT + c.row * Codes8::elements(ROTATED) + Codes8::elements(turned(c) * 8);
-        return c.page + c.row * Codes8::elements(HEAD_DIM) + Codes8::elements(c.chunk * 8);
+        if constexpr (Codes8::BITS == 3) {
+            if (is_turned(c)) return c.page + TURNED_AT + c.row * Codes8::elements(ROTATED) + Codes8::chunk_at(turned(c));
+            return c.page + c.row * Codes8::elements(HEAD_DIM) + Codes8::chunk_at(c.chunk);
+        } else {
+            if (is_turned(c)) return c.page + TURNED_AT + c.row * Codes8::elements(ROTATED) + Codes8::elements(turned(c) * 8);
+            return c.page + c.row * Codes8::elements(HEAD_DIM) + Codes8::elements(c.chunk * 8);
+        }
     }
     // As Int8Groups has it, of V's rows or of those of turned dims.
     static DEVICE int row_width(int block, bool is_key) {

@@ -7,11 +7,12 @@
 // converts a chunk at a time, in the copy and in `store`.
 //
 // This one stores elements as they are multiplied. IS_BYTES: rows may be copied as bytes, asynchronously, so bulk copies
-// and TMA boxes work too. IS_ROTATED: blocks of 64 values are stored times a matrix (rotation.cuh), and read so.
+// and TMA boxes work too. IS_ROTATED: blocks of 64 values are stored times a matrix (rotation.cuh), and read so; IS_SIGNED:
+// times signs before that.
 struct Elements16 {
     typedef uint16_t Element;
-    static constexpr bool IS_BYTES = true, IS_ROTATED = false;
-    static constexpr int SCALES = 0;  // in memory, of 64 values
+    static constexpr bool IS_BYTES = true, IS_ROTATED = false, IS_SIGNED = false;
+    static constexpr int BITS = 16, SCALES = 0;  // of a value, and in memory of 64 values
     static DEVICE constexpr int elements(int values) { return values; }
 
     // Global to shared memory, asynchronous where the arch has cp.async; zeros where `valid` is false.

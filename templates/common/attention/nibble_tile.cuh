@@ -1,29 +1,32 @@
-// A tile of warp_tile.cuh of 4-bit codes and, behind them, the scales of all blocks of a head, of each 16 keys (Int4Groups). They
-// are multiplied as they are, in fp16, and rotated, as queries are then; scales go to the products and to P.
+// A tile of warp_tile.cuh of codes of 4 or 3 bits and, behind them, the scales of all blocks of a head, of each 16 keys
+// (RotatedGroups). They are multiplied as they are, in fp16, and rotated, as queries are then; scales go to the products and to P.
+// Codes of 3 bits become words of nibbles as lanes read them (CodeWords).
 //
-// Of a block of 64 codes, 32 bytes, lane 4 g + t has 16 codes of two keys, or 8 codes of four. Each step of 16 elements has one
-// scale: the first two steps of a block have the first four values of each eight, the others the last four.
+// Of a block of 64 codes lane 4 g + t has 16 codes of two keys, or 8 codes of four. Each step of 16 elements has one scale: the
+// first two steps of a block have the first four values of each eight, the others the last four.
 //
-// A stored code n stands for n - 7.5. With few rows its bits are multiplied as they lie in fp16, a subnormal number: n * 2^-24 of
-// pairs 0 and 2 of a word, n * 2^-20 of pairs 1 and 3. That takes an AND for two codes. What 7.5 makes of it is subtracted from
-// the sums: of K those are scales times means of Q, of V scales times P, and tensor cores make both. In fp32 the sums of V lose
-// little by it: a seventieth of what the codes' own rounding makes, in a simulation of 43,690 keys (a team's share of 262,144)
-// with sums rounded toward zero. Elements of Q that meet pairs 1 and 3 are a sixteenth in shared memory, so that all products of
-// K have one unit.
+// A stored code n stands for n - MIDDLE, 7.5 or 3.5. With few rows its bits are multiplied as they lie in fp16, a subnormal
+// number: n * 2^-24 of pairs 0 and 2 of a word, n * 2^-20 of pairs 1 and 3. That takes an AND for two codes. What MIDDLE makes
+// of it is subtracted from the sums: of K those are scales times means of Q, of V scales times P, and tensor cores make both.
+// In fp32 the sums of V lose little by it: a seventieth of what the codes' own rounding makes, in a simulation of 43,690 keys
+// (a team's share of 262,144) with sums rounded toward zero. Elements of Q that meet pairs 1 and 3 are a sixteenth in shared
+// memory, so that all products of K have one unit.
 #pragma once
 #include "common/attention/rotation.cuh"
 #include "common/attention/warp_tile.cuh"
 
 template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct NibbleTile {
     typedef typename Format::Codes8 Codes8;
+    typedef typename Codes8::Words Words;
     static constexpr bool BF16_OPERANDS = false, IS_SHARED_TILE = Format::TURNED_GROUPS > 0;
     static constexpr int GROUP_STEPS = 2, BLOCKS_HERE = DIM / 64, ITEMS = IS_SHARED_TILE ? 1 : 2;
     static constexpr int TURNED_EVERY = IS_SHARED_TILE ? HEAD_DIM / 64 / Format::TURNED_GROUPS : HEAD_DIM;  // block
     static constexpr int TURNED_HERE = IS_SHARED_TILE ? max_of(BLOCKS_HERE / TURNED_EVERY, 1) : 0;          // at most
-    // Rows are an odd number of 32 bytes, so that four keys one after the other meet in no bank.
-    static constexpr int ROW = (BLOCKS_HERE | 1) * 32;
+    static constexpr int BLOCK = Words::BLOCK, ROW = Words::row_bytes(BLOCKS_HERE), TURNED_ROW = Words::row_bytes(1);
     static constexpr int SCALE_BYTES = Format::SCALE_PIECES * 16, SCALES_AT = KEYS * ROW;
-    static constexpr int TURNED_AT = SCALES_AT + KEYS / 16 * SCALE_BYTES, BYTES = TURNED_AT + TURNED_HERE * KEYS * 32;
+    static constexpr int TURNED_AT = SCALES_AT + KEYS / 16 * SCALE_BYTES, BYTES = TURNED_AT + TURNED_HERE * KEYS * TURNED_ROW;
+    static constexpr bool IN_PLANES = Codes8::BITS == 3;
+    static constexpr float MIDDLE = Codes8::HALF - 0.5f;
     static_assert(DIM % 64 == 0, "whole blocks");
 
     DEVICE NibbleTile(int) {}
@@ -35,23 +38,31 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct Nibbl
     static DEVICE uint16_t* scales(uint16_t* tile, int at) { return tile + (SCALES_AT + at / 16 * SCALE_BYTES) / 2; }
     // Whether K of a block is in the tile's turned rows, each of 64 codes, and where those begin.
     static DEVICE bool is_turned(int block) { return IS_SHARED_TILE && block % TURNED_EVERY == 0; }
-    static DEVICE constexpr int turned_rows(int block_here) { return TURNED_AT + block_here / TURNED_EVERY * KEYS * 32; }
+    static DEVICE constexpr int turned_rows(int block_here) { return TURNED_AT + block_here / TURNED_EVERY * KEYS * TURNED_ROW; }
+    // Copies are of 16 bytes: a block of 24 that is copied alone begins 8 bytes behind the first if its number in the row is odd.
+    static DEVICE int skew(int part) { return IN_PLANES && BLOCKS_HERE == 1 ? part % 2 * 8 : 0; }
+    static DEVICE int turned_skew(int block) { return IN_PLANES ? block / TURNED_EVERY % 2 * 8 : 0; }
 
     // As CodeTile: codes of keys that may not be read can be anything, since their scales are zeros.
     static DEVICE void fetch(uint16_t* tile, int at, typename Format::Chunk src, const KeysToFetch& keys, int part, bool is_key, int lane) {
-        constexpr int PIECES = DIM / 32, AT_ONCE = 32 / PIECES;  // pieces of 32 codes of a key; keys
+        constexpr int PIECES = (BLOCKS_HERE * BLOCK + 15) / 16;  // of 16 bytes of a key
+        // Keys, a power of two: of 3 bits every fourth lane has nothing to copy.
+        constexpr int AT_ONCE = !IN_PLANES ? 32 / PIECES : PIECES > 8 ? 2 : PIECES > 4 ? 4 : PIECES > 2 ? 8 : 16;
         const int first = lane / PIECES, piece = lane % PIECES, block = part * BLOCKS_HERE;
         const int step = AT_ONCE * Codes8::elements(Format::row_width(block + piece / 2, is_key));
-        const int8_t* const from = Format::codes(Format::after(src, first, piece * 4)).codes;
+        const int8_t* from = Format::codes(Format::after(src, first, IN_PLANES ? 0 : piece * 4)).codes;
+        if constexpr (IN_PLANES) from += piece * 16 - skew(part);
         char* const to = bytes(tile) + (at + first) * ROW + piece * 16;
-        auto copy = [&](int i) { copy16(to + i * AT_ONCE * ROW, from + i * step); };
+        auto copy = [&](int i) {
+            if (AT_ONCE * PIECES == 32 || first < AT_ONCE) copy16(to + i * AT_ONCE * ROW, from + i * step);
+        };
         auto copy_turned = [&](int row) {
             if constexpr (IS_SHARED_TILE)
                 if (is_turned(block))  // the first one is if any is
 #pragma unroll
                     for (int n = 0; n < TURNED_HERE; ++n)
-                        copy16(bytes(tile) + turned_rows(n * TURNED_EVERY) + (at + row) * 32 + lane % 2 * 16,
-                               Format::turned_codes(src, row, block + n * TURNED_EVERY) + lane % 2 * 16);
+                        copy16(bytes(tile) + turned_rows(n * TURNED_EVERY) + (at + row) * TURNED_ROW + lane % 2 * 16,
+                               Format::turned_codes(src, row, block + n * TURNED_EVERY) + lane % 2 * 16 - turned_skew(block + n * TURNED_EVERY));
         };
         uint16_t* const scale = scales(tile, at);
         if (keys.whole()) {
@@ -75,12 +86,17 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct Nibbl
     template <class Stored>
     static DEVICE void put(uint16_t* tile, int row, int chunk, const Stored& x, bool high, bool is_key) {
         const int here = chunk % (DIM / 8);
-        int to = row * ROW + here / 8 * 32;
+        int to = row * ROW + here / 8 * BLOCK;
+        if constexpr (IN_PLANES) to += skew(chunk / (DIM / 8));
         if (IS_SHARED_TILE && is_key) {
             if (!is_turned(chunk / 8)) return;
-            to = turned_rows(here / 8) + row * 32;
+            to = turned_rows(here / 8) + row * TURNED_ROW;
+            if constexpr (IN_PLANES) to += turned_skew(chunk / 8);
         }
-        *reinterpret_cast<uint32_t*>(bytes(tile) + to + here % 8 * 4) = high ? x.high : x.low;
+        if constexpr (IN_PLANES)
+            Words::put(bytes(tile) + to, here % 8, high ? x.high : x.low);
+        else
+            *reinterpret_cast<uint32_t*>(bytes(tile) + to + here % 8 * 4) = high ? x.high : x.low;
         if (chunk % 8 == 0)
             *reinterpret_cast<uint32_t*>(scales(tile, row) + Format::scale_at(row % 16, chunk / 8, is_key)) = high ? x.high_scales : x.low_scales;
     }
@@ -91,15 +107,16 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct Nibbl
     }
     static constexpr int BLOCKS = HEAD_DIM / 64, SCALE_WORDS = SCALE_BYTES / 4;
     static DEVICE uint4 query(const uint4& x) {
-        const uint4 y = rotated_query<BF16, false>(x);
+        const uint4 y = rotated_query<BF16, false, Format::IS_SIGNED>(x);
         return make_uint4(y.x, Half<false>::mul2(y.y, SIXTEENTH), y.z, Half<false>::mul2(y.w, SIXTEENTH));
     }
     static constexpr uint32_t SIXTEENTH = 0x2c002c00u;  // twice
     // Pair i of a word, as its bits lie; or what it stands for, 16 times as large of pairs 1 and 3.
     template <bool AS_BITS> static DEVICE uint32_t pair(uint32_t word, int i) {
-        if (AS_BITS) return word >> i / 2 * 8 & (i % 2 ? 0x00f000f0u : 0x000f000fu);
+        if (AS_BITS) return word >> i / 2 * 8 & (i % 2 ? Codes8::MASK : Codes8::MASK >> 4);
         if (i % 2 == 0) return Codes8::centred(word, i);
-        return Half<false>::add2((word >> i / 2 * 8 & 0x00f000f0u) | 0x64006400u, 0xe478e478u);  // 1024 + 16 n, less 1144
+        // 1024 + 16 n, less 1144 or 1080
+        return Half<false>::add2((word >> i / 2 * 8 & Codes8::MASK) | 0x64006400u, IN_PLANES ? 0xe438e438u : 0xe478e478u);
     }
     // Of a block lane t has the elements 16 t to 16 t + 15: of each eight the first four for the first two steps, the others for
     // the last two.
@@ -148,16 +165,19 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct Nibbl
             if (step % 4 == 0) {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    const char* of_lane = bytes(tile) + key(lane / 4) * ROW + lane % 4 * 8;
+                    const char* of_lane = bytes(tile) + key(lane / 4) * ROW + Words::at_two(lane % 4);
                     const uint32_t* its = two_scales(tile, key(lane / 4), part * BLOCKS_HERE, false);
-                    of_lane += (at + h * 8) * ROW + block * 32, its += at / 16 * SCALE_WORDS + h * 8 * BLOCKS + block;
+                    of_lane += (at + h * 8) * ROW + block * BLOCK, its += at / 16 * SCALE_WORDS + h * 8 * BLOCKS + block;
+                    if constexpr (IN_PLANES) of_lane += skew(part);
                     if constexpr (IS_SHARED_TILE)
                         if (is_turned(part * BLOCKS_HERE + block)) {
-                            of_lane = bytes(tile) + key(lane / 4) * 32 + lane % 4 * 8 + (turned_rows(block) + (at + h * 8) * 32);
+                            of_lane = bytes(tile) + key(lane / 4) * TURNED_ROW + Words::at_two(lane % 4) +
+                                      (turned_rows(block) + (at + h * 8) * TURNED_ROW);
+                            if constexpr (IN_PLANES) of_lane += turned_skew(part * BLOCKS_HERE + block);
                             its = two_scales(tile, key(lane / 4), part * BLOCKS_HERE, true) +
                                   (at / 16 * SCALE_WORDS + h * 8 * Format::TURNED_GROUPS + block / TURNED_EVERY);
                         }
-                    const uint2 x = *reinterpret_cast<const uint2*>(of_lane);
+                    const uint2 x = Words::two(of_lane, lane % 4);
                     codes[h][0] = x.x, codes[h][1] = x.y;
                     both[h] = *its;
                 }
@@ -172,7 +192,7 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct Nibbl
             for (int e = 0; e < 4; ++e) s[e] = first ? product[e] * scale[e / 2] : fmaf(product[e], scale[e / 2], s[e]);
         }
     };
-    // Subtracts from scores of 16 keys, from key `at` on, what 7.5 makes.
+    // Subtracts from scores of 16 keys, from key `at` on, what MIDDLE makes.
     template <int Q_TILES>
     static DEVICE void end_scores(float (&s)[Q_TILES][4], const Offsets<Q_TILES>& offsets, const NibbleTile&, uint16_t* tile, int at, int part, int lane) {
         if constexpr (Offsets<Q_TILES>::ARE_USED) {
@@ -190,7 +210,7 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct Nibbl
 #pragma unroll
                 for (int n = 0; n < 2; ++n) mma_16816<false>(made, a, offsets.means[qt][n][0], offsets.means[qt][n][1]);
 #pragma unroll
-                for (int e = 0; e < 4; ++e) s[qt][e] = fmaf(made[e], -7.5f * 32 * SCORE_UNIT<Q_TILES>, s[qt][e]);
+                for (int e = 0; e < 4; ++e) s[qt][e] = fmaf(made[e], -MIDDLE * 32 * SCORE_UNIT<Q_TILES>, s[qt][e]);
             }
         }
     }
@@ -207,8 +227,9 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct Nibbl
                     uint32_t x[2];
 #pragma unroll
                     for (int n = 0; n < 2; ++n) {
-                        const char* const of_lane = bytes(tile) + key(lane % 4 * 2 + n) * ROW + lane / 4 * 4;
-                        x[n] = *reinterpret_cast<const uint32_t*>(of_lane + (at + h * 8) * ROW + block * 32);
+                        const char* of_lane = bytes(tile) + key(lane % 4 * 2 + n) * ROW + Words::at_one(lane / 4);
+                        if constexpr (IN_PLANES) of_lane += skew(part);
+                        x[n] = Words::one(of_lane + (at + h * 8) * ROW + block * BLOCK, lane / 4);
                     }
                     codes[h][0] = __byte_perm(x[0], x[1], 0x5410), codes[h][1] = __byte_perm(x[0], x[1], 0x7632);
                     load_scales(both[h], tile, at, h, part * BLOCKS_HERE, block, lane);
@@ -264,7 +285,7 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct Nibbl
                     if constexpr (ARE_USED)
 #pragma unroll
                         for (int e = 0; e < 2; ++e)
-                            less[e] = 7.5f * __shfl_sync(0xffffffffu, sums[qt][step % 4 / 2 * 2 + e], (part * BLOCKS_HERE + step / 4) * 4 + lane % 4);
+                            less[e] = MIDDLE * __shfl_sync(0xffffffffu, sums[qt][step % 4 / 2 * 2 + e], (part * BLOCKS_HERE + step / 4) * 4 + lane % 4);
                     const float unit = (ARE_USED ? float(1 << 24) : 1.0f) / (step % 2 ? 16.0f : 1.0f);
 #pragma unroll
                     for (int e = 0; e < 4; ++e) acc[step][qt][e] = fmaf(acc[step][qt][e], unit, -less[e % 2]);
@@ -275,6 +296,9 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct Nibbl
     static DEVICE int spread(int element) { return element ^ (element >> 3 & 4); }
 };
 
-template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct WarpTileOf<Format, 2, BF16, HEAD_DIM, DIM, KEYS> {
+template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct WarpTileOf<Format, 4, BF16, HEAD_DIM, DIM, KEYS> {
+    typedef NibbleTile<Format, BF16, HEAD_DIM, DIM, KEYS> Tile;
+};
+template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct WarpTileOf<Format, 3, BF16, HEAD_DIM, DIM, KEYS> {
     typedef NibbleTile<Format, BF16, HEAD_DIM, DIM, KEYS> Tile;
 };

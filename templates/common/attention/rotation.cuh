@@ -1,5 +1,8 @@
 // Blocks of 64 values times H, the 64 x 64 Hadamard matrix over 8, which is orthogonal and its own inverse: so products of two
 // rotated rows are those of the rows, and what is large in a block is spread over all of it.
+//
+// SIGNED: times signs before that, those of the 8 x 8 Hadamard matrix, its rows one behind the other. H makes one large value of
+// a block of equal ones; of these signs it makes values that are all of one size.
 #pragma once
 #include "common/rows/vec.cuh"
 
@@ -42,10 +45,23 @@ DEVICE void rotate64(float4& x) {
     x.x *= 0.125f, x.y *= 0.125f, x.z *= 0.125f, x.w *= 0.125f;
 }
 
+// x times the sign of element `i` of a block.
+DEVICE float signed_as(float x, int i) { return __uint_as_float(__float_as_uint(x) ^ uint32_t(__popc(i & i >> 3 & 7)) << 31); }
+
+DEVICE void flip_signs(float (&x)[8]) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j] = signed_as(x[j], threadIdx.x % 8 * 8 + j);
+}
+DEVICE void flip_signs(float4& x) {
+    const int i = threadIdx.x % 16 * 4;
+    x = make_float4(signed_as(x.x, i), signed_as(x.y, i + 1), signed_as(x.z, i + 2), signed_as(x.w, i + 3));
+}
+
 // Eight elements of 16 bits of a query, by eight lanes with a block: rotated, and rounded once to bf16 or fp16.
-template <bool FROM_BF16, bool TO_BF16> DEVICE uint4 rotated_query(const uint4& values) {
+template <bool FROM_BF16, bool TO_BF16, bool SIGNED = false> DEVICE uint4 rotated_query(const uint4& values) {
     float x[8];
     unpack8<FROM_BF16>(values, x);
+    if constexpr (SIGNED) flip_signs(x);
     rotate64(x);
     return pack8<TO_BF16>(x);
 }

@@ -294,13 +294,13 @@ template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct CodeT
     static DEVICE int spread(int element) { return element ^ (element >> 3 & 4); }
 };
 
-// The tile of a format with so many scales of a block of 64 values.
-template <class Format, int SCALES, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct WarpTileOf;
-template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct WarpTileOf<Format, 0, BF16, HEAD_DIM, DIM, KEYS> {
+// The tile of a format with so many bits of a value.
+template <class Format, int BITS, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct WarpTileOf;
+template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct WarpTileOf<Format, 16, BF16, HEAD_DIM, DIM, KEYS> {
     typedef ElementTile<Format, BF16, HEAD_DIM, DIM, KEYS> Tile;
 };
-template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct WarpTileOf<Format, 1, BF16, HEAD_DIM, DIM, KEYS> {
+template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS> struct WarpTileOf<Format, 8, BF16, HEAD_DIM, DIM, KEYS> {
     typedef CodeTile<Format, BF16, HEAD_DIM, DIM, KEYS> Tile;
 };
 template <class Format, bool BF16, int HEAD_DIM, int DIM, int KEYS>
-using WarpTile = typename WarpTileOf<Format, Format::SCALES, BF16, HEAD_DIM, DIM, KEYS>::Tile;
+using WarpTile = typename WarpTileOf<Format, Format::BITS, BF16, HEAD_DIM, DIM, KEYS>::Tile;

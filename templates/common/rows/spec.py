@@ -11,8 +11,14 @@ VEC = 8  # elements that a thread moves at once: 16 bytes of a 16-bit type
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 DTYPES = tuple(ELEMENT_BYTES)
 # Formats of a cache, with the values that share a scale, and the bits of a value's code (values.py, KVFormat).
-KV_GROUPS = {"plain": 0, "int8": 64, "shared": 0, "shared_int8": 64, "int4": 32, "shared_int4": 32, "fp8": 64}
-KV_BITS = {"plain": 0, "int8": 8, "shared": 0, "shared_int8": 8, "int4": 4, "shared_int4": 4, "fp8": 8}
+KV_GROUPS = {
+    "plain": 0, "int8": 64, "shared": 0, "shared_int8": 64, "int4": 32, "shared_int4": 32, "int3": 32,
+    "shared_int3": 32, "fp8": 64,
+}  # fmt: skip
+KV_BITS = {
+    "plain": 0, "int8": 8, "shared": 0, "shared_int8": 8, "int4": 4, "shared_int4": 4, "int3": 3, "shared_int3": 3,
+    "fp8": 8,
+}  # fmt: skip
 MAX_BLOCK_THREADS = 1024
 INT32_MAX = 2**31 - 1
 SPARE_REGISTERS = 36  # what the row kernels need beside their data, by the ptxas reports
@@ -74,7 +80,7 @@ def has_codes(kv_format: str) -> bool:
 
 def is_rotated(kv_format: str) -> bool:
     """Whether such a cache holds rotated values: queries are rotated too then, and outputs back."""
-    return KV_BITS[kv_format] == 4
+    return KV_BITS[kv_format] in (3, 4)
 
 
 def is_static(kv_format: str) -> bool:

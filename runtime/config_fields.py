@@ -28,13 +28,13 @@ MAX_NUMBER = 1e30  # of what is not a count (theta, eps, a cap): above any that 
 
 
 GET_AGAIN = "get the whole folder again: hf download REPO --local-dir FOLDER"
-_NOT_GGUF = "GGUF is llama.cpp's format; get the model's safetensors: hf download REPO --local-dir FOLDER"
+_NAME_GGUF = "name the file itself, in place of the folder"
 # What else a folder may hold in place of safetensors: endings, words, and what to do.
 _OTHER_FORMATS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapters.safetensors"),
      "a LoRA adapter",
      "adapters are not applied; peft merges one into its model: merge_and_unload, then save_pretrained to a folder"),
-    ((".gguf",), "a GGUF file", _NOT_GGUF),
+    ((".gguf",), "a GGUF file", _NAME_GGUF),
     ((".bin", ".pt", ".pth", ".ckpt"), "pickled weights",
      "they are programs and are never run; convert them with transformers: from_pretrained, then save_pretrained"),
     ((".npz", ".msgpack", ".h5", ".onnx"), "weights of another format",
@@ -44,13 +44,23 @@ _OTHER_FORMATS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 )  # fmt: skip
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-_RELEASED = Path(__file__).parent / "released"
+RELEASED = Path(__file__).parent / "released"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
+def is_gguf(place: Path) -> bool:
+    """Whether the model at `place` is a GGUF file and not a folder. It need not be there."""
+    return place.suffix == ".gguf" and not place.is_dir()
+
+
+def config_path(place: Path) -> Path:
+    """Of the file that says how the model at `place` is built."""
+    return place if is_gguf(place) else place / "config.json"
+
+
 def require_folder(folder: Path) -> None:
-    """Raises UsageError unless `folder` is one; it says how to get what looks like a name on the Hugging Face hub."""
-    if folder.is_dir():
+    """Raises UsageError unless `folder` is one, or a GGUF file; it says how to get what looks like a name on the hub."""
+    if folder.is_dir() or (is_gguf(folder) and folder.exists()):
         return
     name = str(folder)
     if _HUB_NAME.fullmatch(name) and not name.startswith(".") and not folder.parent.exists():
@@ -59,11 +69,9 @@ def require_folder(folder: Path) -> None:
             f"{name} is not a folder here, and nothing is downloaded",
             hint=f"from the Hugging Face hub: hf download {name} --local-dir {there}; then name ./{there}",
         )
-    if folder.suffix == ".gguf" and folder.is_file():
-        raise UsageError(f"{name} is a GGUF file, not a folder", hint=_NOT_GGUF)
     if folder.exists():
         raise UsageError(f"{name} is a file", hint="name the folder that holds config.json and the safetensors")
-    if (_RELEASED / name / "config.json").is_file():
+    if (RELEASED / name / "config.json").is_file():
         raise UsageError(
             f"{name} is not a folder: as a released model's name it stands for shapes, not for weights",
             hint="name a folder in Hugging Face format, or what the Hugging Face hub calls it: OWNER/NAME",
@@ -95,9 +103,15 @@ def require_content(path: Path, head: bytes) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint. Raises UsageError where `folder` is none, CheckpointError as read_json."""
+    """config.json of a checkpoint, or what a GGUF file says in its place. Raises UsageError where `folder` is none,
+    CheckpointError as read_json.
+    """
     require_folder(folder)
-    path = folder / "config.json"
+    if is_gguf(folder):
+        from kerngen.runtime.gguf.config import config_json  # which few models need
+
+        return config_json(folder)
+    path = config_path(folder)
     if not path.exists():
         raise nothing_there(folder, f"no {path.name}")
     return read_json(path)

@@ -9,6 +9,7 @@ from pathlib import Path
 from kerngen.errors import CheckpointError
 from kerngen.runtime.config import LayerConfig, ModelConfig
 from kerngen.runtime.weights.loader import find_prefix
+from kerngen.runtime.weights.opened import open_tensors
 from kerngen.runtime.weights.quantized import FLOATS
 from kerngen.runtime.weights.safetensors import Checkpoint
 
@@ -22,7 +23,7 @@ def with_kv_scales(config: ModelConfig, folder: Path) -> ModelConfig:
     """
     if not config.has_kv_scales:
         return config
-    checkpoint = Checkpoint(folder)
+    checkpoint = open_tensors(folder)
     prefix = find_prefix(checkpoint)
     return replace(config, layers=tuple(_with(layer, checkpoint, prefix) for layer in config.layers))
 

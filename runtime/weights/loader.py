@@ -7,6 +7,7 @@ as transformers saves them; `model.language_model.` in multimodal checkpoints, `
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from kerngen.runtime.weights.layout import (
     PleLayerWeights,
     PleWeights,
 )
+from kerngen.runtime.weights.opened import open_tensors
 from kerngen.runtime.weights.repacked import Planned, RepackedCache
 from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.weights.source import CheckpointSource, WeightSource
@@ -41,13 +43,13 @@ def load_model(
     """
     if keep_repacked and config.share is not None:
         raise UsageError("repacked weights are kept of whole models alone", hint="leave --keep-repacked out")
-    source = CheckpointSource(Checkpoint(folder), config, ops, advance)
+    source = CheckpointSource(open_tensors(folder), config, ops, advance)
     prefix = find_prefix(source.checkpoint)
     build_model(source, prefix)
     source.check_left(prefix)
     kept = (
         RepackedCache(source.checkpoint, config, ops)
-        if config.share is None and (keep_repacked or any(folder.glob("repacked-*.kerngen")))
+        if config.share is None and (keep_repacked or source.checkpoint.has_repacked())
         else None
     )
     if kept is not None and kept.path.exists():
@@ -57,6 +59,8 @@ def load_model(
     source.begin()
     weights = build_model(source, prefix)
     source.finish()
+    for line in source.checkpoint.said(source.used, ops.dtype):
+        warnings.warn(line, stacklevel=2)
     if kept is not None and keep_repacked:
         kept.save(weights)
     return weights
@@ -67,7 +71,7 @@ def load_drafter(folder: Path, config: DrafterConfig, ops: Ops, *, advance: Adva
 
     Raises CheckpointError before allocating anything.
     """
-    source = CheckpointSource(Checkpoint(folder), config.text, ops, advance)
+    source = CheckpointSource(open_tensors(folder), config.text, ops, advance)
     build_drafter(source, config)
     source.check_left("")
     source.begin()
@@ -78,13 +82,13 @@ def load_drafter(folder: Path, config: DrafterConfig, ops: Ops, *, advance: Adva
 
 def planned_model(folder: Path, config: ModelConfig, ops: Ops) -> ModelWeights:
     """What load_model gives, as shapes alone: only headers are read. Raises CheckpointError."""
-    source = CheckpointSource(Checkpoint(folder), config, ops)
+    source = CheckpointSource(open_tensors(folder), config, ops)
     return build_model(Planned(source), find_prefix(source.checkpoint))
 
 
 def planned_drafter(folder: Path, config: DrafterConfig, ops: Ops) -> DrafterWeights:
     """As planned_model, of load_drafter."""
-    return build_drafter(Planned(CheckpointSource(Checkpoint(folder), config.text, ops)), config)
+    return build_drafter(Planned(CheckpointSource(open_tensors(folder), config.text, ops)), config)
 
 
 def find_prefix(checkpoint: Checkpoint) -> str:

@@ -22,9 +22,9 @@ from torch import Tensor
 import kerngen
 from kerngen.errors import CheckpointError
 from kerngen.runtime.config import ModelConfig
-from kerngen.runtime.config_fields import MAX_JSON_BYTES, read_file
 from kerngen.runtime.ops import Experts, Linear, Ops, WeightView, dense_weights, int4_weights
-from kerngen.runtime.weights.safetensors import DTYPES, PIECE_BYTES, Checkpoint, SafetensorsFile
+from kerngen.runtime.weights.mapped import DTYPES, PIECE_BYTES
+from kerngen.runtime.weights.safetensors import Checkpoint, SafetensorsFile
 from kerngen.runtime.weights.source import CheckpointSource, Parts
 from kerngen.runtime.weights.staging import Stage
 from kerngen.runtime.weights.tensors import Advance
@@ -79,14 +79,13 @@ class RepackedCache:
         dtype = str(ops.dtype).removeprefix("torch.")
         order = _order(config, ops)
         files = [[f.path.name, f.stat.st_size, f.stat.st_mtime_ns, f.digest] for f in checkpoint.files]
-        config_digest = hashlib.sha256(read_file(checkpoint.folder / "config.json", MAX_JSON_BYTES)).hexdigest()
         key = {"kerngen": kerngen.__version__, "layout": LAYOUT, "order": order, "dtype": dtype,
-               "config": config_digest, "files": sorted(files)}  # fmt: skip
+               "config": checkpoint.config_digest, "files": sorted(files)}  # fmt: skip
         if ops.dtype == torch.float16:
             key["fp16_range"] = FP16_RANGE
         self.ops = ops
         self.key = json.dumps(key, sort_keys=True)
-        self.path = checkpoint.folder / f"repacked-{dtype}-{order[:12]}.kerngen"
+        self.path = checkpoint.beside(f"repacked-{dtype}-{order[:12]}.kerngen")
 
     def load(self, planned: T, advance: Advance | None = None) -> T | None:
         """The weights that are `planned` (without storage) from the file, or None where it does not hold them."""

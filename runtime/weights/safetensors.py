@@ -11,9 +11,7 @@ import hashlib
 import json
 import mmap
 import os
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,46 +20,26 @@ import torch
 from torch import Tensor
 
 from kerngen.errors import CheckpointError, is_printable_name, printable_name
-from kerngen.runtime.config_fields import GET_AGAIN, nothing_there, open_file, read_json, require_content, short
-from kerngen.runtime.world import Span
+from kerngen.runtime.config_fields import (
+    GET_AGAIN,
+    MAX_JSON_BYTES,
+    nothing_there,
+    open_file,
+    read_file,
+    read_json,
+    require_content,
+    short,
+)
+from kerngen.runtime.weights.mapped import DTYPES, Box, Entry, MappedFile
 
 MAX_HEADER_BYTES = 32 * 1024 * 1024  # of 35,000 tensors, the experts of a 26B one by one, there are 5 MB
-PIECE_BYTES = 32 * 1024 * 1024  # of a tensor on its way to the device
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 ITEM_BYTES: dict[str, int] = {name: dtype.itemsize for name, dtype in DTYPES.items()} | {
     "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
 
 
-Box = Sequence[Span]  # part of a tensor: a span of each of its dimensions
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor as the header describes it. start: byte offset in the file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    num_bytes: int
-
-
-class SafetensorsFile:
-    """One file, mapped. `entries` is verified; tensors are views of the map until they are copied.
-
-    metadata: what the file says of itself (`__metadata__`), unverified. digest: SHA-256 of the header, in hex.
-    """
+class SafetensorsFile(MappedFile):
+    """One file, verified and mapped. metadata: what it says of itself (`__metadata__`), unverified."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -70,64 +48,9 @@ class SafetensorsFile:
                 self.stat = os.fstat(f.fileno())
                 self.entries, self.metadata, self.digest = _read_header(path, f.read(8), f, self.stat.st_size)
                 # Read-only: a private writable map is counted against memory and swap, which a large file may exceed.
-                self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-                self._bytes = _read_only_view(self._map)
+                self._keep(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
         except OSError as e:
             raise CheckpointError(f"{path} cannot be read: {e.strerror or e}") from e
-
-    def tensor(self, name: str) -> Tensor:
-        """A view of the file's bytes, on the CPU. Writing to it ends the process: the map is read-only."""
-        entry = self.entries[name]
-        if entry.dtype not in DTYPES:
-            raise CheckpointError(f"{self.path}: {name} is stored as {entry.dtype}; known: {', '.join(DTYPES)}")
-        dtype = DTYPES[entry.dtype]
-        if entry.num_bytes == 0:
-            return torch.empty(entry.shape, dtype=dtype)
-        return self._view(entry.start, entry.start + entry.num_bytes, dtype).view(entry.shape)
-
-    def pieces(self, name: str, rows: int = 1, box: Box = ()) -> Iterator[tuple[int, Tensor]]:
-        """The tensor [n, ...] in order, at most PIECE_BYTES at a time but at least `rows` rows: (first row, view).
-
-        box: of each dimension the part that is wanted, () for all; rows are then counted from its beginning, and no
-        byte beside it is looked at. The next piece is asked of the disk while one is used, and what was used leaves
-        this process's memory: however large the file, little of it is resident. The disk is asked for whole rows: what
-        lies beside the box is another rank's, which shares the pages. The views must not be kept.
-        """
-        entry = self.entries[name]
-        if not entry.shape or entry.num_bytes == 0:
-            yield 0, self.tensor(name)
-            return
-        dtype, row_bytes = DTYPES[entry.dtype], entry.num_bytes // entry.shape[0]
-        step = max(PIECE_BYTES // row_bytes // rows, 1) * rows
-        first, last = (box[0].start, box[0].stop) if box else (0, entry.shape[0])
-        inside = tuple(span.slice for span in box[1:])
-        end = entry.start + last * row_bytes
-        for row in range(first, last, step):
-            start = entry.start + row * row_bytes
-            stop = min(start + step * row_bytes, end)
-            self._advise("MADV_WILLNEED", stop, min(stop + step * row_bytes, end))
-            yield row - first, self._view(start, stop, dtype).view(-1, *entry.shape[1:])[:, *inside]
-            self._advise("MADV_DONTNEED", start, stop)
-
-    def _view(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        flat = self._bytes[start:stop]
-        if start % dtype.itemsize:  # the format does not promise alignment
-            flat = flat.clone()
-        return flat.view(dtype)
-
-    def _advise(self, name: str, start: int, stop: int) -> None:
-        """Tell the kernel what is needed next or no more; the map is read-only, so nothing can be lost."""
-        first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        if (advice := getattr(mmap, name, None)) is not None and stop > first:
-            self._map.madvise(advice, first, stop - first)
-
-
-def _read_only_view(mapped: mmap.mmap) -> Tensor:
-    """The mapped bytes, uint8, without a copy; the tensor keeps the map alive."""
-    with warnings.catch_warnings():
-        # torch has no read-only tensors and warns that this one looks writable. Nothing here writes to it.
-        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-        return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 def _read_header(path: Path, head: bytes, f: Any, size: int) -> tuple[dict[str, Entry], Any, str]:
@@ -206,13 +129,18 @@ def _is_there(path: Path) -> bool:
 
 
 class Checkpoint:
-    """All tensors of a folder: model.safetensors, or the shards that model.safetensors.index.json names."""
+    """All tensors of a folder: model.safetensors, or the shards that model.safetensors.index.json names.
+
+    said_by: what implies which tensors there are, in words.
+    """
+
+    said_by = "config.json"
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
-        self._files: dict[str, SafetensorsFile] = {}
+        self._files: dict[str, MappedFile] = {}
         if index.exists():
             self._open_shards(index)
         elif single.exists():
@@ -257,11 +185,13 @@ class Checkpoint:
     def require(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
         """Raise CheckpointError unless `name` is stored with this shape and one of these dtypes. Reads no data."""
         if name not in self._files:
-            raise CheckpointError(f"{self.folder} lacks the tensor {name} {list(shape)} that its config.json implies")
+            raise CheckpointError(
+                f"{self.folder} lacks the tensor {name} {list(shape)} that its {self.said_by} implies"
+            )
         path = self._files[name].path
         if self.shape(name) != shape:
             raise CheckpointError(
-                f"{path}: {name} has shape {list(self.shape(name))}; config.json implies {list(shape)}"
+                f"{path}: {name} has shape {list(self.shape(name))}; {self.said_by} implies {list(shape)}"
             )
         if self.dtype(name) not in dtypes:
             raise CheckpointError(f"{path}: {name} is {self.dtype(name)}; it must be {' or '.join(dtypes)}")
@@ -277,7 +207,7 @@ class Checkpoint:
         return self._files[name].path
 
     @property
-    def files(self) -> list[SafetensorsFile]:
+    def files(self) -> list[MappedFile]:
         """Those that hold the tensors, each once."""
         return list(dict.fromkeys(self._files.values()))
 
@@ -286,5 +216,23 @@ class Checkpoint:
         return self._files[name].tensor(name)
 
     def pieces(self, name: str, rows: int = 1, box: Box = ()) -> Iterator[tuple[int, Tensor]]:
-        """As SafetensorsFile.pieces."""
+        """As MappedFile.pieces."""
         return self._files[name].pieces(name, rows, box)
+
+    @property
+    def config_digest(self) -> str:
+        """Of what says how the model is built, in hex."""
+        return hashlib.sha256(read_file(self.folder / "config.json", MAX_JSON_BYTES)).hexdigest()
+
+    def beside(self, name: str) -> Path:
+        """Where a file `name` lies that is made of this checkpoint."""
+        return self.folder / name
+
+    def has_repacked(self) -> bool:
+        """Whether repacked weights of it were kept (repacked.py)."""
+        like = self.beside("repacked-")
+        return any(p.name.startswith(like.name) and p.suffix == ".kerngen" for p in like.parent.iterdir())
+
+    def said(self, used: Iterable[str], dtype: torch.dtype) -> list[str]:
+        """What loading made of the tensors called so, in `dtype`, that people should hear of, in lines."""
+        return []

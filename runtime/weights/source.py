@@ -18,8 +18,9 @@ from kerngen.runtime.config import LayerConfig, ModelConfig
 from kerngen.runtime.ops import Experts, Linear, Ops, WeightView, dense_weights, int4_weights
 from kerngen.runtime.weights.fp16_range import mlp_exponents, times_power
 from kerngen.runtime.weights.int4 import becomes_int4, to_int4
+from kerngen.runtime.weights.mapped import Box
 from kerngen.runtime.weights.quantized import FLOATS, IgnoreList, Packed, find_packed
-from kerngen.runtime.weights.safetensors import Box, Checkpoint
+from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.weights.tensors import Advance, TensorSource
 from kerngen.runtime.world import Span
 from kerngen.templates.common.w4.pack import dequantize
@@ -98,7 +99,9 @@ class CheckpointSource(TensorSource):
             dead = DEAD_V.fullmatch(short)
             if not DEAD_ROPE.fullmatch(short) and not (dead and self._layer_is(dead[1], lambda layer: layer.v_is_k)):
                 shape = list(self.checkpoint.shape(name))
-                raise CheckpointError(f"{folder} holds {name} {shape}, which its config.json does not account for")
+                raise CheckpointError(
+                    f"{folder} holds {name} {shape}, which its {self.checkpoint.said_by} does not account for"
+                )
             left.append(name)
         for names, what in ((left, "is stored and ignored"), (self.absent, "is not stored; 1 is used")):
             if names:

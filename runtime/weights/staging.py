@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kerngen.runtime.weights import safetensors
+from kerngen.runtime.weights import mapped
 
 
 class Stage:
@@ -19,7 +19,7 @@ class Stage:
         self._buffers: list[Tensor] = []
         self._free: list[torch.cuda.Event] = []  # recorded behind the copy from the buffer
         if device.type == "cuda":
-            size = safetensors.PIECE_BYTES
+            size = mapped.PIECE_BYTES
             self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
             self._free = [torch.cuda.Event() for _ in range(2)]
 

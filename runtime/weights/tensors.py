@@ -13,8 +13,9 @@ from torch import Tensor
 
 from kerngen.errors import CheckpointError
 from kerngen.runtime.ops import Ops
+from kerngen.runtime.weights.mapped import Box
 from kerngen.runtime.weights.quantized import FLOATS, INTS
-from kerngen.runtime.weights.safetensors import Box, Checkpoint
+from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.weights.staging import Stage
 from kerngen.runtime.world import Span
 

@@ -23,6 +23,7 @@ from kerngen.runtime.media.towers.rows import KernelRows, Rows, TorchRows
 from kerngen.runtime.media.towers.vision import vision_tower
 from kerngen.runtime.ops import Ops
 from kerngen.runtime.ops.kernels import KernelOps
+from kerngen.runtime.weights.opened import open_tensors
 from kerngen.runtime.weights.quantized import FLOATS
 from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.weights.tensors import Advance, TensorSource
@@ -48,7 +49,7 @@ def load_towers(
     asked = config.only(which)
     if asked is None:
         return Towers()
-    source = TowerTensors(Checkpoint(folder), asked, ops, advance)
+    source = TowerTensors(open_tensors(folder), asked, ops, advance)
     with torch.inference_mode():
         build_towers(source, asked, ops)
         source.check_left()
@@ -115,7 +116,7 @@ class TowerTensors(TensorSource):
         for folder in self._folders:
             if not any(name.startswith(self._prefix + folder) for name in names):
                 raise CheckpointError(
-                    f"{checkpoint.folder} holds no {PREFIXES[0]}{folder}*, which its config.json implies",
+                    f"{checkpoint.folder} holds no {PREFIXES[0]}{folder}*, which its {checkpoint.said_by} implies",
                     hint="get the whole model, or use it for text alone",
                 )
 
@@ -138,6 +139,5 @@ class TowerTensors(TensorSource):
         for name in sorted(self.checkpoint.names - self.used):
             if name.startswith(below) and COUNTS.search(name):
                 shape = list(self.checkpoint.shape(name))
-                raise CheckpointError(
-                    f"{self.checkpoint.folder} holds {name} {shape}, which its config.json does not account for"
-                )
+                folder, said = self.checkpoint.folder, self.checkpoint.said_by
+                raise CheckpointError(f"{folder} holds {name} {shape}, which its {said} does not account for")

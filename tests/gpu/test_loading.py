@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kerngen.runtime.weights import safetensors
+from kerngen.runtime.weights import mapped
 from kerngen.runtime.weights.repacked import seal
 from kerngen.runtime.weights.safetensors import SafetensorsFile
 from kerngen.runtime.weights.staging import Stage
@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr(mapped, "PIECE_BYTES", 10_000)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int32])

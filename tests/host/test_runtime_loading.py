@@ -19,7 +19,7 @@ from torch import Tensor
 from kerngen.errors import CheckpointError
 from kerngen.runtime.config import read_model_config
 from kerngen.runtime.ops.eager import TorchOps
-from kerngen.runtime.weights import safetensors
+from kerngen.runtime.weights import mapped
 from kerngen.runtime.weights.loader import load_model
 from kerngen.runtime.weights.safetensors import Checkpoint, SafetensorsFile
 from kerngen.runtime.weights.staging import Stage
@@ -41,13 +41,13 @@ def test_pieces_of_any_size_make_the_same_model(
     if quantized:
         quantize(folder, 32)
     expected = logits(load(folder))
-    monkeypatch.setattr(safetensors, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(mapped, "PIECE_BYTES", piece_bytes)
     assert torch.equal(logits(load(folder)), expected)
 
 
 def test_pieces_of_a_file_that_is_not_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """safetensors itself aligns what it writes; the format does not ask for it."""
-    monkeypatch.setattr(safetensors, "PIECE_BYTES", 64)
+    monkeypatch.setattr(mapped, "PIECE_BYTES", 64)
     want = torch.arange(700, dtype=torch.float32).view(100, 7)
     spans = {"a": ("U8", [3], 0, 3), "b": ("F32", [100, 7], 3, 2803), "c": ("F32", [], 2803, 2807)}
     header = {n: {"dtype": d, "shape": s, "data_offsets": [i, j]} for n, (d, s, i, j) in spans.items()}
@@ -116,7 +116,7 @@ def test_towers_are_never_read(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_progress_ends_with_all_bytes_of_the_text_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard(folder)
-    monkeypatch.setattr(safetensors, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(mapped, "PIECE_BYTES", 4096)
     seen: list[tuple[int, int]] = []
     ops = TorchOps(CPU, torch.float32)
     load_model(folder, read_model_config(folder), ops, advance=lambda done, total: seen.append((done, total)))
@@ -129,7 +129,7 @@ def test_progress_ends_with_all_bytes_of_the_text_model(folder: Path, monkeypatc
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_weights_that_are_no_numbers_are_named(folder: Path, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(mapped, "PIECE_BYTES", 1000)
     name = "model.layers.1.mlp.down_proj.weight"  # [128, 256]
 
     def spoil(tensors: dict[str, Tensor]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kerngen.errors import CheckpointError, UsageError
-from kerngen.runtime.config_fields import read_file, read_json
+from kerngen.runtime.config_fields import is_gguf, read_file, read_json
 
 MAX_TEMPLATE_BYTES = 1024 * 1024  # Gemma-4's has 12 kB
 MAX_RENDER_S = 10.0
@@ -40,7 +40,7 @@ class ChatTemplate:
     def __init__(self, folder: Path, known: Mapping[str, int]) -> None:
         path = folder / "tokenizer_config.json"
         config = read_json(path) if os.path.lexists(path) else {}
-        self.source = _source(folder, config)
+        self.source = _source_of_gguf(folder) if is_gguf(folder) else _source(folder, config)
         self._tokens = {name: text for name, text in _DEFAULT_TOKENS.items() if text in known}
         of_model = [config.get(key) for key in ("model_specific_special_tokens", "extra_special_tokens")]
         named = {name: config.get(name) for name in _NAMED_TOKENS}
@@ -98,6 +98,16 @@ def _source(folder: Path, config: dict[str, Any]) -> str:
         raise CheckpointError(
             f"{folder / 'tokenizer_config.json'}: chat_template is larger than {MAX_TEMPLATE_BYTES:,} B"
         )
+    return source
+
+
+def _source_of_gguf(place: Path) -> str:
+    from kerngen.runtime.gguf.container import open_gguf
+    from kerngen.runtime.gguf.tokenizer import template_of
+
+    source = template_of(open_gguf(place))
+    if len(source) > MAX_TEMPLATE_BYTES:
+        raise CheckpointError(f"{place}: its chat template is larger than {MAX_TEMPLATE_BYTES:,} B")
     return source
 
 

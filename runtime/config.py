@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kerngen.errors import CheckpointError, UsageError
-from kerngen.runtime.config_fields import Fields, read_config, read_json, short
+from kerngen.runtime.config_fields import Fields, config_path, is_gguf, read_config, read_json, short
 from kerngen.runtime.quant import INT4_ON_LOAD, READ, QuantConfig, read_quant_config, way_on
 from kerngen.runtime.world import ONE_RANK, Share, Span, World
 from kerngen.templates.common.attention.tile_lists import LIST_KEYS, LIST_QUERIES
@@ -332,7 +332,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 
     Raises UsageError where the folder is another kind of model, CheckpointError on a missing or contradicting field.
     """
-    top = Fields(read_config(folder), str(folder / "config.json"))
+    top = Fields(read_config(folder), str(config_path(folder)))
     kind = top.get("model_type")
     if kind in DRAFTER_TYPES:
         raise UsageError(f"{folder} holds a drafter ({kind})", hint="name it with --draft, and its target as MODEL")
@@ -345,12 +345,17 @@ def read_model_config(folder: Path) -> ModelConfig:
             hint=way_on(top),
         )
     text = top.section("text_config") if "text_config" in top.values else top
-    return _text_config(text, top, is_drafter=False)
+    config = _text_config(text, top, is_drafter=False)
+    if is_gguf(folder):
+        from kerngen.runtime.gguf.config import require_as_released
+
+        require_as_released(config, folder)
+    return config
 
 
 def read_drafter_config(folder: Path, target: ModelConfig) -> DrafterConfig:
     """The assistant's configuration, checked against the target that it drafts for. Raises as read_model_config."""
-    top = Fields(read_config(folder), str(folder / "config.json"))
+    top = Fields(read_config(folder), str(config_path(folder)))
     if (kind := top.get("model_type")) not in DRAFTER_TYPES:
         raise UsageError(f"{folder} holds a {kind!r} model, not a drafter", hint=f"known: {', '.join(DRAFTER_TYPES)}")
     text = _text_config(top.section("text_config"), top, is_drafter=True)
@@ -379,8 +384,12 @@ def read_drafter_config(folder: Path, target: ModelConfig) -> DrafterConfig:
 
 
 def _generation(folder: Path) -> Fields:
-    """generation_config.json, empty where there is none."""
-    path = folder / "generation_config.json"
+    """generation_config.json, empty where there is none; beside a GGUF file, which may also say some of it itself."""
+    path = (folder.parent if is_gguf(folder) else folder) / "generation_config.json"
+    if is_gguf(folder) and not os.path.lexists(path):
+        from kerngen.runtime.gguf.config import generation_json
+
+        return Fields(generation_json(folder), str(folder))
     return Fields(read_json(path) if os.path.lexists(path) else {}, str(path))
 
 

@@ -1,7 +1,8 @@
 """quantization_config: which int4 schemes are read, and what each says about the tensors of a checkpoint.
 
 Two are, compressed-tensors `pack-quantized` and GPTQ, both symmetric int4 with one scale for a group of inputs: one
-arithmetic in two orders of storage. Whatever would compute something else with the same tensors is refused.
+arithmetic in two orders of storage. GGUF's Q4_0 is the same in a third order (gguf/weights.py). Whatever would compute
+something else with the same tensors is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ METHODS = {
     "bitsandbytes": "bitsandbytes' int8, fp4 or nf4", "deepspeedfp": "DeepSpeed's floats of 4 to 8 bits",
     "eetq": "EETQ's int8", "exl2": "ExLlamaV2", "exl3": "ExLlamaV3", "experts_int8": "int8 experts",
     "fbgemm_fp8": "FBGEMM's 8-bit floats", "fp8": "8-bit floats", "fp_quant": "FP-Quant's mxfp4 or nvfp4",
-    "gguf": "llama.cpp's blocks", "gptq_marlin": "GPTQ, repacked for one kernel", "higgs": "HIGGS's codebooks",
+    "gptq_marlin": "GPTQ, repacked for one kernel", "higgs": "HIGGS's codebooks",
     "hqq": "HQQ, int4 with zero points in floats", "intel/auto-round": "AutoRound in its own order",
     "marlin": "Marlin, repacked for one kernel", "modelopt": "NVIDIA ModelOpt's fp8",
     "modelopt_fp4": "NVIDIA ModelOpt's nvfp4", "modelopt_mixed": "NVIDIA ModelOpt's mixture", "mxfp4": "4-bit floats",
@@ -106,6 +107,8 @@ def _read(top: Fields) -> QuantConfig | None:
     method, fmt = quant.get("quant_method"), quant.values.get("format")
     if method == "gptq":
         return _gptq(quant)
+    if method == "gguf":
+        return _gguf(quant)
     if method != "compressed-tensors":
         what = METHODS.get(method) if isinstance(method, str) else None
         raise quant.error(f"{short(method)}{f' ({what})' if what else ''} is not implemented; {READ}")
@@ -195,6 +198,14 @@ def _gptq(quant: Fields) -> QuantConfig:
         if not pattern.startswith("-:"):  # "-:" leaves modules dense, which their tensors show
             raise quant.error(f"dynamic has {short(pattern)}; modules with settings of their own are not implemented")
     return QuantConfig(_size(quant), (), gptq=GptqConfig(GPTQ_ZEROS[fmt], quant.flag("desc_act", False)))
+
+
+def _gguf(quant: Fields) -> QuantConfig:
+    """What gguf/config.py says of a file with matrices in Q4_0; no folder's config.json has these fields."""
+    if "ignore" not in quant.values:
+        raise quant.error("quant_method is 'gguf', and weights in llama.cpp's blocks lie in a GGUF file: name that")
+    _require(quant, "bits", 4)
+    return QuantConfig(_size(quant), tuple(quant.get("ignore")))
 
 
 def _require(fields: Fields, name: str, want: Any) -> None:

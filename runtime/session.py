@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ from kerngen.runtime.config import (
     read_model_config,
     read_suppressed_ids,
 )
-from kerngen.runtime.config_fields import MAX_JSON_BYTES, read_file, require_folder
+from kerngen.runtime.config_fields import config_path, is_gguf, require_folder
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import MEDIA_CACHE_BYTES, CacheShape, Engine, Request, TokenMask, require_draft_tokens
 from kerngen.runtime.footprint import tower_bytes
@@ -44,7 +45,7 @@ from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.text import TextCodec
 from kerngen.runtime.weights.kv_scales import with_kv_scales
 from kerngen.runtime.weights.loader import load_drafter, load_model
-from kerngen.runtime.weights.safetensors import Checkpoint
+from kerngen.runtime.weights.opened import open_tensors
 from kerngen.runtime.weights.towers import load_towers
 from kerngen.runtime.world import World
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME
@@ -54,6 +55,9 @@ if TYPE_CHECKING:
     from kerngen.runtime.executors.collectives import Collectives
 
 ASSISTANT = "assistant"
+_GGUF_SUFFIX = re.compile(
+    r"(([-.](qat|ud))*[-.](i?q\d\w*|bf16|f16|f32|mxfp4\w*))?(-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE
+)
 QUANT_SUFFIXES = ("", "-w4a16", "-w4a16-ct", "-qat-w4a16", "-qat-w4a16-ct")  # a quantized target shares its drafter
 MAX_NEW_TOKENS = 256
 MAX_BATCH = 64
@@ -497,8 +501,9 @@ def _digest(*folders: Path | None) -> str:
     digest = hashlib.sha256()
     for folder in folders:
         if folder is not None:
-            digest.update(read_file(folder / "config.json", MAX_JSON_BYTES))
-            for file in sorted(Checkpoint(folder).files, key=lambda file: file.path.name):
+            tensors = open_tensors(folder)
+            digest.update(tensors.config_digest.encode())
+            for file in sorted(tensors.files, key=lambda file: file.path.name):
                 digest.update(f"{file.path.name} {file.stat.st_size} {file.digest}".encode())
     return digest.hexdigest()
 
@@ -520,11 +525,20 @@ def find_drafter(folder: Path) -> Path | None:
     """The drafter that belongs to the model in `folder`, if there is one.
 
     Looked for in MODEL/assistant, then beside it as the releases name them: gemma-4-31b-it-assistant serves
-    gemma-4-31b-it and gemma-4-31b-it-qat-w4a16-ct.
+    gemma-4-31b-it and gemma-4-31b-it-qat-w4a16-ct. Of a GGUF file in its folder: the same serves
+    gemma-4-31b-it-qat-q4_0.gguf.
     """
     place = folder.absolute()
-    beside = [place.with_name(f"{stem}-{ASSISTANT}") for stem in _stems(place.name) if stem]
-    return next((d for d in (folder / ASSISTANT, *beside) if (d / "config.json").is_file()), None)
+    name, inside = (gguf_stem(place.name), place.parent) if is_gguf(folder) else (place.name, folder)
+    beside = [place.with_name(f"{stem}-{ASSISTANT}") for stem in _stems(name) if stem]
+    return next((d for d in (inside / ASSISTANT, *beside) if (d / "config.json").is_file()), None)
+
+
+def gguf_stem(name: str) -> str:
+    """What a GGUF file's model is called, without what says how it is stored: gemma-4-26B-A4B-it of
+    gemma-4-26B-A4B-it-UD-Q4_K_XL.gguf and gemma-4-26B-A4B-it-BF16-00001-of-00002.gguf.
+    """
+    return _GGUF_SUFFIX.sub("", name)
 
 
 def stop_ids_of(folder: Path, config: ModelConfig, codec: TextCodec) -> tuple[int, ...]:
@@ -556,7 +570,7 @@ def open_checkpoint(
     codec = TextCodec(folder, config.bos_id)
     if codec.vocab_size > config.vocab_size:
         raise CheckpointError(
-            f"{folder}: tokenizer.json has {codec.vocab_size} tokens, config.json says vocab_size {config.vocab_size}"
+            f"{codec.path} has {codec.vocab_size} tokens; {config_path(folder)} says vocab_size {config.vocab_size}"
         )
     if ops.name != "torch":
         from kerngen.runtime.served_shapes import require_served

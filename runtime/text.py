@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer
 
 from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime.chat import MAX_RENDER_S, ChatTemplate, ControlTokens
-from kerngen.runtime.config_fields import nothing_there, read_file
+from kerngen.runtime.config_fields import is_gguf, nothing_there, read_file
 
 MAX_TOKENIZER_BYTES = 256 * 1024 * 1024  # Gemma-4's has 33 MB
 # From so many characters or tokens on, Python's other threads go on meanwhile: the library lets them only of a batch.
@@ -49,19 +50,17 @@ class TextCodec:
     """A checkpoint's tokenizer and, if it has one, its chat template. Any number of threads may use it at once."""
 
     def __init__(self, folder: Path, bos_id: int) -> None:
-        path = self._path = folder / "tokenizer.json"
-        if not path.exists():
-            if not any(folder.glob("*.safetensors")):  # then it is no checkpoint, and a tokenizer would not help
-                raise nothing_there(folder, f"no {path.name} and no safetensors")
-            raise CheckpointError(f"{path} is missing", hint="the folder needs the model's tokenizer")
-        data = read_file(path, MAX_TOKENIZER_BYTES)
-        with _blaming(f"{path} is not a tokenizer"):
-            self._tokenizer = Tokenizer.from_buffer(data)
+        self._path, self._tokenizer = _open_tokenizer(folder)
         # Left there by whoever trained the tokenizer; the text is encoded as it is, as transformers does.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.bos_id = bos_id
         self.folder = folder
+
+    @property
+    def path(self) -> Path:
+        """Of the file that the tokenizer comes from."""
+        return self._path
 
     @property
     def end_of_turn_ids(self) -> tuple[int, ...]:
@@ -247,6 +246,42 @@ class TextCodec:
 
     def stream(self) -> TextStream:
         return TextStream(self)
+
+
+def _open_tokenizer(folder: Path) -> tuple[Path, Tokenizer]:
+    """The file that the tokenizer of the checkpoint in `folder` comes from, and the tokenizer. A GGUF file has one; a
+    tokenizer.json beside it is read in its place, if it has the same tokens. Raises CheckpointError.
+    """
+    path = (folder.parent if is_gguf(folder) else folder) / "tokenizer.json"
+    if path.exists():
+        data = read_file(path, MAX_TOKENIZER_BYTES)
+        with _blaming(f"{path} is not a tokenizer"):
+            found = Tokenizer.from_buffer(data)
+        if not is_gguf(folder) or _has_tokens_of(found, path, folder):
+            return path, found
+    if is_gguf(folder):
+        from kerngen.runtime.gguf.container import open_gguf
+        from kerngen.runtime.gguf.tokenizer import tokenizer_json
+
+        text = tokenizer_json(open_gguf(folder))
+        with _blaming(f"{folder} has no tokenizer"):
+            return folder, Tokenizer.from_str(text)
+    if not any(folder.glob("*.safetensors")):  # then it is no checkpoint, and a tokenizer would not help
+        raise nothing_there(folder, f"no {path.name} and no safetensors")
+    raise CheckpointError(f"{path} is missing", hint="the folder needs the model's tokenizer")
+
+
+def _has_tokens_of(tokenizer: Tokenizer, path: Path, place: Path) -> bool:
+    """Whether `tokenizer`, from `path`, has the tokens of the GGUF file at `place`; warns where it has not."""
+    from kerngen.runtime.gguf.container import open_gguf
+    from kerngen.runtime.gguf.tokenizer import tokens_of
+
+    ours, theirs = tokens_of(open_gguf(place)), tokenizer.get_vocab()
+    wrong = next((token for token in theirs if ours.get(token) != theirs[token]), None)
+    if wrong is not None:
+        warnings.warn(f"{path} is not used: it has {wrong!r} as token {theirs[wrong]}, and {place.name} as "
+                      f"{ours.get(wrong, 'none')}; its own tokenizer is used", stacklevel=4)  # fmt: skip
+    return wrong is None
 
 
 class _Replacements:

@@ -24,7 +24,7 @@ from kerngen.runtime.config import (
     read_drafter_config,
     read_model_config,
 )
-from kerngen.runtime.config_fields import read_config
+from kerngen.runtime.config_fields import config_path, read_config
 from kerngen.runtime.media.config import MediaConfig, read_media_config
 from kerngen.runtime.world import World, most_rows
 from kerngen.templates import find_kernel
@@ -264,7 +264,7 @@ def find_media(name: str) -> MediaConfig | None:
     Raises CheckpointError, UsageError where it is no folder.
     """
     folder = RELEASED / name if name in MODELS else Path(name)
-    return read_media_config(read_config(folder), str(folder / "config.json"))
+    return read_media_config(read_config(folder), str(config_path(folder)))
 
 
 def require_among(names: Iterable[str], have: Sequence[str], who: str, verb: str, where: str = "") -> None:

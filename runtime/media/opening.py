@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kerngen.errors import CheckpointError, DeviceError, UsageError
-from kerngen.runtime.config_fields import read_json
+from kerngen.runtime.config_fields import config_path, read_config
 from kerngen.runtime.media.config import BOTH, MediaConfig, read_media_config, read_placeholders
 from kerngen.runtime.media.input import MediaInput
 from kerngen.runtime.media.limits import MediaLimits
@@ -32,9 +32,9 @@ def open_support(folder: Path, options: MediaOptions) -> MediaSupport:
     Raises UsageError where a part is asked for that the model has not, CheckpointError where config.json does not say
     how it is built; with at_first_use, and where nothing is asked for, requests are told instead.
     """
-    path = folder / "config.json"
+    path = config_path(folder)
     is_needed = bool(options.parts) and not options.at_first_use
-    found = read_json(path)
+    found = read_config(folder)
     placeholders = read_placeholders(found, str(path))
     try:
         config = read_media_config(found, str(path))

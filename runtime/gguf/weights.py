@@ -1,0 +1,175 @@
+"""The tensors of a GGUF file as a checkpoint's: by transformers' names, in the dtypes and orders that loading takes.
+
+Q4_0 is int4 in groups of 32 as compressed-tensors has it, in another order: such matrices are a `weight_packed` and a
+`weight_scale`, made of the blocks as they are read, without loss. What kernels multiply with is several of these, as q,
+k and v; where one of them is of another type all are dense. Whatever else is quantised is dense fp32, decoded piece by
+piece as it is read, which loading makes the run's dtype of.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kerngen.runtime.gguf.blocks import FLOAT_TYPES, decode, q4_0_scales, q4_0_words
+from kerngen.runtime.gguf.container import GgufFile, TensorInfo, open_gguf
+from kerngen.runtime.gguf.names import GROUP, Place, packed_modules, placed
+from kerngen.runtime.weights.mapped import DTYPES, Box, Entry, MappedFile
+from kerngen.runtime.weights.safetensors import Checkpoint
+from kerngen.runtime.world import Span
+
+_PIECES = 8  # of PIECE_BYTES: what is decoded at a time stays in a core's cache
+_VALUES, _CODES, _SCALES = "values", "codes", "scales"
+_UNITS = {_VALUES: 1, _CODES: 8, _SCALES: GROUP}  # elements of a row that are one of the tensor's
+_DTYPES = {_VALUES: "F32", _CODES: "I32", _SCALES: "F16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored(Entry):
+    """A tensor, or a part of one, that blocks of `info` are made into. start: byte in the file."""
+
+    info: TensorInfo
+    part: str
+
+
+class GgufTensors(MappedFile):
+    """The tensors of one file."""
+
+    def __init__(self, file: GgufFile, entries: dict[str, Entry]) -> None:
+        self.path, self.stat, self.digest = file.path, file.stat, file.digest
+        self.entries = entries
+        self.num_scales = self.num_inexact = 0  # of what was read of Q4_0, and how many of them bf16 would round
+        self._keep(file.map)
+
+    def tensor(self, name: str) -> Tensor:
+        if not isinstance(self.entries[name], Stored):
+            return super().tensor(name)
+        return torch.cat([piece for _, piece in self.pieces(name)])
+
+    def pieces(self, name: str, rows: int = 1, box: Box = ()) -> Iterator[tuple[int, Tensor]]:
+        entry = self.entries[name]
+        if not isinstance(entry, Stored):
+            yield from super().pieces(name, rows, box)
+            return
+        kind, unit = entry.info.type, _UNITS[entry.part]
+        inner = entry.shape[1:-1]
+        row_blocks = entry.shape[-1] * unit // kind.block
+        cols = box[-1] if box else Span.of(entry.shape[-1])
+        first, last = cols.start * unit // kind.block, -(-cols.stop * unit // kind.block)
+        within = slice(cols.start - first * kind.block // unit, cols.stop - first * kind.block // unit)
+        inside = (*(span.slice for span in box[1:-1]), slice(first, last)) if box else (..., slice(first, last))
+        stored_bytes = prod(inner) * row_blocks * kind.block_bytes
+        made_bytes = max(entry.num_bytes // entry.shape[0], stored_bytes) * _PIECES
+        for row, start, stop in self._steps(entry, stored_bytes, made_bytes, rows, box):
+            raw = self._bytes[start:stop].view(-1, *inner, row_blocks, kind.block_bytes)
+            yield row, self._made(entry, raw[:, *inside, :])[..., within]
+
+    def _made(self, entry: Stored, raw: Tensor) -> Tensor:
+        if entry.part == _CODES:
+            return q4_0_words(raw)
+        if entry.part == _SCALES:
+            scales = q4_0_scales(raw)
+            self.num_scales += scales.numel()
+            self.num_inexact += int((scales.bfloat16().float() != scales.float()).sum())
+            return scales
+        return decode(entry.info.type.name, raw)
+
+
+class GgufCheckpoint(Checkpoint):
+    """All tensors of a GGUF model. Raises CheckpointError for a tensor that Gemma-4 has not, and for a type that is not
+    read.
+    """
+
+    said_by = "metadata"
+
+    def __init__(self, place: Path) -> None:
+        self.folder = place
+        self._model = open_gguf(place)
+        found = placed(self._model)
+        packed = packed_modules(self._model, found)
+        self._files: dict[str, MappedFile] = {}
+        for file in self._model.files:
+            entries: dict[str, Entry] = {}
+            for name, info in file.tensors.items():
+                if (where := found.get(name)) is not None:
+                    for made, entry in _entries(file, name, where, info, where.module in packed):
+                        if made in entries or made in self._files:
+                            raise file.error(f"{name} is there under another name, too, as {made}")
+                        entries[made] = entry
+            self._files |= dict.fromkeys(entries, GgufTensors(file, entries))
+
+    @property
+    def config_digest(self) -> str:
+        return self._model.digest
+
+    def beside(self, name: str) -> Path:
+        return self.folder.with_name(f"{self.folder.stem}.{name}")
+
+    def said(self, used: Iterable[str], dtype: torch.dtype) -> list[str]:
+        """What became of the file's quantised tensors, in lines for people: which were decoded and take how many bytes
+        in `dtype`, which stay int4, and how many scales `dtype` rounds. used: names of what was loaded.
+        """
+        kept: dict[TensorInfo, None] = {}
+        made: dict[TensorInfo, None] = {}
+        made_bytes = 0
+        for name in used:
+            entry = self._files[name].entries[name]
+            if isinstance(entry, Stored):
+                (made if entry.part == _VALUES else kept)[entry.info] = None
+                made_bytes += prod(entry.shape) * dtype.itemsize if entry.part == _VALUES else 0
+        kind, words, lines = str(dtype).removeprefix("torch."), [], []
+        if made:
+            words.append(f"decoded to {kind}, which takes {made_bytes / 1e9:.2f} GB: {_counted(made)}")
+        if kept:
+            words.append(f"kept in int4: {_counted(kept)}")
+        if words:
+            lines.append(f"{self.folder.name}: {'; '.join(words)}")
+        files = [file for file in self.files if isinstance(file, GgufTensors)]
+        inexact, scales = sum(file.num_inexact for file in files), sum(file.num_scales for file in files)
+        if inexact and dtype == torch.bfloat16:
+            lines.append(
+                f"{self.folder.name}: {inexact:,} of {scales:,} scales of Q4_0 are no bfloat16 and were rounded; "
+                "--dtype fp16 keeps them"
+            )
+        return lines
+
+
+def _counted(infos: Collection[TensorInfo]) -> str:
+    """ "30 tensors of Q4_K, 1 of Q6_K"."""
+    each = [f"{count} of {name}" for name, count in Counter(info.type.name for info in infos).most_common()]
+    return f"tensors {', '.join(each)}"
+
+
+def _entries(file: GgufFile, name: str, where: Place, info: TensorInfo, is_packed: bool) -> Iterator[tuple[str, Entry]]:
+    """What is there in place of a tensor, by name."""
+    if "*" not in where.name:
+        yield from _stored(file, name, where.name, info, info.shape, info.start, is_packed)
+        return
+    if len(info.shape) != 3:
+        raise file.error(f"{name} has the shape {list(info.shape)}; experts' matrices have 3 dimensions")
+    each = info.num_bytes // info.shape[0]
+    for expert in range(info.shape[0]):
+        named = where.name.replace("*", str(expert))
+        yield from _stored(file, name, named, info, info.shape[1:], info.start + expert * each, is_packed)
+
+
+def _stored(
+    file: GgufFile, name: str, named: str, info: TensorInfo, shape: tuple[int, ...], start: int, is_packed: bool
+) -> Iterator[tuple[str, Entry]]:
+    if info.type.name in FLOAT_TYPES:
+        yield named, Entry(info.type.name, shape, start, prod(shape) * info.type.block_bytes)
+        return
+    if len(shape) < 2:
+        raise file.error(f"{name} is {info.type.name} of one dimension; only matrices are read quantised")
+    module = named.removesuffix(".weight")
+    parts = ((f"{module}.weight_packed", _CODES), (f"{module}.weight_scale", _SCALES))
+    for what, part in parts if is_packed else ((named, _VALUES),):
+        made = (*shape[:-1], shape[-1] // _UNITS[part])
+        dtype = _DTYPES[part]
+        yield what, Stored(dtype, made, start, prod(made) * DTYPES[dtype].itemsize, info, part)

@@ -59,7 +59,7 @@ def config_path(place: Path) -> Path:
 
 
 def require_folder(folder: Path) -> None:
-    """Raises UsageError unless `folder` is one, or a GGUF file; it says how to get what looks like a name on the hub."""
+    """Raises UsageError unless `folder` is one, or a GGUF file; it says how to get what looks like the hub's name."""
     if folder.is_dir() or (is_gguf(folder) and folder.exists()):
         return
     name = str(folder)

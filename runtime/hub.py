@@ -1,5 +1,7 @@
 """A name on the Hugging Face hub in place of a folder: what is needed of it is downloaded, or found in the hub's cache.
 
+OWNER/REPO is a model of safetensors, OWNER/REPO/FILE.gguf the GGUF file in a repository, of which most have several.
+
 Downloading, resuming, the cache (`HF_HOME`), tokens (`HF_TOKEN`), `HF_ENDPOINT` and `HF_HUB_OFFLINE` are those of
 huggingface_hub, on which tokenizers depends too. Here is what is asked of it, and words for what goes wrong.
 """
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from kerngen.errors import CheckpointError, KerngenError, UsageError
 from kerngen.runtime.config_fields import nothing_among, require_folder
+from kerngen.runtime.gguf.place import files_wanted, place_of_model
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo
@@ -27,35 +30,53 @@ FILES = (
 )  # fmt: skip
 TIMEOUT_S = 15.0
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[\w.][\w./-]*))?")
+_FILE = re.compile(
+    r"(?P<repo>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[\w.][\w.-]*))?/(?P<file>(?:[\w-][\w.-]*/)*[\w-][\w.-]*\.gguf)"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """google/gemma-4-31B-it, or google/gemma-4-31B-it@REVISION (a branch, a tag or a commit)."""
+    """google/gemma-4-31B-it, or google/gemma-4-31B-it@REVISION (a branch, a tag or a commit).
+
+    file: a GGUF file in the repository, behind either: google/gemma-4-31B-it-qat-q4_0-gguf/gemma-4-31b-it-q4_0.gguf.
+    """
 
     repo: str
     revision: str | None
+    file: str | None = None
 
     def __str__(self) -> str:
-        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+        name = self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+        return name if self.file is None else f"{name}/{self.file}"
+
+    @property
+    def patterns(self) -> list[str]:
+        """Of the files that are downloaded."""
+        return list(FILES) if self.file is None else files_wanted(self.file)
+
+    def place(self, snapshot: str) -> Path:
+        """Of the model in a folder that has the repository's files."""
+        return Path(snapshot) if self.file is None else Path(snapshot) / self.file
 
 
 def hub_name(model: str | os.PathLike[str]) -> HubName | None:
     """`model` as a name on the hub, or None where it is a path: what is there, or lies in a folder that is there."""
     text, path = os.fspath(model), Path(model)
-    found = _NAME.fullmatch(text)
+    found = _FILE.fullmatch(text) or _NAME.fullmatch(text)
     if found is None or text.startswith(".") or path.exists() or path.parent.exists():
         return None
-    return HubName(found["repo"], found["revision"])
+    return HubName(**found.groupdict())
 
 
 def find_checkpoint(model: str | os.PathLike[str]) -> Path:
-    """The folder that `model` names: itself, or what the hub has under that name, downloaded where it must be.
+    """The folder or the GGUF file that `model` names: itself, the GGUF file in it, or what the hub has under that name,
+    downloaded where it must be.
 
     Raises UsageError for a name that the hub does not know, CheckpointError for one that cannot be had.
     """
     name = hub_name(model)
-    return Path(model) if name is None else _download(name)
+    return place_of_model(Path(model)) if name is None else _download(name)
 
 
 def require_checkpoint(model: str | os.PathLike[str]) -> None:
@@ -68,14 +89,15 @@ def require_checkpoint(model: str | os.PathLike[str]) -> None:
 
 
 def find_cached(name: HubName) -> Path | None:
-    """The folder of a model that was downloaded before, without asking the hub."""
+    """The folder, or the GGUF file, of a model that was downloaded before, without asking the hub."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(
-            snapshot_download(name.repo, revision=name.revision, allow_patterns=list(FILES), local_files_only=True)
+        place = name.place(
+            snapshot_download(name.repo, revision=name.revision, allow_patterns=name.patterns, local_files_only=True)
         )
+        return place if place.exists() else None
     except (LocalEntryNotFoundError, HFValidationError):
         return None
 
@@ -93,11 +115,25 @@ def _download(name: HubName) -> Path:
             if (cached := find_cached(name)) is not None:
                 return cached
             raise
-        there = [file.rfilename for file in info.siblings or ()]
-        for needed in (("config.json",), ("model.safetensors", "model.safetensors.index.json")):
-            if not set(needed) & set(there):
-                raise nothing_among(there, f"{constants.ENDPOINT}/{name.repo}", "no " + " and no ".join(needed))
-        return Path(snapshot_download(name.repo, revision=name.revision, allow_patterns=list(FILES)))
+        _require_files(name, [file.rfilename for file in info.siblings or ()], f"{constants.ENDPOINT}/{name.repo}")
+        return name.place(snapshot_download(name.repo, revision=name.revision, allow_patterns=name.patterns))
+
+
+def _require_files(name: HubName, there: list[str], where: str) -> None:
+    """Raises CheckpointError unless `there`, the files of the repository, are what `name` needs."""
+    of_gguf = [file for file in there if file.endswith(".gguf")]
+    if name.file is not None:
+        if name.file not in there:
+            raise CheckpointError(f"{where} has no {name.file}", hint=f"it has: {', '.join(of_gguf) or 'no GGUF file'}")
+        return
+    for needed in (("config.json",), ("model.safetensors", "model.safetensors.index.json")):
+        if not set(needed) & set(there):
+            lacking = nothing_among(there, where, "no " + " and no ".join(needed))
+            if of_gguf:
+                raise CheckpointError(
+                    lacking.message, hint=f"name the file: {', '.join(f'{name}/{f}' for f in of_gguf)}"
+                )
+            raise lacking
 
 
 def _model_info(name: HubName) -> ModelInfo:
@@ -112,7 +148,8 @@ def _explaining(name: HubName) -> Iterator[None]:
     from huggingface_hub import constants, errors
 
     place = constants.ENDPOINT
-    by_hand = f"or where there is a network: hf download {name.repo} --local-dir FOLDER; then name ./FOLDER"
+    what, then = (name.repo, "./FOLDER") if name.file is None else (f"{name.repo} {name.file}", f"./FOLDER/{name.file}")
+    by_hand = f"or where there is a network: hf download {what} --local-dir FOLDER; then name {then}"
     try:
         yield
     except KerngenError:

@@ -391,10 +391,10 @@ def load(
     media: str | MediaOptions = "auto",
     media_cache_bytes: int = MEDIA_CACHE_BYTES,
 ) -> Session:
-    """Open a Gemma-4 checkpoint in Hugging Face format (bf16 or W4A16) and make it ready to generate.
+    """Open a Gemma-4 checkpoint in Hugging Face format (bf16 or W4A16), or a GGUF file, and make it ready to generate.
 
-    folder: or a name on the Hugging Face hub, from where what is needed is downloaded (hub.py). draft: the drafter's
-    folder or name; True for the one that belongs to the model, if there is one (`find_drafter`), False for none.
+    folder: or a GGUF file, a folder with one, or a name on the Hugging Face hub, from where what is needed is
+    downloaded (hub.py). draft: the drafter's folder or name; True for the one that belongs to the model, if there is one (`find_drafter`), False for none.
     draft_weights: "int4" makes the drafter's matrices int4 as they are loaded, "stored" leaves them; the output is the
     same, only how many drafts are accepted may differ. kv_cache_dtype: of keys and values, "auto" for dtype, "int8",
     "int4" or "int3" for that in full-attention layers and int8 in sliding ones, or "fp8" for e4m3 by the checkpoint's
@@ -512,7 +512,8 @@ def _find_assistant(model: str | os.PathLike[str], folder: Path) -> Path | None:
     """The drafter of a model that lies in `folder`. Of one on the hub, only if it was downloaded before."""
     if (name := hub_name(model)) is None:
         return find_drafter(folder)
-    cached = (find_cached(HubName(f"{stem}-{ASSISTANT}", None)) for stem in _stems(name.repo))
+    repo = name.repo if name.file is None else gguf_stem(f"{re.sub('-gguf$', '', name.repo, flags=re.IGNORECASE)}.gguf")
+    cached = (find_cached(HubName(f"{stem}-{ASSISTANT}", None)) for stem in _stems(repo))
     return next((found for found in cached if found is not None and (found / "config.json").is_file()), None)
 
 

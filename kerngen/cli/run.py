@@ -16,6 +16,7 @@ from kerngen.cli.model_options import chosen_lines, host_option, load_arguments,
 from kerngen.cli.tables import say
 from kerngen.cli.utf8 import require_utf8
 from kerngen.runtime.config import Keeping, in_int4
+from kerngen.runtime.config_fields import is_gguf
 
 if TYPE_CHECKING:
     from kerngen.runtime.media.values import Kind
@@ -271,6 +272,7 @@ def _report(result: Completion, session: Session, sampling: Sampling) -> dict[st
         "dtype": str(ops.dtype).removeprefix("torch."),
         "drafter": None if session.drafter_folder is None else str(session.drafter_folder),
         "draft_weights": session.draft_weights,
+        "tokenizer": str(session.codec.path),
         "prefill_density": session.prefill_density,
         "configurations": ops.sources(),
         "outside": ops.outside(),
@@ -278,7 +280,8 @@ def _report(result: Completion, session: Session, sampling: Sampling) -> dict[st
 
 
 def _where(session: Session) -> str:
-    return f"{session.where}; loaded in {session.load_s:.2f} s"
+    tokenizer = f"; tokenizer of {session.codec.path.name}" if is_gguf(session.folder) else ""
+    return f"{session.where}; loaded in {session.load_s:.2f} s{tokenizer}"
 
 
 def _summary(result: Completion, session: Session) -> list[str]:

@@ -14,6 +14,8 @@ import torch
 from kerngen.errors import UsageError
 from kerngen.runtime.backend import explaining_memory, open_backend
 from kerngen.runtime.config import Keeping
+from kerngen.runtime.config_fields import is_gguf
+from kerngen.runtime.gguf.place import place_of_model
 from kerngen.runtime.hub import find_checkpoint
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops import Ops
@@ -88,15 +90,16 @@ def _opened_part(
     opens_backend = partial(
         open_backend, backend, device=device, dtype=dtype, db_url=db_url, bundle=bundle, collectives=collectives
     )
-    if not generated and any(Path(name).glob("*.safetensors")):
-        assistant = None if not drafting else find_drafter(Path(name)) if draft is None else find_checkpoint(draft)
+    place = place_of_model(Path(name))
+    if not generated and (is_gguf(place) or any(place.glob("*.safetensors"))):
+        assistant = None if not drafting else find_drafter(place) if draft is None else find_checkpoint(draft)
         if drafting and assistant is None:
             raise UsageError(
                 f"no drafter lies in or beside {name}", hint="name one with --draft, or use --drafting off"
             )
         ops, weights = opens_backend(), f"weights of {name}"
         with explaining_memory(ops.device):
-            session = open_checkpoint(Path(name), ops, draft=assistant, kept=kept, advance=advance)
+            session = open_checkpoint(place, ops, draft=assistant, kept=kept, advance=advance)
         model, drafter = session.model, session.drafter
     else:
         found = find_model(name, draft, kept)

@@ -22,9 +22,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from kerngen.errors import UsageError
 from kerngen.runtime.backend import explaining_memory, open_backend
 from kerngen.runtime.config import Keeping
+from kerngen.runtime.config_fields import read_config
 from kerngen.runtime.engine import require_draft_tokens
 from kerngen.runtime.executors.collectives import Collectives
 from kerngen.runtime.footprint import tower_bytes
+from kerngen.runtime.gguf.place import place_of_model
 from kerngen.runtime.media.opening import open_input, open_support
 from kerngen.runtime.media.options import MediaOptions
 from kerngen.runtime.session import Session, open_divided, stop_ids_of
@@ -94,8 +96,8 @@ def write_checkpoint(name: str, folder: Path, *, draft: str | bool, kept: Keepin
     if draft and found.drafter is None:
         raise UsageError(f"{name} is a folder, and no drafter goes with its shapes by itself",
                          hint="name one with --draft, or leave drafting out with --no-draft")  # fmt: skip
-    source = RELEASED / name if name in MODELS else Path(name)
-    shutil.copyfile(source / "config.json", folder / "config.json")
+    source = RELEASED / name if name in MODELS else place_of_model(Path(name))
+    (folder / "config.json").write_text(json.dumps(read_config(source)))
     if (source / "tokenizer.json").is_file():
         for file in _OF_TEXT:
             if (source / file).is_file():

@@ -24,7 +24,8 @@ from kerngen.runtime.config import (
     read_drafter_config,
     read_model_config,
 )
-from kerngen.runtime.config_fields import config_path, read_config
+from kerngen.runtime.config_fields import config_path, is_gguf, read_config
+from kerngen.runtime.gguf.place import place_of_model
 from kerngen.runtime.media.config import MediaConfig, read_media_config
 from kerngen.runtime.world import World, most_rows
 from kerngen.templates import find_kernel
@@ -228,7 +229,7 @@ def _sizes(config: ModelConfig) -> tuple[Any, ...]:
 
 
 def find_model(name: str, drafter: str | None = None, kept: Keeping = AS_STORED) -> Model:
-    """A released model by name, or the one in a Hugging Face folder, whose config.json is read and checked.
+    """A released model by name, or the one in a Hugging Face folder or a GGUF file, whose configuration is checked.
 
     drafter: folder of the assistant that goes with a folder. kept: how its tensors and the cache are. Raises
     UnknownName, CheckpointError or UsageError.
@@ -250,8 +251,8 @@ def _find_model(name: str, drafter: str | None) -> Model:
             raise UsageError(f"{name} is a released model, with a drafter of its own: --draft goes with a folder")
         target = read_model_config(RELEASED / name)
         return Model(name, target, read_drafter_config(RELEASED / name / "assistant", target), media=find_media(name))
-    folder = Path(name)
-    if not folder.exists() and "/" not in name:
+    folder = place_of_model(Path(name))
+    if not folder.exists() and "/" not in name and not is_gguf(folder):
         raise UnknownName("model", name, [*MODELS, "or a model folder"])
     target = read_model_config(folder)
     with_drafter = read_drafter_config(Path(drafter), target) if drafter else None
@@ -263,7 +264,7 @@ def find_media(name: str) -> MediaConfig | None:
 
     Raises CheckpointError, UsageError where it is no folder.
     """
-    folder = RELEASED / name if name in MODELS else Path(name)
+    folder = RELEASED / name if name in MODELS else place_of_model(Path(name))
     return read_media_config(read_config(folder), str(config_path(folder)))
 
 

@@ -442,9 +442,3 @@ def parts_of(path: Path) -> list[Path]:
         if not part.is_file():
             raise CheckpointError(f"{part} is missing; {path.name} is one of {count} parts", hint=GET_AGAIN)
     return parts
-
-
-def split_pattern(name: str) -> str | None:
-    """What the names of all parts match, as a pattern for fnmatch, where `name` is one of a split file's."""
-    found = _PART.fullmatch(name)
-    return None if found is None else f"{found['stem']}-*-of-{found['count']}.gguf"

@@ -85,13 +85,13 @@ def tokens_of(model: GgufModel) -> dict[str, int]:
 
 
 def _is_added(kind: int) -> bool:
-    return kind in (CONTROL, USER_DEFINED)
+    return kind in (UNKNOWN, CONTROL, USER_DEFINED)
 
 
 def _added(index: int, token: str, kind: int) -> dict[str, Any]:
     return {
         "id": index, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-        "special": kind == CONTROL or token in _SPECIAL,
+        "special": kind != USER_DEFINED or token in _SPECIAL,
     }  # fmt: skip
 
 

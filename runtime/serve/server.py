@@ -20,6 +20,7 @@ import uvicorn
 from kerngen.errors import ToolchainError, UsageError
 from kerngen.runtime.cache import PAGE_SIZE
 from kerngen.runtime.config import Keeping, read_model_config, read_sampling
+from kerngen.runtime.config_fields import is_gguf
 from kerngen.runtime.conversation import DEFAULT_CONTEXT
 from kerngen.runtime.hub import find_checkpoint
 from kerngen.runtime.media.opening import open_support
@@ -193,9 +194,11 @@ def _begin_decoding(media: MediaSupport) -> None:
 
 
 def _name(model: str) -> str:
-    """A name on the hub as it is, a folder by its own."""
+    """A name on the hub as it is, a folder by its own, a GGUF file without its ending."""
     path = Path(model)
-    return path.resolve().name if path.exists() else model
+    if not path.exists():
+        return model
+    return path.stem if is_gguf(path) else path.resolve().name
 
 
 def _summary(ready: Ready) -> str:

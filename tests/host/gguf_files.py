@@ -53,6 +53,30 @@ class Gguf:
         path.write_bytes(self.to_bytes())
         return path
 
+    def write_sparse(self, path: Path) -> Path:
+        """With nothing in place of the tensors, whose bytes are not looked at: of models of any size."""
+        sizes = [torch.Size(shape).numel() // TYPES[kind].block * TYPES[kind].block_bytes
+                 for _, kind, shape, _ in self.tensors]  # fmt: skip
+        data, head = 0, b"GGUF" + struct.pack("<IQQ", self.version, len(self.tensors), len(self.keys))
+        head += b"".join(string(key) + value_bytes(value) for key, value in self.keys)
+        for (name, kind, shape, _), size in zip(self.tensors, sizes, strict=True):
+            head += string(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
+            head += struct.pack("<IQ", NUMBERS[kind], data)
+            data += size + -size % self.alignment
+        begin = len(head) + -len(head) % self.alignment
+        with path.open("wb") as f:
+            f.write(head)
+            f.truncate(begin + data)
+            for (_, _, _, raw), start in zip(self.tensors, self._starts(sizes, begin), strict=True):
+                if raw:
+                    f.seek(start)
+                    f.write(raw)
+        return path
+
+    def _starts(self, sizes: Sequence[int], begin: int) -> list[int]:
+        padded = [size + -size % self.alignment for size in sizes]
+        return [begin + sum(padded[:index]) for index in range(len(padded))]
+
     def write_split(self, stem: Path, count: int) -> list[Path]:
         """The tensors in turn over `count` files; the keys in the first, as llama.cpp's gguf-split has it."""
         paths = []
@@ -121,8 +145,8 @@ def blocks_of(values: Tensor, kind: str, generator: torch.Generator) -> bytes:
 
 # Where fp16 scales lie in a block, and what they are multiplied with at most; below 0 where they are to be positive.
 SCALES: dict[str, tuple[tuple[int, float], ...]] = {
-    "Q4_1": ((0, 15), (2, 2)), "Q5_0": ((0, 16),), "Q5_1": ((0, 31), (2, 2)), "Q4_K": ((0, -900), (2, -60)),
-    "Q5_K": ((0, -1900), (2, -60)), "Q6_K": ((208, 4000),), "IQ4_NL": ((0, 127),), "IQ4_XS": ((0, 4000),), "MXFP4": (),
+    "Q4_1": ((0, 15), (2, 2)), "Q5_0": ((0, 16),), "Q5_1": ((0, 31), (2, 2)), "Q4_K": ((0, -900), (2, -120)),
+    "Q5_K": ((0, -1900), (2, -122)), "Q6_K": ((208, 4000),), "IQ4_NL": ((0, 127),), "IQ4_XS": ((0, 4000),), "MXFP4": (),
 }  # fmt: skip
 
 # ---- a model -------------------------------------------------------------------------------------------------------

@@ -276,7 +276,9 @@ def _has_tokens_of(tokenizer: Tokenizer, path: Path, place: Path) -> bool:
     from kerngen.runtime.gguf.container import open_gguf
     from kerngen.runtime.gguf.tokenizer import tokens_of
 
-    ours, theirs = tokens_of(open_gguf(place)), tokenizer.get_vocab()
+    if (ours := tokens_of(open_gguf(place))) is None:
+        return True
+    theirs = tokenizer.get_vocab()
     wrong = next((token for token in theirs if ours.get(token) != theirs[token]), None)
     if wrong is not None:
         warnings.warn(f"{path} is not used: it has {wrong!r} as token {theirs[wrong]}, and {place.name} as "

@@ -21,6 +21,7 @@ from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime.config_fields import RELEASED
 from kerngen.runtime.gguf.container import GgufModel, open_gguf
 from kerngen.runtime.gguf.names import GROUP, ROPE_FREQS, dense_modules, packed_modules, placed
+from kerngen.runtime.gguf.tokenizer import tokens_of
 
 if TYPE_CHECKING:
     from kerngen.runtime.config import ModelConfig
@@ -258,11 +259,8 @@ class _Keys:
 
 def end_ids(model: GgufModel) -> list[int]:
     """Tokens that end an answer: those that keys name, and those of Gemma-4 that are called so."""
-    head, found = model.head, []
-    tokens = head.texts("tokenizer.ggml.tokens") if "tokenizer.ggml.tokens" in head else []
-    for name in _ENDS:
-        if name in tokens:
-            found.append(tokens.index(name))
+    head, tokens = model.head, tokens_of(model) or {}
+    found = [tokens[name] for name in _ENDS if name in tokens]
     for key in ("eos", "eot", "eom"):
         if (name := f"tokenizer.ggml.{key}_token_id") in head:
             found.append(head.integer(name))

@@ -79,8 +79,10 @@ def template_of(model: GgufModel) -> str:
     return model.head.text(_TEMPLATE)
 
 
-def tokens_of(model: GgufModel) -> dict[str, int]:
-    """By their text."""
+def tokens_of(model: GgufModel) -> dict[str, int] | None:
+    """By their text; None where the file has none."""
+    if "tokenizer.ggml.tokens" not in model.head:
+        return None
     return {token: index for index, token in enumerate(model.head.texts("tokenizer.ggml.tokens"))}
 
 
@@ -101,7 +103,7 @@ def _merges(model: GgufModel, vocab: dict[str, int]) -> list[list[str]]:
     Raises CheckpointError for one that is no pair, and for one that crosses a line feed: llama.cpp would not make it.
     """
     head, found = model.head, []
-    for merge in head.texts("tokenizer.ggml.merges"):
+    for merge in head.texts("tokenizer.ggml.merges") if "tokenizer.ggml.merges" in head else ():
         left, _, right = merge.partition(" ")
         if left not in vocab or right not in vocab or left + right not in vocab:
             raise head.error(f"tokenizer.ggml.merges has {merge!r}, which is no pair of tokens that make a third")

@@ -210,10 +210,12 @@ def in_shards(folder: Path) -> None:
 
 
 FOLDERS: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "GGUF": (only("gemma-Q4_0.gguf"), "holds no config.json, but a GGUF file: gemma-Q4_0.gguf", "GGUF is llama.cpp's"),
+    "half a GGUF": (only("gemma-Q4_0.gguf"), "gemma-Q4_0.gguf is truncated: it has 5 B", ""),
+    "what embeds images of a GGUF": (only("mmproj-F16.gguf"), "holds no config.json, but a GGUF file: mmproj-F16.gguf",
+                                     "name the file itself, in place of the folder"),
     "GGUF with a config": (
         lambda f: [(f / "model.safetensors").rename(f / "gemma-Q4_0.gguf"), (f / "tokenizer.json").unlink()],
-        "holds no tokenizer.json and no safetensors, but a GGUF file: gemma-Q4_0.gguf", "GGUF is llama.cpp's",
+        "holds no tokenizer.json and no safetensors, but a GGUF file: gemma-Q4_0.gguf", "name the file itself",
     ),
     "LoRA": (only("adapter_config.json"), "holds no config.json, but a LoRA adapter: adapter_config.json",
              "peft merges one into its model"),
@@ -272,10 +274,8 @@ def test_run_says_what_a_folder_is_that_it_cannot_run(kerngen: Terminal, copied:
 
 def test_run_on_a_file_says_what_it_takes(kerngen: Terminal, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "gemma.gguf").write_bytes(b"GGUF")
-    said = kerngen("run", tmp_path / "gemma.gguf", "--prompt", "x", code=2)
-    assert said.err.startswith(
-        f"UsageError: {tmp_path / 'gemma.gguf'} is a GGUF file, not a folder\n  GGUF is llama.cpp's"
-    )
+    said = kerngen("run", tmp_path / "gemma.gguf", "--prompt", "x", code=1)
+    assert said.err.startswith(f"CheckpointError: {tmp_path / 'gemma.gguf'} is truncated: it has 4 B")
     said = kerngen("run", folder / "config.json", "--prompt", "x", code=2)
     assert "config.json is a file\n  name the folder that holds config.json and the safetensors" in said.err
 

@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlparse
 
 import pytest
 from command import ROOT
+from gguf_files import gguf_of
 from huggingface_hub import constants
 from tiny_gemma import make_assistant, make_target
 from tokens import write_tokenizer
@@ -256,6 +257,54 @@ def test_a_repository_of_another_format_is_not_downloaded(server: Hub, gone: tup
         del server.repos[NAME][name]
     assert f"{server.url}/{NAME} holds {message}" in refused().message
     assert not [a for a in server.asked if "/resolve/" in a]
+
+
+# ---- GGUF files ----------------------------------------------------------------------------------------------------
+
+QUANTISED = "google/gemma-4-tiny-it-qat-q4_0-gguf"
+
+
+@pytest.mark.parametrize(("text", "want"), [
+    ("google/gemma-gguf/m-Q4_0.gguf", HubName("google/gemma-gguf", None, "m-Q4_0.gguf")),
+    ("google/gemma-gguf@v1/m.gguf", HubName("google/gemma-gguf", "v1", "m.gguf")),
+    ("google/gemma-gguf/BF16/m-00001-of-00002.gguf", HubName("google/gemma-gguf", None, "BF16/m-00001-of-00002.gguf")),
+    ("google/gemma-gguf/../m.gguf", None), ("google/gemma-gguf/m.safetensors", None), ("/google/gemma/m.gguf", None),
+])  # fmt: skip
+def test_a_file_in_a_repository(text: str, want: HubName | None) -> None:
+    assert hub_name(text) == want
+    assert want is None or str(want) == text
+
+
+def test_a_file_of_a_repository_runs_by_its_name(server: Hub, tmp_path: Path) -> None:
+    make_target(tmp_path / "hf", "k_eq_v")
+    write_tokenizer(tmp_path / "hf")
+    parts = gguf_of(tmp_path / "hf", lambda *_: "F32").write_split(tmp_path / "m-F32", 2)
+    tokenizer = (tmp_path / "hf" / "tokenizer.json").read_bytes()
+    server.repos[QUANTISED] = {f"F32/{part.name}": part.read_bytes() for part in parts}
+    server.repos[QUANTISED] |= {"F32/tokenizer.json": tokenizer, "m-Q8_0.gguf": b"GGUF", "README.md": b"#"}
+    name = f"{QUANTISED}/F32/{parts[0].name}"
+    assert find_cached(HubName(QUANTISED, None, f"F32/{parts[0].name}")) is None
+    place = find_checkpoint(name)
+    assert {p.name for p in place.parent.iterdir()} == {"tokenizer.json", *(part.name for part in parts)}
+    assert not (place.parent.parent / "m-Q8_0.gguf").exists()
+    session = load(name, device="cpu")
+    want = load(tmp_path / "hf", device="cpu").encode("hello", chat=False)
+    assert session.encode("hello", chat=False) == want
+    assert session.drafter_folder is None
+    server.repos["google/gemma-4-tiny-it-assistant"] = server.repos[ASSISTANT]
+    assert load(name, device="cpu").drafter_folder is None, "nobody asked for it"
+    drafter = find_checkpoint("google/gemma-4-tiny-it-assistant")
+    assert load(name, device="cpu").drafter_folder == drafter
+
+
+def test_which_files_a_repository_has_is_said(server: Hub) -> None:
+    server.repos[QUANTISED] = {"a-Q4_0.gguf": b"GGUF", "b-Q8_0.gguf": b"GGUF"}
+    error = refused(QUANTISED)
+    assert "holds no config.json, but a GGUF file: a-Q4_0.gguf" in error.message
+    assert error.hint == f"name the file: {QUANTISED}/a-Q4_0.gguf, {QUANTISED}/b-Q8_0.gguf"
+    error = refused(f"{QUANTISED}/c.gguf")
+    assert error.message.endswith(f"/{QUANTISED} has no c.gguf")
+    assert error.hint == "it has: a-Q4_0.gguf, b-Q8_0.gguf"
 
 
 def test_run_by_name_and_offline_through_the_environment(server: Hub, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ _FILE = re.compile(
 class HubName:
     """google/gemma-4-31B-it, or google/gemma-4-31B-it@REVISION (a branch, a tag or a commit).
 
-    file: a GGUF file in the repository, behind either: google/gemma-4-31B-it-qat-q4_0-gguf/gemma-4-31b-it-q4_0.gguf.
+    file: a GGUF file in the repository, behind either: OWNER/REPO/FILE.gguf, OWNER/REPO@REVISION/FOLDER/FILE.gguf.
     """
 
     repo: str

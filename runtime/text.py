@@ -279,7 +279,7 @@ def _has_tokens_of(tokenizer: Tokenizer, path: Path, place: Path) -> bool:
     if (ours := tokens_of(open_gguf(place))) is None:
         return True
     theirs = tokenizer.get_vocab()
-    wrong = next((token for token in theirs if ours.get(token) != theirs[token]), None)
+    wrong = next((token for token, i in theirs.items() if i < len(ours) and ours.get(token) != i), None)
     if wrong is not None:
         warnings.warn(f"{path} is not used: it has {wrong!r} as token {theirs[wrong]}, and {place.name} as "
                       f"{ours.get(wrong, 'none')}; its own tokenizer is used", stacklevel=4)  # fmt: skip

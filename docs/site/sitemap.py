@@ -48,7 +48,7 @@ NAVIGATION: Mapping[str, Mapping[str, str]] = {
         "experiments.md": "",
         **{page: "" for page in MADE if page.startswith("experiments/")},
     },
-    "Run": {"runtime.md": "", "media.md": "", "library.md": "As a library"},
+    "Run": {"runtime.md": "", "gguf.md": "", "media.md": "", "library.md": "As a library"},
     "Serve": {"serving.md": "An OpenAI-compatible server", "vllm.md": "", "vllm-parts.md": "", "in-vllm.md": ""},
     "Tune": {"tuning.md": "", "prediction.md": "", "tuning-database.md": "", "cluster.md": ""},
     "Ship": {"shipping.md": "", "shipped.md": ""},

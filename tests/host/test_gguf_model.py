@@ -134,6 +134,30 @@ def test_experts_whose_gate_and_up_are_apart(tmp_path: Path, kind: str) -> None:
     assert experts == ("int4" if kind == "Q4_0" else "dense")
 
 
+def test_a_file_of_the_package_gguf_is_read(tmp_path: Path) -> None:
+    """Its own writer, whole and split, and its own quantiser."""
+    gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install -e '.[dev]'")
+    make(tmp_path, "moe")
+    ours = gguf_of(tmp_path, all_of("Q8_0"))
+    for split in (0, 20):
+        path = tmp_path / f"theirs-{split}.gguf"
+        writer = gguf.GGUFWriter(path, "gemma4", split_max_tensors=split)
+        for name, value in ours.keys:
+            if name != "general.architecture":
+                kind = gguf.GGUFValueType.ARRAY if isinstance(value, list) else gguf.GGUFValueType.get_type(value)
+                writer.add_key_value(name, value, gguf.GGUFValueType.UINT32 if kind.name == "INT32" else kind)
+        for name, kind, shape, raw in ours.tensors:
+            form = gguf.GGMLQuantizationType[kind]
+            array = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(*shape[:-1], -1).numpy()
+            writer.add_tensor(name, array.view("float32") if kind == "F32" else array, raw_dtype=form)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        (first, *_) = sorted(tmp_path.glob(f"theirs-{split}*"))
+        assert torch.equal(logits(quiet_load(first)), logits(load(tmp_path)))
+
+
 def test_q4_0_stays_int4_but_for_what_shares_a_matrix_with_another_type(tmp_path: Path) -> None:
     make(tmp_path, "dense")
     path = gguf_of(tmp_path, q_of_qkv).write(tmp_path / "m.gguf")

@@ -48,7 +48,7 @@ MAX_TEXT_BYTES = 16 * 1024 * 1024  # of one string that is asked for
 DEFAULT_ALIGNMENT = 32
 _STRING, _ARRAY, _BOOL, _FLOAT32 = 8, 9, 7, 6
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_FLOATS = (6, 12)
+_NOT_WHOLE = (6, 7, 12)
 _BYTES = {kind: struct.calcsize(f"<{code}") for kind, code in _SCALARS.items()}
 _PART = re.compile(r"(?P<stem>.*)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf")
 
@@ -146,7 +146,12 @@ class GgufFile:
 
     def integers(self, key: str, *, high: int = 1 << 31) -> list[int]:
         """An array of whole numbers from 0 on."""
-        return [self._checked(key, value, 0, high) for value in self._array(key)]
+        found = self._array(key)
+        for value in (min(found, default=0), max(found, default=0)):
+            self._checked(key, value, 0, high)
+        if self.values[key].kind in _NOT_WHOLE:
+            raise self.error(f"{key} is no array of whole numbers")
+        return found
 
     def flags(self, key: str) -> list[bool]:
         found = self._array(key)
@@ -159,10 +164,14 @@ class GgufFile:
         value = self._value(key)
         if value.count < 0 or value.kind != _STRING:
             raise self.error(f"{key} is no array of texts")
-        found, at = [], value.start
-        for _ in range(value.count):
-            text, at = self._text(key, at)
-            found.append(text)
+        found, at, data, unpack = [], value.start, self.map, struct.Struct("<Q").unpack_from
+        try:
+            for _ in range(value.count):
+                (size,) = unpack(data, at)
+                found.append(str(data[at + 8 : at + 8 + size], "utf-8"))
+                at += 8 + size
+        except UnicodeDecodeError as e:
+            raise self.error(f"{key} is not UTF-8: {e}") from e
         return found
 
     def _value(self, key: str) -> Value:

@@ -97,13 +97,14 @@ def _added(index: int, token: str, kind: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _merges(model: GgufModel, vocab: dict[str, int]) -> list[list[str]]:
-    """Pairs, parted at their first space: tokens have none, as spaces are ▁.
+def _merges(model: GgufModel, vocab: dict[str, int]) -> list[str]:
+    """Pairs, parted by a space: tokens have none, as spaces are ▁.
 
     Raises CheckpointError for one that is no pair, and for one that crosses a line feed: llama.cpp would not make it.
     """
-    head, found = model.head, []
-    for merge in head.texts("tokenizer.ggml.merges") if "tokenizer.ggml.merges" in head else ():
+    head = model.head
+    found = head.texts("tokenizer.ggml.merges") if "tokenizer.ggml.merges" in head else []
+    for merge in found:
         left, _, right = merge.partition(" ")
         if left not in vocab or right not in vocab or left + right not in vocab:
             raise head.error(f"tokenizer.ggml.merges has {merge!r}, which is no pair of tokens that make a third")
@@ -111,5 +112,4 @@ def _merges(model: GgufModel, vocab: dict[str, int]) -> list[list[str]]:
             raise head.error(
                 f"tokenizer.ggml.merges has {merge!r}, which joins a line feed with something else", hint=_BESIDE
             )
-        found.append([left, right])
     return found

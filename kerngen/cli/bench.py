@@ -184,8 +184,8 @@ def model(
 ) -> None:  # fmt: skip
     """Time prefill and decode of a model, with generated weights of its shapes.
 
-    NAME is a released model (gemma-4-31b) or a folder with a config.json. No checkpoint is read. Of a --batch, prefill
-    is what passes until all of it decode.
+    NAME is a released model (gemma-4-31b), a folder with a config.json or a GGUF file. No checkpoint is read. Of a
+    --batch, prefill is what passes until all of it decode.
 
     Example: kerngen bench model gemma-4-31b --context 512,8192
     """
@@ -270,8 +270,8 @@ def step(
 ) -> None:  # fmt: skip
     """Compare tuning databases by what the steps of a model take with their winners, run in turn on generated weights.
 
-    NAME is a released model (gemma-4-31b) or a folder with a config.json. One database alone, the user's where none is
-    named, is compared with the default configurations.
+    NAME is a released model (gemma-4-31b), a folder with a config.json or a GGUF file. One database alone, the
+    user's where none is named, is compared with the default configurations.
 
     Example: kerngen bench step gemma-4-31b --db a.sqlite --db b.sqlite
     """
@@ -331,8 +331,9 @@ def profile(
 ) -> None:  # fmt: skip
     """Show where a step's time is, kernel by kernel, beside what its bytes take at the measured read rate.
 
-    NAME is a released model (gemma-4-31b) or a folder with a config.json. Launches overlap: a kernel's time is by how
-    much it moves the step's end. Of a divided model (--tensor-parallel) they are rank 0's; the others run along.
+    NAME is a released model (gemma-4-31b), a folder with a config.json or a GGUF file. Launches overlap: a kernel's
+    time is by how much it moves the step's end. Of a divided model (--tensor-parallel) they are rank 0's; the others
+    run along.
 
     Example: kerngen bench profile gemma-4-31b --batch 32 --context 2048
     """

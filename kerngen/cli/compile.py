@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @click.option("--arch", "arch_names", default=None, help="One or more, separated by commas, or all.")
 @click.option("--device", "device_names", default=None,
               help="Boards to choose for (kerngen arch ls). Default: the usual one of each arch.")  # fmt: skip
-@click.option("--model", default=None, help="A model's name or folder: compile what its workload needs.")
+@click.option("--model", default=None, help="A model's name, folder or GGUF file: compile what its workload needs.")
 @click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
 @keeping_options
 @tensor_parallel_option

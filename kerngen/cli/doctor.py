@@ -172,7 +172,9 @@ CHECKS: tuple[Callable[[], Finding], ...] = (_python, _compile, _kernels, _gpu, 
 
 
 @click.command()
-@click.option("--model", default=None, help="A model's name or folder: say what its kernels would run, and its memory.")
+@click.option(
+    "--model", default=None, help="A model's name, folder or GGUF file: say what its kernels would run, and its memory."
+)
 @click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
 @keeping_options
 @tensor_parallel_option

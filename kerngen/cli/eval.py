@@ -58,8 +58,8 @@ def kv(
 ) -> None:  # fmt: skip
     """What formats of the KV cache change in the next token's distribution: KL divergence, and the likeliest token.
 
-    MODEL is a checkpoint's folder or a name on the Hugging Face hub. A text like those that you will read says most:
-    long ones, since what a cache loses adds up.
+    MODEL is a checkpoint's folder, a GGUF file or a name on the Hugging Face hub. A text like those that you will
+    read says most: long ones, since what a cache loses adds up.
 
     \b
     Example:

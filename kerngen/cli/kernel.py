@@ -26,7 +26,7 @@ kernel.add_command(new)
 
 
 @kernel.command()
-@click.option("--model", default=None, help="A model's name or folder: list the problems that it needs.")
+@click.option("--model", default=None, help="A model's name, folder or GGUF file: list the problems that it needs.")
 @click.option("--arch", "arch_name", default="sm90", show_default=True, help="With --model: the arch it runs on.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def ls(model: str | None, arch_name: str, as_json: bool) -> None:

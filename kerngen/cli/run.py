@@ -98,7 +98,7 @@ def run(
     kept: Keeping,
     **where: Any,
 ) -> None:
-    """Generate text with the Gemma-4 checkpoint in the folder MODEL, or of that name on the Hugging Face hub.
+    """Generate text with the Gemma-4 checkpoint MODEL: a folder, a GGUF file, or a name on the Hugging Face hub.
 
     Example: kerngen run ./gemma-4-31b-it-qat-w4a16-ct --prompt "Why is the sky blue?"
     """

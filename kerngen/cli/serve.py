@@ -84,7 +84,7 @@ def serve(
     traces: str | None,
     **where: Any,
 ) -> None:
-    """Serve the Gemma-4 checkpoint MODEL (a folder, or a name on the Hugging Face hub) to OpenAI's clients.
+    """Serve the Gemma-4 checkpoint MODEL (a folder, a GGUF file, or a name on the hub) to OpenAI's clients.
 
     Ends with exit code 0 after SIGTERM or Ctrl-C, once the answers that are under way have ended; with 1 where the
     engine has died. With --generated the weights are random, its drafter's too, and so is what it says.

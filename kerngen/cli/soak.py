@@ -75,11 +75,11 @@ def _names(options: Sequence[Decorator]) -> set[str]:
 def soak(context: click.Context, target: str, **options: Any) -> None:
     """Load MODEL, or the server at URL, with random requests for minutes, and check what comes of it.
 
-    MODEL is a released model, whose weights are generated, or a folder with a checkpoint. Requests come in bursts,
-    share beginnings, are greedy or sampled, stop, are cancelled, and wait or are preempted for want of pages. Then each
-    answer is compared with the one that its request gets alone. Exit code 1 on an error, on pages that were not given
-    back, on memory that grows after the warm-up, and, in fp32 or with --reproducible, on a greedy answer that differs
-    from the one alone. Ctrl-C prints the report so far.
+    MODEL is a released model, whose weights are generated, a folder with a checkpoint or a GGUF file. Requests come in
+    bursts, share beginnings, are greedy or sampled, stop, are cancelled, and wait or are preempted for want of pages.
+    Then each answer is compared with the one that its request gets alone. Exit code 1 on an error, on pages that were
+    not given back, on memory that grows after the warm-up, and, in fp32 or with --reproducible, on a greedy answer that
+    differs from the one alone. Ctrl-C prints the report so far.
 
     URL is a server of OpenAI's API: clients read answers to their end, leave, read slowly, break off and ask for
     nonsense. Exit code 1 on an error that no client caused, an answer that does not come or differs from the one that

@@ -253,7 +253,7 @@ def _find_model(name: str, drafter: str | None) -> Model:
         return Model(name, target, read_drafter_config(RELEASED / name / "assistant", target), media=find_media(name))
     folder = place_of_model(Path(name))
     if not folder.exists() and "/" not in name and not is_gguf(folder):
-        raise UnknownName("model", name, [*MODELS, "or a model folder"])
+        raise UnknownName("model", name, [*MODELS, "or a model's folder or GGUF file"])
     target = read_model_config(folder)
     with_drafter = read_drafter_config(Path(drafter), target) if drafter else None
     return Model(name, target, with_drafter, media=find_media(name))

@@ -127,7 +127,7 @@ class GgufCheckpoint(Checkpoint):
         if made:
             words.append(f"decoded to {kind}, which takes {made_bytes / 1e9:.2f} GB: {_counted(made)}")
         if kept:
-            words.append(f"kept in int4: {_counted(kept)}")
+            words.append(f"read as int4: {_counted(kept)}")
         if words:
             lines.append(f"{self.folder.name}: {'; '.join(words)}")
         files = [file for file in self.files if isinstance(file, GgufTensors)]

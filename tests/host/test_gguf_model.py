@@ -69,7 +69,7 @@ def planned(path: Path) -> ModelWeights:
 
 def quiet_load(place: Path, dtype: torch.dtype = torch.float32) -> Gemma4:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*(decoded to|kept in int4).*")
+        warnings.filterwarnings("ignore", ".*(decoded to|read as int4).*")
         return load(place, dtype)
 
 
@@ -171,7 +171,7 @@ def test_q4_0_stays_int4_but_for_what_shares_a_matrix_with_another_type(tmp_path
     assert "model.layers.0.self_attn.k_proj" in model.config.quant.ignore
     (said,) = [str(w.message) for w in caught]
     assert said == ("m.gguf: decoded to float32, which takes 0.00 GB: tensors 9 of Q4_0, 4 of Q5_0; "
-                    "kept in int4: tensors 16 of Q4_0")  # fmt: skip
+                    "read as int4: tensors 16 of Q4_0")  # fmt: skip
 
 
 def test_what_bf16_rounds_of_the_scales_is_told(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ _LINEARS = {
     "ffn_gate_up_exps": ("experts.gate_up_proj", "experts"),
     "ffn_gate_exps": ("experts.*.gate_proj", "experts"),
     "ffn_up_exps": ("experts.*.up_proj", "experts"),
-    "ffn_down_exps": ("experts.down_proj", "experts_down"),
+    "ffn_down_exps": ("experts.down_proj", "experts"),  # no kernel has one form of gate and up and another of down
 }
 _OTHERS = {
     "attn_norm.weight": "input_layernorm.weight",

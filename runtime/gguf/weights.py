@@ -9,7 +9,7 @@ piece as it is read, which loading makes the run's dtype of.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,6 +24,7 @@ from kerngen.runtime.weights.mapped import DTYPES, Box, Entry, MappedFile
 from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.world import Span
 
+MAX_EXPERTS = 4096
 _PIECES = 8  # of PIECE_BYTES: what is decoded at a time stays in a core's cache
 _VALUES, _CODES, _SCALES = "values", "codes", "scales"
 _UNITS = {_VALUES: 1, _CODES: 8, _SCALES: GROUP}  # elements of a row that are one of the tensor's
@@ -115,19 +116,20 @@ class GgufCheckpoint(Checkpoint):
         """What became of the file's quantised tensors, in lines for people: which were decoded and take how many bytes
         in `dtype`, which stay int4, and how many scales `dtype` rounds. used: names of what was loaded.
         """
-        kept: dict[TensorInfo, None] = {}
-        made: dict[TensorInfo, None] = {}
+        kept: dict[tuple[Path, int], str] = {}  # by where a tensor lies: experts are parts of one
+        made: dict[tuple[Path, int], str] = {}
         made_bytes = 0
         for name in used:
-            entry = self._files[name].entries[name]
+            file = self._files[name]
+            entry = file.entries[name]
             if isinstance(entry, Stored):
-                (made if entry.part == _VALUES else kept)[entry.info] = None
+                (made if entry.part == _VALUES else kept)[file.path, entry.info.start] = entry.info.type.name
                 made_bytes += prod(entry.shape) * dtype.itemsize if entry.part == _VALUES else 0
         kind, words, lines = str(dtype).removeprefix("torch."), [], []
         if made:
-            words.append(f"decoded to {kind}, which takes {made_bytes / 1e9:.2f} GB: {_counted(made)}")
+            words.append(f"decoded to {kind}, which takes {made_bytes / 1e9:.2f} GB: {_counted(made.values())}")
         if kept:
-            words.append(f"read as int4: {_counted(kept)}")
+            words.append(f"read as int4: {_counted(kept.values())}")
         if words:
             lines.append(f"{self.folder.name}: {'; '.join(words)}")
         files = [file for file in self.files if isinstance(file, GgufTensors)]
@@ -140,9 +142,9 @@ class GgufCheckpoint(Checkpoint):
         return lines
 
 
-def _counted(infos: Collection[TensorInfo]) -> str:
-    """ "30 tensors of Q4_K, 1 of Q6_K"."""
-    each = [f"{count} of {name}" for name, count in Counter(info.type.name for info in infos).most_common()]
+def _counted(types: Iterable[str]) -> str:
+    """ "tensors 30 of Q4_K, 1 of Q6_K"."""
+    each = [f"{count} of {name}" for name, count in Counter(types).most_common()]
     return f"tensors {', '.join(each)}"
 
 
@@ -151,8 +153,10 @@ def _entries(file: GgufFile, name: str, where: Place, info: TensorInfo, is_packe
     if "*" not in where.name:
         yield from _stored(file, name, where.name, info, info.shape, info.start, is_packed)
         return
-    if len(info.shape) != 3:
-        raise file.error(f"{name} has the shape {list(info.shape)}; experts' matrices have 3 dimensions")
+    if len(info.shape) != 3 or info.shape[0] > MAX_EXPERTS:
+        raise file.error(
+            f"{name} has the shape {list(info.shape)}; experts have 3 dimensions, the first up to {MAX_EXPERTS:,}"
+        )
     each = info.num_bytes // info.shape[0]
     for expert in range(info.shape[0]):
         named = where.name.replace("*", str(expert))

@@ -158,6 +158,19 @@ def test_a_file_of_the_package_gguf_is_read(tmp_path: Path) -> None:
         assert torch.equal(logits(quiet_load(first)), logits(load(tmp_path)))
 
 
+def test_experts_of_two_forms_are_dense(tmp_path: Path) -> None:
+    """Of Q4_0 with an importance matrix, some layers' ffn_down are Q4_1."""
+    make(tmp_path, "moe")
+    path = gguf_of(tmp_path, lambda name, _: "Q4_1" if name == "blk.1.ffn_down_exps.weight" else "Q4_0").write(
+        tmp_path / "m.gguf"
+    )
+    layers = planned(path).layers
+    forms = [(layer.moe.gate_up.format.name, layer.moe.down.format.name) for layer in layers if layer.moe]
+    assert forms == [("int4", "int4"), ("dense", "dense"), ("int4", "int4"), ("int4", "int4")]
+    with pytest.warns(UserWarning, match=r"tensors 2 of Q4_0, 1 of Q4_1; read as int4: tensors 34 of Q4_0"):
+        assert torch.equal(logits(load(path)), logits(load(tmp_path)))
+
+
 def test_q4_0_stays_int4_but_for_what_shares_a_matrix_with_another_type(tmp_path: Path) -> None:
     make(tmp_path, "dense")
     path = gguf_of(tmp_path, q_of_qkv).write(tmp_path / "m.gguf")

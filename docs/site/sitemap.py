@@ -92,6 +92,7 @@ MODULES = (
     ),
     Module("kerngen.runtime.sampling", "What may be asked of a token.", ("Sampling",)),
     Module("kerngen.runtime.weights.safetensors", "Tensors of a checkpoint's file, mapped.", ("SafetensorsFile",)),
+    Module("kerngen.runtime.weights.mapped", "What any such file gives.", ("MappedFile",)),
     Module("kerngen.runtime.engine", "Many requests at once, token by token."),
     Module("kerngen.tuning_db", "What was measured and predicted, and what is chosen by it."),
     Module("kerngen.compiler.render", "A kernel's source for a problem, a configuration and a target.", ("render",)),

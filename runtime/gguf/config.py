@@ -213,7 +213,7 @@ class _Keys:
 
     def _rope(self, sliding: Sequence[bool], dims: Sequence[int]) -> dict[str, Any]:
         for key in self._head.values:
-            if key.startswith(_OTHER_MATHS) and self._head.get(key) != "none":
+            if key.startswith(_OTHER_MATHS) and self._head.get(key) not in ("none", 1.0):
                 raise self._head.error(f"{key} is {self._head.get(key)}; no released Gemma-4 has it")
         full = next((dim for s, dim in zip(sliding, dims, strict=True) if not s), 0)
         return {

@@ -109,6 +109,12 @@ class GgufCheckpoint(Checkpoint):
     def config_digest(self) -> str:
         return self._model.digest
 
+    def num_bytes(self, name: str) -> int:
+        entry = self._files[name].entries[name]
+        if not isinstance(entry, Stored) or entry.part != _VALUES:
+            return entry.num_bytes
+        return prod(entry.shape) // entry.info.type.block * entry.info.type.block_bytes
+
     def beside(self, name: str) -> Path:
         return self.folder.with_name(f"{self.folder.stem}.{name}")
 

@@ -197,6 +197,7 @@ class Checkpoint:
             raise CheckpointError(f"{path}: {name} is {self.dtype(name)}; it must be {' or '.join(dtypes)}")
 
     def num_bytes(self, name: str) -> int:
+        """That it takes in the file."""
         return self._files[name].entries[name].num_bytes
 
     def num_values(self, name: str) -> int:

@@ -85,8 +85,7 @@ class TensorSource:
         self.checkpoint.require(name, tuple(span.whole for span in stored), dtypes)
         if self.is_dry:
             if not all(span.is_whole for span in stored):
-                item = self.checkpoint.num_bytes(name) // max(self.checkpoint.num_values(name), 1)
-                self._parts.setdefault(name, {})[stored] = out.numel() * item
+                self._parts.setdefault(name, {})[stored] = self._stored_bytes(name, out.numel())
             return
         if self._stage is None:
             self._stage = Stage(self.ops.device)
@@ -97,13 +96,17 @@ class TensorSource:
             self._stage.copy(piece, part, is_transposed=is_transposed)
             if out.is_floating_point() and part.numel():
                 extremes += torch.aminmax(part)
-            self._loaded(piece.numel() * piece.element_size())
+            self._loaded(self._stored_bytes(name, piece.numel()))
         if extremes:
             low_and_high = torch.stack(extremes)
             both = torch.stack((low_and_high.amin(), low_and_high.amax()))
             self._looks.append((name, both, out.dtype))
             if len(self._looks) >= LOOK_EVERY:
                 self.finish()
+
+    def _stored_bytes(self, name: str, num_values: int) -> int:
+        """Of so many of the tensor's values."""
+        return num_values * self.checkpoint.num_bytes(name) // max(self.checkpoint.num_values(name), 1)
 
     def _loaded(self, num_bytes: int) -> None:
         self._loaded_bytes += num_bytes

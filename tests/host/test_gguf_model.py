@@ -24,6 +24,7 @@ from kerngen.runtime.config_fields import RELEASED
 from kerngen.runtime.engine import Engine
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.footprint import plan
+from kerngen.runtime.gguf.names import place_of
 from kerngen.runtime.gguf.place import files_wanted, place_of_model
 from kerngen.runtime.gguf.weights import GgufCheckpoint, GgufTensors
 from kerngen.runtime.model import Gemma4
@@ -187,6 +188,21 @@ def test_q4_0_stays_int4_but_for_what_shares_a_matrix_with_another_type(tmp_path
                     "read as int4: tensors 16 of Q4_0")  # fmt: skip
 
 
+@pytest.mark.parametrize("choose", [all_of("Q4_0"), q4_k_m_26b])
+def test_progress_is_in_bytes_of_the_file(tmp_path: Path, choose: Choose) -> None:
+    make(tmp_path, "moe")
+    made = gguf_of(tmp_path, choose)
+    path = made.write(tmp_path / "m.gguf")
+    told: list[tuple[int, int]] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ops = TorchOps(CPU, torch.float32)
+        load_model(path, read_model_config(path), ops, advance=lambda done, total: told.append((done, total)))
+    stored = sum(len(raw) for name, _, _, raw in made.tensors if name != "rope_freqs.weight")
+    assert told[-1] == (stored, stored)
+    assert told == sorted(told)
+
+
 def test_what_bf16_rounds_of_the_scales_is_told(tmp_path: Path) -> None:
     make(tmp_path, "dense")
     path = gguf_of(tmp_path, all_of("Q4_0")).write(tmp_path / "m.gguf")
@@ -324,6 +340,25 @@ def test_what_is_dense_of_a_mixture_is_counted_so(tmp_path: Path) -> None:
     ]  # fmt: skip
     values = 2 * 3840 * 15360
     assert sizes[0] - sizes[1] == values * 2 - values // 2 - values // 32 * 2
+
+
+def test_names_are_those_of_the_package_gguf() -> None:
+    """Of every tensor of every released model; two scales have no entry there, the converter names them itself."""
+    gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install -e '.[dev]'")
+    unnamed = set()
+    for name in MODELS:
+        text, shapes = released(name)
+        theirs = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, text["num_hidden_layers"])
+        for full in shapes:
+            ours, found = gguf_name(full), theirs.get_name(full, try_suffixes=(".weight",))
+            place = place_of(ours)
+            assert place is not None
+            assert place.name == full
+            if found is None:
+                unnamed.add(ours.split(".", 2)[2])
+            else:
+                assert ours in (found, f"{found}.weight")
+    assert unnamed == {"ffn_gate_inp.scale", "ffn_down_exps.scale"}
 
 
 def base_file(tmp_path: Path, **overrides: Any) -> Gguf:

@@ -39,7 +39,7 @@ MAX_HEADER_BYTES = 256 * 1024 * 1024
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 17
 MAX_STRINGS = 1 << 23  # in all arrays together
-MAX_NUMBERS = 1 << 22  # of one array that is asked for
+MAX_NUMBERS, MAX_TEXTS = 1 << 22, 1 << 21  # of one array that is asked for
 MAX_DEPTH = 4  # of arrays in arrays
 MAX_DIMS = 4  # ggml's own
 MAX_SIZE = 1 << 48
@@ -164,6 +164,8 @@ class GgufFile:
         value = self._value(key)
         if value.count < 0 or value.kind != _STRING:
             raise self.error(f"{key} is no array of texts")
+        if value.count > MAX_TEXTS:
+            raise self.error(f"{key} has {value.count:,} texts; at most {MAX_TEXTS:,} are read")
         found, at, data, unpack = [], value.start, self.map, struct.Struct("<Q").unpack_from
         try:
             for _ in range(value.count):

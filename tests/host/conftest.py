@@ -105,6 +105,7 @@ FIRST = (
     "test_cluster.py",  # 21 s, and waits: processes for each other
     "test_cli_process.py",  # 20 s: processes, each of which imports torch
     "test_replay.py",  # 20 s
+    "test_gguf_model.py",  # 20 s
     "test_library.py",  # 20 s: mypy over the wheel and torch
     "test_serve_page.py",  # 28 s, where there is a browser
     "test_draft_weights.py",  # 16 s
@@ -124,6 +125,7 @@ FIRST = (
     "test_cli_exit_codes.py",  # 10 s: processes
     "test_merge.py",  # 10 s, and waits for a server's disk
     "test_docs.py",  # 10 s
+    "test_gguf_container.py",  # 10 s: 10,000 files
     "test_bundle.py",  # 10 s
     "test_library_ops.py",  # 10 s
 )

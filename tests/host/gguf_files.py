@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kerngen.runtime.gguf.blocks import decode
+from kerngen.runtime.gguf.config import config_json
 from kerngen.runtime.gguf.ggml_types import GGML_TYPES
+from kerngen.runtime.gguf.weights import GgufCheckpoint
 
 NUMBERS = {t.name: number for number, t in GGML_TYPES.items()}
 TYPES = {t.name: t for t in GGML_TYPES.values()}
@@ -259,6 +261,20 @@ def gguf_of(folder: Path, choose: Choose, *, split_experts: bool = False) -> Ggu
         decoded[name] = torch.cat(again, 1) if len(again) > 1 else again[0]
     save_file({name: tensor.contiguous() for name, tensor in decoded.items()}, folder / "model.safetensors")
     return made
+
+
+def as_compressed_tensors(path: Path, folder: Path) -> None:
+    """Writes to `folder` what a GGUF file is as a checkpoint, its int4 as compressed-tensors has it, of the same bits."""
+    checkpoint = GgufCheckpoint(path)
+    tensors = {name: checkpoint.tensor(name).contiguous() for name in checkpoint.names}
+    save_file(tensors, folder / "model.safetensors")
+    config = config_json(path)
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    ignore = config["quantization_config"]["ignore"]
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ignore,
+                                     "config_groups": {"group_0": group}}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 RNG = torch.Generator()

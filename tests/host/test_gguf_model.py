@@ -13,7 +13,17 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import PROMPT, edit_tensors, logits
-from gguf_files import TYPES, Choose, Gguf, blocks_of, gguf_name, gguf_of, keys_of, rope_freqs
+from gguf_files import (
+    TYPES,
+    Choose,
+    Gguf,
+    as_compressed_tensors,
+    blocks_of,
+    gguf_name,
+    gguf_of,
+    keys_of,
+    rope_freqs,
+)
 from tiny_gemma import BASE, CPU, VARIANTS, config_of, hf_greedy, load, make_target
 from torch import Tensor
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
@@ -23,6 +33,7 @@ from kerngen.runtime.config import read_eos_ids, read_model_config, read_samplin
 from kerngen.runtime.config_fields import RELEASED
 from kerngen.runtime.engine import Engine
 from kerngen.runtime.executors.record import Record
+from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.footprint import plan
 from kerngen.runtime.gguf.names import place_of
 from kerngen.runtime.gguf.place import files_wanted, place_of_model
@@ -35,6 +46,7 @@ from kerngen.runtime.weights import mapped
 from kerngen.runtime.weights.layout import ModelWeights
 from kerngen.runtime.weights.loader import load_model, planned_model
 from kerngen.runtime.weights.opened import open_tensors
+from kerngen.runtime.weights.repacked import leaves
 from kerngen.runtime.world import Span, World
 from kerngen.templates.common.w4.pack import dequantize
 from kerngen.workload.workload import find_model
@@ -157,6 +169,29 @@ def test_a_file_of_the_package_gguf_is_read(tmp_path: Path) -> None:
         writer.close()
         (first, *_) = sorted(tmp_path.glob(f"theirs-{split}*"))
         assert torch.equal(logits(quiet_load(first)), logits(load(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("variant", "choose"), [("k_eq_v", all_of("Q4_0")), ("moe", all_of("Q4_0")), ("dense", q_of_qkv)]
+)
+def test_kernels_get_what_a_release_in_int4_gives_them(tmp_path: Path, variant: str, choose: Choose) -> None:
+    """The same codes and scales in the kernels' order, and so the same tokens."""
+    (tmp_path / "ct").mkdir()
+    make(tmp_path, variant)
+    path = gguf_of(tmp_path, choose).write(tmp_path / "m.gguf")
+    as_compressed_tensors(path, tmp_path / "ct")
+    models = []
+    for place in (path, tmp_path / "ct"):
+        ops = KernelOps(Reference(), torch.bfloat16)
+        config = read_model_config(place)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            models.append(load_model(place, config, ops))
+    ours, theirs = (list(leaves(weights)) for weights in models)
+    assert [name for name, _ in ours] == [name for name, _ in theirs]
+    assert any(name.endswith("packed") for name, _ in ours)
+    for (name, mine), (_, other) in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other), name
 
 
 def test_experts_of_two_forms_are_dense(tmp_path: Path) -> None:

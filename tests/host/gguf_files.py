@@ -264,7 +264,7 @@ def gguf_of(folder: Path, choose: Choose, *, split_experts: bool = False) -> Ggu
 
 
 def as_compressed_tensors(path: Path, folder: Path) -> None:
-    """Writes to `folder` what a GGUF file is as a checkpoint, its int4 as compressed-tensors has it, of the same bits."""
+    """Writes to `folder` what a GGUF file is as a checkpoint: its int4 is compressed-tensors', of the same bits."""
     checkpoint = GgufCheckpoint(path)
     tensors = {name: checkpoint.tensor(name).contiguous() for name in checkpoint.names}
     save_file(tensors, folder / "model.safetensors")

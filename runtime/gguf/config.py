@@ -38,6 +38,9 @@ _NOT_TURNED = 1e30
 _OTHER_MATHS = ("gemma4.rope.scaling.", "gemma4.attn_logit_softcapping", "gemma4.attention.scale")
 _ENDS = ("<eos>", "<turn|>")  # tokens that end an answer, whatever the one eos_token_id of a file says
 
+# What generation_config.json of a release forbids, for which a file has no key: by width and layers, of the 12B.
+_NEVER: dict[tuple[Any, ...], tuple[str, ...]] = {(3840, 48): ("<audio|>", "<image|>")}
+
 
 def config_json(place: Path) -> dict[str, Any]:
     """What config.json of the same model would say of the text model, quantization_config included.
@@ -54,12 +57,20 @@ def config_json(place: Path) -> dict[str, Any]:
 
 
 def generation_json(place: Path) -> dict[str, Any]:
-    """What generation_config.json would say: how tokens are to be drawn, where the file recommends something."""
-    head, found = open_gguf(place).head, {}
+    """What generation_config.json would say: how tokens are to be drawn, where the file recommends something, and which
+    are not.
+    """
+    model = open_gguf(place)
+    head, found = model.head, {}
     for ours, theirs in (("temperature", "temp"), ("top_k", "top_k"), ("top_p", "top_p")):
         if (key := f"general.sampling.{theirs}") in head:
             found[ours] = head.get(key)
-    return found | ({"do_sample": True} if found else {})
+    found |= {"do_sample": True} if found else {}
+    sizes = tuple(head.get(key) for key in ("gemma4.embedding_length", "gemma4.block_count") if key in head)
+    tokens = (tokens_of(model) or {}) if sizes in _NEVER else {}
+    if never := [tokens[name] for name in _NEVER.get(sizes, ()) if name in tokens]:
+        found["suppress_tokens"] = never
+    return found
 
 
 def require_as_released(config: ModelConfig, place: Path) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 from kerngen.errors import CheckpointError, UsageError
-from kerngen.runtime.config import read_eos_ids, read_model_config, read_sampling
+from kerngen.runtime.config import read_eos_ids, read_model_config, read_sampling, read_suppressed_ids
 from kerngen.runtime.config_fields import RELEASED
 from kerngen.runtime.engine import Engine
 from kerngen.runtime.executors.record import Record
@@ -540,6 +540,15 @@ def test_what_ends_an_answer_and_how_it_is_drawn(tmp_path: Path) -> None:
     assert read_sampling(path) == {"temperature": 1.0, "top_k": 64, "top_p": 0.5}
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 50]}')
     assert read_eos_ids(path, config) == (1, 44, 7, 50), "what lies beside the file is read, too"
+
+
+def test_tokens_that_the_12b_never_makes_are_known_without_its_generation_config(tmp_path: Path) -> None:
+    made = released_file("gemma-4-12b", lambda *_: "Q4_0")
+    made.set("tokenizer.ggml.tokens", ["<bos>", "<image|>", "a", "<audio|>"])
+    assert read_suppressed_ids(made.write_sparse(tmp_path / "m.gguf")) == (3, 1)
+    other = released_file("gemma-4-e2b", lambda *_: "Q4_0")
+    other.set("tokenizer.ggml.tokens", ["<bos>", "<image|>", "a", "<audio|>"])
+    assert read_suppressed_ids(other.write_sparse(tmp_path / "n.gguf")) == ()
 
 
 # ---- places --------------------------------------------------------------------------------------------------------

@@ -59,7 +59,8 @@ def q4_0_words(raw: Tensor) -> Tensor:
     """Codes of Q4_0 in the order of compressed-tensors, int32 [..., K / 8]: element j of a row in word j / 8, bits 4 *
     (j % 8). In both a nibble n stands for n - 8.
     """
-    eight = raw[..., 2:].contiguous().view(torch.int64)  # bytes at a time: 2 a block
+    # A copy in any case: a single block is contiguous where it lies, which is at no multiple of 8.
+    eight = raw[..., 2:].clone(memory_format=torch.contiguous_format).view(torch.int64)  # bytes at a time: 2 a block
     low, high = eight & _LOW_NIBBLES, eight >> 4 & _LOW_NIBBLES
     for part in (low, high):  # a nibble a byte, until it is a nibble a nibble
         part |= part >> 4
@@ -68,11 +69,6 @@ def q4_0_words(raw: Tensor) -> Tensor:
         part &= 0x0000FFFF0000FFFF
         part |= part >> 16
     return torch.cat((low, high), -1).to(torch.int32).flatten(-2)
-
-
-def q4_0_scales(raw: Tensor) -> Tensor:
-    """Of groups of 32, of either sign: fp16 [..., K / 32]."""
-    return _halves(raw[..., :2]).squeeze(-1)
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:

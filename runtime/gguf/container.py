@@ -261,8 +261,8 @@ class _Walk:
         found = 0
         if value.kind == 4 and value.count < 0:
             (found,) = struct.unpack_from("<I", self._data, value.start)
-        if not 0 < found <= MAX_ALIGNMENT or found & (found - 1):
-            raise self._error(f"general.alignment is {found:,}; it must be a power of two up to {MAX_ALIGNMENT:,}")
+        if not 8 <= found <= MAX_ALIGNMENT or found & (found - 1):
+            raise self._error(f"general.alignment is {found:,}; it must be a power of two from 8 to {MAX_ALIGNMENT:,}")
         return found
 
     def _tensor(self) -> tuple[str, tuple[int, ...], GgmlType, int, int]:

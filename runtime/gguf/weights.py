@@ -2,8 +2,8 @@
 
 Q4_0 is int4 in groups of 32 as compressed-tensors has it, in another order: such matrices are a `weight_packed` and a
 `weight_scale`, made of the blocks as they are read, without loss. What kernels multiply with is several of these, as q,
-k and v; where one of them is of another type all are dense. Whatever else is quantised is dense fp32, decoded piece by
-piece as it is read, which loading makes the run's dtype of.
+k and v; where one of them is of another type all are dense. Whatever else is quantised is dense fp32, of which loading
+makes the run's dtype. Blocks go to the device as they are stored, and are decoded there.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kerngen.runtime.gguf.blocks import FLOAT_TYPES, decode, q4_0_scales, q4_0_words
+from kerngen.runtime.gguf.blocks import FLOAT_TYPES, decode, q4_0_words
 from kerngen.runtime.gguf.container import GgufFile, TensorInfo, open_gguf
 from kerngen.runtime.gguf.names import GROUP, Place, packed_modules, placed
-from kerngen.runtime.weights.mapped import DTYPES, Box, Entry, MappedFile
+from kerngen.runtime.weights.mapped import DTYPES, Box, Decode, Entry, MappedFile
 from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.world import Span
 
@@ -54,9 +55,19 @@ class GgufTensors(MappedFile):
         return torch.cat([piece for _, piece in self.pieces(name)])
 
     def pieces(self, name: str, rows: int = 1, box: Box = ()) -> Iterator[tuple[int, Tensor]]:
+        if not isinstance(self.entries[name], Stored):
+            yield from super().pieces(name, rows, box)
+            return
+        for row, raw, made_of in self.stored_pieces(name, box, rows):
+            yield row, raw if made_of is None else made_of(raw)
+
+    def stored_pieces(self, name: str, box: Box = (), rows: int = 1) -> Iterator[tuple[int, Tensor, Decode | None]]:
+        """Blocks [rows, ..., blocks, bytes], all that the box has a part of, and what decodes them; Q4_0's scales
+        [rows, ..., blocks] by themselves.
+        """
         entry = self.entries[name]
         if not isinstance(entry, Stored):
-            yield from super().pieces(name, rows, box)
+            yield from super().stored_pieces(name, box)
             return
         kind, unit = entry.info.type, _UNITS[entry.part]
         inner = entry.shape[1:-1]
@@ -68,18 +79,20 @@ class GgufTensors(MappedFile):
         stored_bytes = prod(inner) * row_blocks * kind.block_bytes
         made_bytes = max(entry.num_bytes // entry.shape[0], stored_bytes) * _PIECES
         for row, start, stop in self._steps(entry, stored_bytes, made_bytes, rows, box):
-            raw = self._bytes[start:stop].view(-1, *inner, row_blocks, kind.block_bytes)
-            yield row, self._made(entry, raw[:, *inside, :])[..., within]
+            raw = self._bytes[start:stop].view(-1, *inner, row_blocks, kind.block_bytes)[:, *inside, :]
+            if entry.part == _SCALES:  # two bytes of a block, the first: the others stay here
+                raw = raw.view(torch.float16)[..., 0]
+            yield row, raw, partial(self._made, entry, within)
 
-    def _made(self, entry: Stored, raw: Tensor) -> Tensor:
+    def _made(self, entry: Stored, within: slice, raw: Tensor) -> Tensor:
+        if entry.part == _VALUES:
+            return decode(entry.info.type.name, raw)[..., within]
         if entry.part == _CODES:
-            return q4_0_words(raw)
-        if entry.part == _SCALES:
-            scales = q4_0_scales(raw)
-            self.num_scales += scales.numel()
-            self.num_inexact += int((scales.bfloat16().float() != scales.float()).sum())
-            return scales
-        return decode(entry.info.type.name, raw)
+            return q4_0_words(raw)[..., within]
+        scales = raw[..., within]
+        self.num_scales += scales.numel()
+        self.num_inexact += int((scales.bfloat16().float() != scales.float()).sum())
+        return scales
 
 
 class GgufCheckpoint(Checkpoint):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 Box = Sequence[Span]  # part of a tensor: a span of each of its dimensions
+Decode = Callable[[Tensor], Tensor]  # values of what is stored, on the device where that lies; as many rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,11 @@ class MappedFile:
         inside = tuple(span.slice for span in box[1:])
         for row, start, stop in self._steps(entry, row_bytes, row_bytes, rows, box):
             yield row, self._view(start, stop, dtype).view(-1, *entry.shape[1:])[:, *inside]
+
+    def stored_pieces(self, name: str, box: Box = ()) -> Iterator[tuple[int, Tensor, Decode | None]]:
+        """As `pieces`, of what the file has, and what makes the tensor's values of it, None where it has them."""
+        for row, piece in self.pieces(name, box=box):
+            yield row, piece, None
 
     def _steps(
         self, entry: Entry, stored_bytes: int, made_bytes: int, rows: int, box: Box

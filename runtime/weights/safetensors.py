@@ -30,7 +30,7 @@ from kerngen.runtime.config_fields import (
     require_content,
     short,
 )
-from kerngen.runtime.weights.mapped import DTYPES, Box, Entry, MappedFile
+from kerngen.runtime.weights.mapped import DTYPES, Box, Decode, Entry, MappedFile
 
 MAX_HEADER_BYTES = 32 * 1024 * 1024  # of 35,000 tensors, the experts of a 26B one by one, there are 5 MB
 ITEM_BYTES: dict[str, int] = {name: dtype.itemsize for name, dtype in DTYPES.items()} | {
@@ -219,6 +219,10 @@ class Checkpoint:
     def pieces(self, name: str, rows: int = 1, box: Box = ()) -> Iterator[tuple[int, Tensor]]:
         """As MappedFile.pieces."""
         return self._files[name].pieces(name, rows, box)
+
+    def stored_pieces(self, name: str, box: Box = ()) -> Iterator[tuple[int, Tensor, Decode | None]]:
+        """As MappedFile.stored_pieces."""
+        return self._files[name].stored_pieces(name, box)
 
     @property
     def config_digest(self) -> str:

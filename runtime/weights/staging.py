@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kerngen.runtime.weights import mapped
+from kerngen.runtime.weights.mapped import Decode
 
 
 class Stage:
@@ -23,10 +24,14 @@ class Stage:
             self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
             self._free = [torch.cuda.Event() for _ in range(2)]
 
-    def copy(self, piece: Tensor, out: Tensor, *, is_transposed: bool = False) -> None:
-        """out <- piece, in out's dtype; its transpose where `is_transposed`. `piece` may go when this returns."""
+    def copy(self, piece: Tensor, out: Tensor, *, is_transposed: bool = False, decode: Decode | None = None) -> None:
+        """out <- piece, in out's dtype; its transpose where `is_transposed`. `piece` may go when this returns.
+
+        decode: what makes out's values of the piece, which it does on the device.
+        """
         if not self._buffers or not piece.numel():
-            out.copy_(piece.T if is_transposed else piece)
+            made = piece if decode is None else decode(piece)
+            out.copy_(made.T if is_transposed else made)
             return
         self._turn = 1 - self._turn
         buffer, free = self._buffers[self._turn], self._free[self._turn]
@@ -35,9 +40,10 @@ class Stage:
             pinned = buffer[:size].view(piece.dtype).view(piece.shape)
             pinned.copy_(piece)
             piece = pinned
-        if piece.dtype == out.dtype and not is_transposed:
+        if piece.dtype == out.dtype and not is_transposed and decode is None:
             out.copy_(piece, non_blocking=True)
-        else:  # turned and converted there: the host would make a copy of its own for that
+        else:  # turned, converted and decoded there: the host would make a copy of its own for that
             here = piece.to(self._device, non_blocking=True)
+            here = here if decode is None else decode(here)
             out.copy_(here.T if is_transposed else here)
         free.record(torch.cuda.current_stream(self._device))

@@ -90,13 +90,13 @@ class TensorSource:
         if self._stage is None:
             self._stage = Stage(self.ops.device)
         extremes: list[Tensor] = []
-        for row, piece in self.checkpoint.pieces(name, box=stored):
+        for row, piece, decode in self.checkpoint.stored_pieces(name, box=stored):
             rows = slice(row, row + len(piece)) if out.dim() else ...
             part = out[:, rows] if is_transposed else out[rows]
-            self._stage.copy(piece, part, is_transposed=is_transposed)
+            self._stage.copy(piece, part, is_transposed=is_transposed, decode=decode)
             if out.is_floating_point() and part.numel():
                 extremes += torch.aminmax(part)
-            self._loaded(self._stored_bytes(name, piece.numel()))
+            self._loaded(self._stored_bytes(name, part.numel()))
         if extremes:
             low_and_high = torch.stack(extremes)
             both = torch.stack((low_and_high.amin(), low_and_high.amax()))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kerngen.errors import CheckpointError
 from kerngen.runtime.gguf import blocks
-from kerngen.runtime.gguf.blocks import decode, pack_nibbles, q4_0_scales, q4_0_words, take_apart
+from kerngen.runtime.gguf.blocks import decode, pack_nibbles, q4_0_words, take_apart
 from kerngen.runtime.gguf.ggml_types import GGML_TYPES, READ
 from kerngen.templates.common.w4.pack import dequantize
 
@@ -149,12 +149,14 @@ def test_codes_of_four_bits_fit_them(kind: str) -> None:
 @pytest.mark.parametrize("leading", [(), (3,), (2, 3)])
 def test_q4_0_is_compressed_tensors_int4_in_another_order(leading: tuple[int, ...]) -> None:
     raw = random_blocks("Q4_0", rows=max(1, torch.Size(leading).numel())).view(*leading, BLOCKS, 18)
-    words, scales = q4_0_words(raw), q4_0_scales(raw)
+    words, scales = q4_0_words(raw), raw.view(torch.float16)[..., 0]
     assert words.dtype == torch.int32
     assert words.shape == (*leading, BLOCKS * 4)
     assert (scales < 0).any(), "scales have either sign"
     codes = (take_apart("Q4_0", raw).codes + 8).to(torch.uint8)
     assert torch.equal(words, pack_nibbles(codes))
+    alone = raw.view(-1, 18)[3:4]
+    assert torch.equal(q4_0_words(alone), words.view(-1, 4)[3]), "one block, which lies at no multiple of 8"
     flat = words.view(-1, words.shape[-1]), scales.view(-1, scales.shape[-1])
     assert torch.equal(dequantize(*flat, torch.float32).view(*leading, -1), decode("Q4_0", raw))
 

@@ -205,7 +205,7 @@ def test_tensors_are_held_against_the_file(tmp_path: Path, case: str) -> None:
     assert words in error.value.message
 
 
-@pytest.mark.parametrize("alignment", [0, 3, 1 << 21])
+@pytest.mark.parametrize("alignment", [0, 1, 3, 12, 1 << 21])
 def test_alignments_that_cannot_be(tmp_path: Path, alignment: int) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(header(0, 1, string("general.alignment") + value_bytes(alignment)))

@@ -3,7 +3,8 @@
 For kernels whose blocks or ranks wait for each other: what they do to memory, step by step and in any order, is seen
 without a GPU. It knows the instructions of exchange_norm, exchange_best, w4a16_norm's norm, kv_write, qkv_norm_rope,
 qkv_norm_rope_2d, check_pages, key_means and tile_lists, in bf16 and fp32, and what of fp16 a cache with codes or a norm
-needs; those of decode_layers' attention are beside its test, and other inline PTX is refused where it runs. It says
+needs, and with `with_tensor_cores` mma.sync and ldmatrix; those of decode_layers' attention and of W4A16's products are
+beside their tests, and other inline PTX is refused where it runs. It says
 nothing of times, nor of what a GPU's weaker memory order allows.
 """
 
@@ -64,6 +65,9 @@ template <> struct Half<false> {
     static uint16_t from_float(float f) { return __builtin_bit_cast(uint16_t, _Float16(f)); }
     static uint32_t pack(float lo, float hi) { return uint32_t(from_float(lo)) | uint32_t(from_float(hi)) << 16; }
     static float2 unpack(uint32_t r) { return {to_float(uint16_t(r)), to_float(uint16_t(r >> 16))}; }
+    static uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
+        return pack(fmaf(unpack(a).x, unpack(b).x, unpack(c).x), fmaf(unpack(a).y, unpack(b).y, unpack(c).y));
+    }
     static uint32_t mul2(uint32_t a, uint32_t b) {
         return pack(unpack(a).x * unpack(b).x, unpack(a).y * unpack(b).y);
     }
@@ -200,6 +204,7 @@ static bool __any_sync(unsigned, bool mine) {
     w.all.arrive_and_wait();
     return any;
 }
+static bool __all_sync(unsigned lanes, bool mine) { return !__any_sync(lanes, !mine); }
 static unsigned __ballot_sync(unsigned, bool mine) {
     Warp& w = warp_here();
     w.vote[threadIdx.x % 32] = mine;
@@ -277,6 +282,84 @@ template <typename Run> static void grid_of(int blocks, int threads, int pause_u
 }
 #endif
 """
+
+_TENSOR_CORES = r"""
+#include <cstring>
+#include <map>
+#include <mutex>
+// What lanes of a warp give each other in tensor-core instructions.
+struct Lanes { unsigned a[32][4], b[32][2]; const char* row[32]; };
+static std::mutex guard_of_lanes;
+static void __syncwarp() { warp_here().all.arrive_and_wait(); }
+static Lanes& lanes_here() {
+    static std::map<Warp*, Lanes> all;
+    std::lock_guard lock(guard_of_lanes);
+    return all[&warp_here()];
+}
+template <class Halves> static void mma_on_cpu(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    Lanes& l = lanes_here();
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; i++) l.a[lane][i] = a[i];
+    l.b[lane][0] = b0, l.b[lane][1] = b1;
+    __syncwarp();
+    for (int e = 0; e < 4; e++) {
+        const int high = e / 2, column = 2 * t + e % 2;
+        double sum = c[e];
+        for (int k = 0; k < 16; k++) {
+            const unsigned x = l.a[g * 4 + k % 8 / 2][high + k / 8 * 2] >> k % 2 * 16;
+            const unsigned y = l.b[column * 4 + k % 8 / 2][k / 8] >> k % 2 * 16;
+            sum += double(Halves::to_float(uint16_t(x))) * Halves::to_float(uint16_t(y));
+        }
+        c[e] = float(sum);
+    }
+    __syncwarp();
+}
+static void ldmatrix_on_cpu(unsigned (&r)[4], const void* row, bool turns) {
+    Lanes& l = lanes_here();
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    l.row[lane] = (const char*)row;
+    __syncwarp();
+    for (int i = 0; i < 4; i++) {
+        const auto at = [&](int y, int x) { uint16_t v; memcpy(&v, l.row[i * 8 + y] + x * 2, 2); return unsigned(v); };
+        r[i] = turns ? at(2 * t, g) | at(2 * t + 1, g) << 16 : at(g, 2 * t) | at(g, 2 * t + 1) << 16;
+    }
+    __syncwarp();
+}
+// m8n8k4 of a quad-pair: lanes 4 q .. 4 q + 3 and those 16 further.
+static void mma_884_on_cpu(float (&c)[8], unsigned a0, unsigned a1, unsigned b0, unsigned b1) {
+    typedef Half<false> H;
+    Lanes& l = lanes_here();
+    const int lane = threadIdx.x % 32, first = lane / 4 % 4 * 4, high = lane / 16;
+    const auto of = [&](int row) { return first + row % 4 + row / 4 * 16; };
+    l.a[lane][0] = a0, l.a[lane][1] = a1, l.b[lane][0] = b0, l.b[lane][1] = b1;
+    __syncwarp();
+    for (int i = 0; i < 8; i++) {
+        const int row = (lane & 1) + (i & 2) + 4 * high, column = (lane & 2) + (i & 1) + (i & 4);
+        double sum = c[i];
+        for (int k = 0; k < 4; k++)
+            sum += double(H::to_float(uint16_t(l.a[of(row)][k / 2] >> k % 2 * 16))) *
+                   H::to_float(uint16_t(l.b[of(column)][k / 2] >> k % 2 * 16));
+        c[i] = float(sum);
+    }
+    __syncwarp();
+}
+"""
+
+
+def with_tensor_cores(source: str) -> str:
+    """A rendered text whose mma.sync and ldmatrix are what they mean, sums in double."""
+    half = source.index("template <> struct Half<true> {")
+    end = matching(source, source.index("{", half), "{}") + 1
+    source = source[:end] + _TENSOR_CORES + source[end:]
+    for name, call in (
+        ("mma_16816", "mma_on_cpu<Half<BF16>>(c, a, b0, b1);"),
+        ("mma_884", "mma_884_on_cpu(c, a0, a1, b0, b1);"),
+        ("ldmatrix4", "ldmatrix_on_cpu(r, row, false);"),
+        ("ldmatrix4_trans", "ldmatrix_on_cpu(r, row, true);"),
+    ):
+        at = source.index(") {", source.index(f"DEVICE void {name}(")) + 2
+        source = source[:at] + f"{{ {call} }}" + source[matching(source, at, "{}") :]
+    return source
 
 
 def matching(text: str, start: int, pair: str) -> int:

@@ -40,7 +40,6 @@ template <typename T> static T __ldg(const T* p) { return *p; }
 static uint64_t __shfl_sync(unsigned, uint64_t x, int) { return x; }
 static float __shfl_down_sync(unsigned, float x, int) { return x; }
 static unsigned max(unsigned a, float b) { return std::max(a, unsigned(b)); }
-static void __syncwarp() { warp_here().all.arrive_and_wait(); }
 
 // An mbarrier, by its address.
 struct Mbarrier { int count = 0, pending = 0; long bytes = 0; unsigned phase = 0; };
@@ -70,42 +69,6 @@ static void named_sync(int id, int threads) {
         mine = b.get();
     }
     mine->arrive_and_wait();
-}
-// What lanes of a warp give each other in tensor-core instructions.
-struct Lanes { unsigned a[32][4], b[32][2]; const char* row[32]; };
-static Lanes& lanes_here() {
-    static std::map<Warp*, Lanes> all;
-    std::lock_guard lock(guard);
-    return all[&warp_here()];
-}
-template <class Halves> static void mma_on_cpu(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    Lanes& l = lanes_here();
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    for (int i = 0; i < 4; i++) l.a[lane][i] = a[i];
-    l.b[lane][0] = b0, l.b[lane][1] = b1;
-    __syncwarp();
-    for (int e = 0; e < 4; e++) {
-        const int high = e / 2, column = 2 * t + e % 2;
-        double sum = c[e];
-        for (int k = 0; k < 16; k++) {
-            const unsigned x = l.a[g * 4 + k % 8 / 2][high + k / 8 * 2] >> k % 2 * 16;
-            const unsigned y = l.b[column * 4 + k % 8 / 2][k / 8] >> k % 2 * 16;
-            sum += double(Halves::to_float(uint16_t(x))) * Halves::to_float(uint16_t(y));
-        }
-        c[e] = float(sum);
-    }
-    __syncwarp();
-}
-static void ldmatrix_on_cpu(unsigned (&r)[4], const void* row, bool turns) {
-    Lanes& l = lanes_here();
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    l.row[lane] = (const char*)row;
-    __syncwarp();
-    for (int i = 0; i < 4; i++) {
-        const auto at = [&](int y, int x) { uint16_t v; memcpy(&v, l.row[i * 8 + y] + x * 2, 2); return unsigned(v); };
-        r[i] = turns ? at(2 * t, g) | at(2 * t + 1, g) << 16 : at(g, 2 * t) | at(g, 2 * t + 1) << 16;
-    }
-    __syncwarp();
 }
 """
 _PROBE = r"""
@@ -176,13 +139,7 @@ def _library(problem: Problem, of_config: dict[str, int], folder: Path) -> tuple
     config = replace(KERNEL.default_config(problem, H200), **of_config)
     source = str(render(KERNEL, problem, config, H200))
     source = source[: source.index("// The producer warp: loads the block's weights")] + _PROBE
-    for name, call in (
-        ("mma_16816", "mma_on_cpu<Half<BF16>>(c, a, b0, b1);"),
-        ("ldmatrix4", "ldmatrix_on_cpu(r, row, false);"),
-        ("ldmatrix4_trans", "ldmatrix_on_cpu(r, row, true);"),
-    ):
-        at = source.index(") {", source.index(f"DEVICE void {name}(")) + 2
-        source = source[:at] + f"{{ {call} }}" + source[kernel_on_cpu.matching(source, at, "{}") :]
+    source = kernel_on_cpu.with_tensor_cores(source)
     for pattern, call in (
         (r'asm volatile\("mbarrier\.init\.shared::cta\.b64 \[%0\], %1;".*?\);', "mbar_init(&empty[i], 32 * WARPS);"),
         (r'asm volatile\("mbarrier\.arrive\.shared::cta\.b64 _, \[%0\];"::"r"\(smem_addr\(&ring.*?\);',

@@ -85,10 +85,10 @@ class TorchOps:
 
     def prepare(self, weights: Linear) -> Linear:
         """Unpacks to a dense matrix: the reference needs the right values, not few bytes."""
-        return unpacked(weights)
+        return unpacked(weights, self.dtype)
 
     def prepare_experts(self, gate_up: Experts, down: Experts) -> tuple[Experts, Experts]:
-        return unpacked(gate_up), unpacked(down)
+        return unpacked(gate_up, self.dtype), unpacked(down, self.dtype)
 
     def decode_inputs(
         self, lengths: Tensor, tables: Tensor, q_len: int, page_size: int
@@ -306,23 +306,28 @@ class TorchOps:
         return ids, (rows @ y[:, :, None]).squeeze(-1).float()
 
 
-def _of_int4(weights: WeightView) -> WeightView:
-    """From compressed-tensors' order, of experts one after the other."""
-    packed, scales = weights.tensors
+def _of_groups(weights: WeightView, dtype: torch.dtype | None) -> WeightView:
+    """From the order in which they are loaded, of experts one after the other."""
+    packed, scales = weights.packed, weights.scales
+    dtype = dtype or scales.dtype
     if packed.ndim == 2:
-        return dense_weights(dequantize(packed, scales, scales.dtype))
-    out = scales.new_empty(len(packed), weights.out_features, weights.in_features)
+        return dense_weights(dequantize(packed, scales, dtype))
+    out = scales.new_empty(len(packed), weights.out_features, weights.in_features, dtype=dtype)
     for expert, words, its_scales in zip(out, packed, scales, strict=True):
-        expert.copy_(dequantize(words, its_scales, scales.dtype))
+        expert.copy_(dequantize(words, its_scales, dtype))
     return dense_weights(out)
 
 
-_UNPACK: dict[str, Callable[[WeightView], WeightView]] = {"dense": lambda weights: weights, "int4": _of_int4}
+_UNPACK: dict[str, Callable[[WeightView, torch.dtype | None], WeightView]] = {
+    "dense": lambda weights, dtype: weights, **dict.fromkeys(("int4", "int4_min", "int8", "int8_min"), _of_groups),
+}  # fmt: skip
 
 
-def unpacked(weights: WeightView) -> WeightView:
-    """The same matrix, or every expert's, dense: from the order in which it is loaded."""
-    made = _UNPACK[weights.format.name](weights)
+def unpacked(weights: WeightView, dtype: torch.dtype | None = None) -> WeightView:
+    """The same matrix, or every expert's, dense: from the order in which it is loaded. dtype: of one that is packed,
+    where that is not its scales' own.
+    """
+    made = _UNPACK[weights.format.name](weights, dtype)
     return replace(made, rows=weights.rows, is_summand=weights.is_summand)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from kerngen.errors import ProblemError
 from kerngen.runtime.ops import fallbacks
 from kerngen.runtime.ops.values import Experts, Linear, ResidualNorms
 from kerngen.templates.call import Call
@@ -107,4 +108,19 @@ class Int4:
         return w4a16_norm(*given) if peers is None else w4a16_exchange_norm(*given, peers)
 
 
-FORMATS: dict[str, Format] = {"dense": Dense(), "int4": Int4()}
+class Grouped(Int4):
+    """int8, and int4 or int8 with minima: w4a16_gemm's other formats. No kernel has such experts, or norms behind."""
+
+    def prepare_experts(self, gate_up: Experts, down: Experts) -> tuple[Experts, Experts]:
+        raise ProblemError(f"experts in {gate_up.format.name}: moe_w4a16 multiplies int4 without minima",
+                           hint="unpack them to dense weights as they are loaded")  # fmt: skip
+
+    def norm_call(
+        self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms, peers: Peers | None
+    ) -> Call[Tensor] | None:
+        return None
+
+
+FORMATS: dict[str, Format] = {
+    "dense": Dense(), "int4": Int4(), "int4_min": Grouped(), "int8": Grouped(), "int8_min": Grouped(),
+}  # fmt: skip

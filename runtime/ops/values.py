@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kerngen.runtime.world import Span
@@ -16,8 +17,8 @@ from kerngen.runtime.world import Span
 class WeightFormat:
     """How weights are stored. name: by which a backend knows what to do with them. tensors: what they are made of.
 
-    group_size: weights of a row that share a scale; 0 for none. Another format (8 bits, minima beside the scales, fp8)
-    is another name with its tensors.
+    group_size: weights of a row that share a scale, and a minimum where the format has minima; 0 for none. Another
+    format (fp8) is another name with its tensors.
     """
 
     name: str
@@ -97,6 +98,24 @@ def int4_weights(
     """
     made = WeightFormat("int4", ("packed", "scales"), group_size)
     return WeightView(made, (packed, scales), out_features, in_features, name, gated)
+
+
+def grouped_weights(
+    packed: Tensor, scales: Tensor, minima: Tensor | None = None, *, name: str = "linear", gated: bool = False
+) -> WeightView:
+    """W[o, j] = code * scale[o, j / group_size], plus minimum[o, j / group_size] where there are minima.
+
+    As loaded: packed int8 [out_features, in_features], or int32 [out_features, in_features / 8] with element j of a row
+    in word j / 8, bits 4 * (j % 8), a nibble being its code with minima, and code + 8 without. scales and minima
+    [out_features, in_features / group_size] in one dtype, that of `ops` or fp16; the view has them in one tensor, the
+    last dimension 2. The format is int4, int4_min, int8 or int8_min.
+    """
+    is_int8 = packed.dtype == torch.int8
+    out_features, in_features = packed.shape[0], packed.shape[1] * (1 if is_int8 else 8)
+    made = ("int8" if is_int8 else "int4") + ("" if minima is None else "_min")
+    form = WeightFormat(made, ("packed", "scales"), in_features // scales.shape[1])
+    both = scales if minima is None else torch.stack((scales, minima), dim=-1)
+    return WeightView(form, (packed, both), out_features, in_features, name, gated)
 
 
 @dataclass(frozen=True, slots=True)

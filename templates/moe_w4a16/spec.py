@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from kerngen.arch import Arch, Target
 from kerngen.templates.common.rows.spec import require, require_tokens
 from kerngen.templates.common.w4 import limits
-from kerngen.templates.common.w4.tiling import BODIES_AS_FILED, Tiling, matrix_bytes, require_matrix
+from kerngen.templates.common.w4.tiling import BODIES_AS_FILED, Packing, Tiling, matrix_bytes, require_matrix
 from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, TokenProblem, args
 
 MAX_EXPERTS = 256
@@ -148,7 +148,7 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     """The largest launch's. The products' is dynamic, plan's (counts by warp and expert, two tables) static."""
-    products = max(config.tiling(phase).smem_bytes(problem.group_size) for phase in PHASES)
+    products = max(config.tiling(phase).smem_bytes(Packing(problem.group_size)) for phase in PHASES)
     if problem.num_tokens <= ALONE_TOKENS:
         return products
     plan = 4 * (PLAN_THREADS // 32 * problem.num_experts + 2 * (problem.num_experts + 1))
@@ -158,7 +158,7 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     for phase in PHASES:
         tiling, k = config.tiling(phase), shape(problem, phase)[1]
-        why = limits.why_invalid(tiling, config.block_m, k, problem.group_size, target.arch)
+        why = limits.why_invalid(tiling, config.block_m, k, Packing(problem.group_size), target.arch)
         if tiling.blocks_per_sm and config.body != "gemv":
             why = f"blocks_per_sm={tiling.blocks_per_sm}: where shared tiles are cut depends on all tokens; 0 cuts none"
         if why is not None:
@@ -186,13 +186,13 @@ def num_blocks(problem: Problem, config: Config, target: Target, phase: str) -> 
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
     pdl = target.arch.has_pdl
-    made = []
+    packing, made = Packing(problem.group_size), []
     if problem.num_tokens > ALONE_TOKENS:
         made.append(Launch("plan", (1, 1, 1), (PLAN_THREADS, 1, 1), 0, pdl=pdl))
     for entry, phase in (("gate_up", "up"), ("down", "down")):
         tiling = config.tiling(phase)
         grid = (num_blocks(problem, config, target, phase), 1, 1)
-        made.append(Launch(entry, grid, (32 * tiling.num_warps, 1, 1), tiling.smem_bytes(problem.group_size), pdl=pdl))
+        made.append(Launch(entry, grid, (32 * tiling.num_warps, 1, 1), tiling.smem_bytes(packing), pdl=pdl))
     return tuple(made)
 
 

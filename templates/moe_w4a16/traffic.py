@@ -8,7 +8,7 @@ from functools import lru_cache
 from kerngen.arch import Target
 from kerngen.templates.common.w4.counts import Product
 from kerngen.templates.common.w4.counts import traffic as of_product
-from kerngen.templates.common.w4.tiling import Tiling, matrix_bytes
+from kerngen.templates.common.w4.tiling import Packing, Tiling, matrix_bytes
 from kerngen.templates.kernel import Traffic
 from kerngen.templates.moe_w4a16.spec import ALONE_TOKENS, PHASES, Config, Problem, num_blocks, shape
 
@@ -46,7 +46,7 @@ def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, 
         written = 0 if gated else routes * p.hidden * 2
         dram = round(experts * matrix_bytes(n, k, p.group_size)) + read + written
         blocks = min(row_tiles * -(-n // tiling.block_n), num_blocks(p, config, target, phase))
-        product = Product(n, k, p.group_size, p.dtype, routes, row_tiles, dram, gated)
+        product = Product(n, k, Packing(p.group_size), p.dtype, routes, row_tiles, dram, gated)
         found.append(replace(of_product(product, tiling, target, blocks), fit=_fit(config, tiling, alone)))
     return tuple(found)
 

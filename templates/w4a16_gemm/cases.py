@@ -12,9 +12,16 @@ from kerngen.templates.w4a16_gemm.op import w4a16_gated, w4a16_gemm
 from kerngen.templates.w4a16_gemm.spec import Problem
 
 
-def _case(n: int, k: int, group: int, dtype: str, m: int, gated: bool = False, row_invariant: bool = False) -> Case:
+def _case(n: int, k: int, group: int, dtype: str, m: int, gated: bool = False, row_invariant: bool = False,
+          weights: str = "int4", fp16_scales: bool = False) -> Case:  # fmt: skip
     name = f"{n}x{k}_g{group}_{dtype}_m{m}" + ("_gated" if gated else "") + ("_invariant" if row_invariant else "")
-    return Case(name, Problem(n, k, group, dtype, m, gated, row_invariant), seed=n + k + m)
+    name += (f"_{weights}" if weights != "int4" else "") + ("_fp16_scales" if fp16_scales else "")
+    return Case(name, Problem(n, k, group, dtype, m, gated, row_invariant, weights, fp16_scales), seed=n + k + m)
+
+
+def _of(weights: str, group: int, dtype: str, *tokens: int, n: int = 320, k: int = 384, **flags: bool) -> list[Case]:
+    """Cases of a format of W."""
+    return [_case(n, k, group, dtype, m, weights=weights, **flags) for m in tokens]
 
 
 _TOKENS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 200)
@@ -38,6 +45,23 @@ CASES = (
     # tokens in several tiles, none of them shared
     *(_case(704, 2112, 64, dtype, 40, row_invariant=True) for dtype in ("fp16", "bf16")),
     *(_case(704, 2112, 64, dtype, 260, True, row_invariant=True) for dtype in ("fp16", "bf16")),
+    # int8 and minima: each body, groups shorter than a tile, of a tile, of several, of a row; fp16 scales beside bf16
+    *(c for d in ("fp16", "bf16") for c in _of("int8", 32, d, 1, 2, 8, 9, 64, 129)),
+    *(c for d in ("fp16", "bf16") for c in _of("int8", 16, d, 1, 8, 33, 200)),
+    *(c for d in ("fp16", "bf16") for c in _of("int8", 128, d, 4, 65, n=704)),
+    *(c for d in ("fp16", "bf16") for c in _of("int8", 2112, d, 1, 16, 130, n=96, k=2112)),
+    *(c for d in ("fp16", "bf16") for c in _of("int8", 32, d, 1, 70, n=32, k=32)),
+    *(c for d in ("fp16", "bf16") for c in _of("int8", 32, d, 1, 17, 130, gated=True)),
+    *_of("int8", 64, "bf16", 40, 260, n=704, k=2112, row_invariant=True),
+    *(c for d in ("fp16", "bf16") for c in _of("int4_min", 32, d, 1, 2, 8, 9, 64, 129)),
+    *(c for d in ("fp16", "bf16") for c in _of("int4_min", 128, d, 3, 40, n=704, gated=True)),
+    *_of("int4_min", 96, "fp16", 1, 12, 100, n=96, k=96),
+    *(c for d in ("fp16", "bf16") for c in _of("int8_min", 32, d, 1, 8, 16, 129)),
+    *(c for d in ("fp16", "bf16") for c in _of("int8_min", 16, d, 5, 48, gated=True)),
+    *(c for w in ("int4", "int4_min", "int8", "int8_min") for c in _of(w, 32, "bf16", 1, 8, 20, 150, fp16_scales=True)),
+    *_of("int8", 16, "bf16", 4, 100, fp16_scales=True),
+    # long K on few tiles
+    *(c for w in ("int8", "int4_min") for c in _of(w, 32, "bf16", 1, 24, n=64, k=21504)),
 )
 
 
@@ -48,7 +72,8 @@ def inputs(case: Case, device: str) -> dict[str, Any]:
     """
     p = case.problem
     draw = Draw(case.seed, device)
-    w_packed, scales = pack(*drawn(draw, p.n, p.k, p.group_size, p.dtype))
+    of_scales = "fp16" if p.fp16_scales else p.dtype
+    w_packed, scales = pack(*drawn(draw, p.n, p.k, p.group_size, of_scales, p.weights))
     return {
         "out": poisoned(p.num_tokens, p.n // 2 if p.gated else p.n, dtype=p.dtype, device=device),
         "x": draw.normal(p.num_tokens, p.k, dtype=p.dtype),
@@ -60,7 +85,7 @@ def inputs(case: Case, device: str) -> dict[str, Any]:
 
 def case_for(problem: Problem) -> Case:
     p = problem
-    return _case(p.n, p.k, p.group_size, p.dtype, p.num_tokens, p.gated, p.row_invariant)
+    return _case(p.n, p.k, p.group_size, p.dtype, p.num_tokens, p.gated, p.row_invariant, p.weights, p.fp16_scales)
 
 
 def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The product in fp32 from the unpacked weights. Source of the format: compressed-tensors, "pack-quantized"."""
+"""The product in fp32 from the unpacked weights. Source of int4's format: compressed-tensors, "pack-quantized"."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kerngen.templates.w4a16_gemm.spec import Problem
 
 
 def w4a16_gemm(x: Tensor, weight_packed: Tensor, weight_scale: Tensor) -> Tensor:
-    """x [M, K] times dequant(W) [N, K] transposed, in fp32: [M, N]. W in compressed-tensors' layout."""
+    """x [M, K] times dequant(W) [N, K] transposed, in fp32: [M, N]. W as `pack` takes it."""
     return x.float() @ dequantize(weight_packed, weight_scale).T
 
 

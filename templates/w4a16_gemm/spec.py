@@ -1,8 +1,9 @@
-"""w4a16_gemm: out[M, N] = x[M, K] dequant(W)[N, K]^T with symmetric int4 weights, for one token or for thousands.
+"""w4a16_gemm: out[M, N] = x[M, K] dequant(W)[N, K]^T with weights in int4 or int8, for one token or for thousands.
 
-With gated, W's rows are gate and up, interleaved by common/w4/pack.py, and out[M, N / 2] = gelu_tanh(gate) * up. Every
-M and every arch from sm70 is served; Config.body and the tiling differ (common/w4/tiling.py). The bodies tma_warp and
-tma_block multiply W as integers: an infinity or a NaN in a token's x makes all outputs of that token NaN.
+A group of weights shares a scale, and with weights=int4_min or int8_min a minimum: code * scale + minimum. With gated,
+W's rows are gate and up, interleaved by common/w4/pack.py, and out[M, N / 2] = gelu_tanh(gate) * up. Every M and every
+arch from sm70 is served; Config.body and the tiling differ (common/w4/tiling.py). The bodies tma_warp and tma_block
+multiply W as integers: an infinity or a NaN in a token's x makes all outputs of that token NaN.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from itertools import chain
 from math import ceil
 
 from kerngen.arch import Arch, Target
-from kerngen.templates.common.rows.spec import require_tokens
+from kerngen.templates.common.rows.spec import require, require_tokens
 from kerngen.templates.common.w4 import limits, measured, tiling
-from kerngen.templates.common.w4.tiling import STREAM_BLOCK_M, STRIP, matrix_bytes, require_matrix
+from kerngen.templates.common.w4.tiling import STREAM_BLOCK_M, STRIP, Packing, packing_of, require_matrix
 from kerngen.templates.common.w4.tiling import Tiling as Config
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, TensorMap, TokenProblem, args
 
@@ -26,7 +27,9 @@ class Problem(TokenProblem):
     """n, k: rows of W and their length. group_size: weights along K that share a scale. dtype: of x, scales and out.
 
     gated: W is gate and up, and out has n / 2 columns. row_invariant: a token's output has the same bits in every row
-    of x. Shared tiles break that if tokens fill several tiles, since stream-K cuts each tile at other columns.
+    of x. Shared tiles break that if tokens fill several tiles, since stream-K cuts each tile at other columns. weights:
+    int4 in -8..7, int4_min in 0..15, int8 or int8_min in -128..127; group_size may be k but for int4. fp16_scales:
+    scales and minima are fp16, though dtype is bf16.
     """
 
     n: int
@@ -36,18 +39,39 @@ class Problem(TokenProblem):
     num_tokens: int = 1
     gated: bool = False
     row_invariant: bool = False
+    weights: str = "int4"
+    fp16_scales: bool = False
 
     def __post_init__(self) -> None:
-        require_matrix(self.n, self.k, self.group_size, self.dtype)
+        require_matrix(self.n, self.k, self.group_size, self.dtype, self.weights)
+        require(not self.fp16_scales or self.dtype != "fp16", "fp16_scales=True: with dtype=fp16 they are so")
         require_tokens(self.num_tokens)
+
+    @property
+    def packing(self) -> Packing:
+        return packing_of(self.weights, self.group_size)
+
+    @property
+    def has_limbs(self) -> bool:
+        """Whether W may be multiplied as integers, by limbs of x (tma_*)."""
+        return self.weights == "int4" and not self.fp16_scales
+
+    @property
+    def per_int4(self) -> int:
+        """Bytes of W in place of one of int4's."""
+        return self.packing.bits // 4
 
 
 _ARGS = *args("ptr", "out", "x", "w_packed", "scales", "workspace"), Arg("num_tokens", "i32")
 _MAPS = Arg("x_map", "map", of="x"), Arg("w_map", "map", of="w_packed"), Arg("scales_map", "map", of="scales")
-_TEMPLATES = {"mma": "kernel", "wgmma": "kernel", "tma_warp": "stream", "tma_block": "block_stream"}  # or its name
+_TEMPLATES = {
+    "mma": "kernel", "wgmma": "kernel", "tma_warp": "stream", "tma_mma": "stream", "tma_block": "block_stream",
+}  # fmt: skip
+MOST_SUMS = 64  # of a lane with mma.sync, where weights take more registers than int4 with scales of x's dtype
+UNPROVEN = ("tma_mma",)  # that no GPU has run yet: nothing chooses them
 BODIES = tuple(
     Body(f"{_TEMPLATES.get(name, name)}.cu.jinja", {"w4a16_gemm": (*_ARGS, *_MAPS) if name == "wgmma_ws" else _ARGS},
-         space, partial(limits.serves, name), {"body": name})
+         space, partial(limits.serves, name), {"body": name}, proven=name not in UNPROVEN)
     for name, space in tiling.SPACES.items()
 )  # fmt: skip
 OUTPUTS = ("out",)
@@ -57,7 +81,8 @@ MAX_SPILL_BYTES = 48  # what ptxas may keep in local memory, a thread: of the ri
 
 
 def constants(p: Problem, c: Config, arch: Arch) -> dict[str, int]:
-    found = {"STREAM_BYTES": c.smem_bytes(p.group_size)}
+    found = {"STREAM_BYTES": c.smem_bytes(p.packing), "BITS": p.packing.bits, "HAS_MINIMA": p.packing.has_minima}
+    found["SCALES_BF16"] = p.dtype == "bf16" and not p.fp16_scales
     if c.stream:
         many = limits.stream_has_many(c, limits.stream_tiles(c, p.k, p.group_size))
         found |= {"MANY_TILES": many, "STREAM_BLOCKS": limits.stream_blocks(c)}
@@ -84,14 +109,18 @@ def tensor_map(p: Problem, c: Config, of: str, shape: tuple[int, ...]) -> Tensor
     if of == "x":
         tokens, k = shape
         return TensorMap((64, tokens, k // 64, 1), (k * 2, 128, tokens * k * 2), (64, *x_box(c), 1))
-    size, columns = (256, STRIP) if of == "w_packed" else (STRIP, p.group_size)  # of a tile, or of a group's scales
-    dims, row = (size, p.k // columns, p.n // STRIP, 1), p.k // columns * size * 2
-    box = (size, max(1, c.block_k // columns), c.block_n // STRIP, 1)
-    return TensorMap(dims, (size * 2, row, p.n // STRIP * row), box, swizzled=False)
+    size, columns = p.packing.tile_bytes, STRIP
+    if of == "scales":  # of a group
+        size, columns = p.packing.group_bytes, p.group_size
+    row = p.k // columns * size
+    parts = -(-size // 512)  # a box has up to 256 elements of an axis
+    dims = (size // 2 // parts, p.k // columns * parts, p.n // STRIP, 1)
+    box = (size // 2 // parts, max(1, c.block_k // columns) * parts, c.block_n // STRIP, 1)
+    return TensorMap(dims, (size // parts, row, p.n // STRIP * row), box, swizzled=False)
 
 
 def smem_bytes(p: Problem, c: Config, target: Target) -> int:
-    size = c.smem_bytes(p.group_size)
+    size = c.smem_bytes(p.packing)
     if c.stream:  # and the sums of all units of a block: of all warps, or of those that others wait for
         units = ceil(p.n // STRIP * c.split_k / num_blocks(p, c, target))
         of_warps, of_block = c.warps_k * p.num_tokens * STRIP * 4, c.shares_tiles * c.unit_bytes
@@ -104,7 +133,12 @@ def smem_bytes(p: Problem, c: Config, target: Target) -> int:
 
 
 def why_invalid(p: Problem, c: Config, target: Target) -> str | None:
-    why = limits.why_invalid(c, p.num_tokens, p.k, p.group_size, target.arch)
+    why = limits.why_invalid(c, p.num_tokens, p.k, p.packing, target.arch)
+    if c.has_limbs and p.fp16_scales:
+        why = why or f"fp16_scales=True: limbs of body={c.body} have scales in {p.dtype}; body=tma_mma serves"
+    sums = c.warp_n * (c.block_m // c.warps_m) // 32  # of a lane, with mma
+    if c.body == "mma" and sums > MOST_SUMS and not p.has_limbs and target.arch.has_ldmatrix:
+        why = why or f"{sums} sums a lane leave no registers to unpack {p.weights}: at most {MOST_SUMS}"
     if why := why or target.arch.why_too_large(smem_bytes(p, c, target), max(1, c.blocks_per_sm)):
         return why
     if p.row_invariant and c.blocks_per_sm and p.num_tokens > c.block_m:
@@ -137,12 +171,12 @@ def workspace_bytes(p: Problem, c: Config, target: Target) -> int:
 
 def cost(p: Problem) -> Cost:
     moved = p.num_tokens * (p.k + (p.n // 2 if p.gated else p.n))
-    return Cost(matrix_bytes(p.n, p.k, p.group_size) + 2 * moved, 2 * p.num_tokens * p.n * p.k)
+    return Cost(p.packing.bytes_of(p.n, p.k) + 2 * moved, 2 * p.num_tokens * p.n * p.k)
 
 
 def expected_registers(p: Problem, c: Config, target: Target) -> int:
     """What ptxas gives, about: to loops of gemv with several turns also the next turn's loads."""
-    need, given = limits.registers(c, p.k, p.group_size, target.arch)
+    need, given = limits.registers(c, p.k, p.packing, target.arch)
     if c.body != "gemv":
         return need
     return min(2 * need - 50, given) if c.block_k * c.split_k < p.k else need - 30
@@ -150,25 +184,29 @@ def expected_registers(p: Problem, c: Config, target: Target) -> int:
 
 def candidates(p: Problem, target: Target) -> tuple[Config, ...]:
     """By tokens: gemv, bulk copies and mma up to eight, warpgroups for more; mma where warpgroups do not serve."""
-    few = p.num_tokens <= STREAM_BLOCK_M[-1]
+    few = p.num_tokens <= STREAM_BLOCK_M[-1] and p.has_limbs
     if p.num_tokens > 8:
         named = _warpgroup_candidates(p, target)
     else:
-        mma = measured.MMA_TILINGS[: 2 if few else None] if p.num_tokens > 1 else ()
-        named = chain(_gemv_candidates(p, target), _stream_candidates(p, target) if few else (), mma)
-    found = [c for c in named if why_invalid(p, c, target) is None]
+        tilings = measured.MMA_TILINGS[: 2 if few else None] if p.num_tokens > 1 or not p.has_limbs else ()
+        mma = (replace(c, block_k=max(STRIP * c.warps_k, c.block_k // p.per_int4)) for c in tilings)
+        streams = _stream_candidates(p, target) if few else () if p.has_limbs else mma_stream_configs(p, target)
+        named = chain(_gemv_candidates(p, target), streams, mma)
+    found = [c for c in named if c.body not in UNPROVEN and why_invalid(p, c, target) is None]
     if not found or not target.arch.has_wgmma:
         found += (c for c in _any_arch_candidates(p, target.arch) if why_invalid(p, c, target) is None)
     return tuple(found[:MOST_CANDIDATES])
 
 
 def _gemv_candidates(p: Problem, target: Target) -> Iterator[Config]:
-    """Long rows, and few strips, are split into so many parts that an SM has about eight warps of two strips."""
+    """Long rows, and few strips, are split into so many parts that an SM has about eight warps of two strips. What is
+    on its way is as many bytes for each format.
+    """
     strips, columns, num_sms = p.n // STRIP, p.k // STRIP, target.device.num_sms
     for warps, each, most_steps in measured.GEMV_TILINGS[: 4 if 1 < p.num_tokens <= STREAM_BLOCK_M[-1] else None]:
         is_split = (each, most_steps) == (2, 3) and (columns > 96 or 2 * strips < num_sms)
         split = max(s for s in (1, 2, 3, 4, 6, 8) if s == 1 or (is_split and s * strips * warps <= 16 * num_sms))
-        turns = ceil(columns / (most_steps * warps * split))
+        turns = ceil(columns / (ceil(most_steps / p.per_int4) * warps * split))
         steps = ceil(columns / (warps * split * turns))
         yield Config(8, STRIP * each, STRIP * warps * steps, STRIP * each, 1, warps, 1, 0, "gemv", split_k=split)
 
@@ -189,16 +227,24 @@ def _stream_candidates(p: Problem, target: Target) -> Iterator[Config]:
             yield from stream_configs(p, target, parts, warps, *others)
 
 
+def mma_stream_configs(p: Problem, target: Target) -> Iterator[Config]:
+    """As those for one token, with as many bytes a stage; K in as many parts as leave registers for x."""
+    for parts, warps, tiles, stages, prefetch, *others in measured.TMA_TILINGS[1]:
+        yield from stream_configs(p, target, parts, warps, max(1, tiles // p.per_int4), stages, prefetch, *others,
+                                  body="tma_mma")  # fmt: skip
+
+
 def stream_configs(p: Problem, target: Target, parts: int, warps: int, tiles: int, stages: int, prefetch: int,
                    blocks: int = 1, *, body: str = "tma_warp") -> Iterator[Config]:  # fmt: skip
     """The one with as many stages as fit, none if not even two do; prefetch is in stages, or of tma_block in bytes."""
-    base = Config(STREAM_BLOCK_M[p.num_tokens > 1], STRIP, 0, STRIP, 1, warps, 2, 1, body, split_k=parts)
+    block_m = 8 if body == "tma_mma" else STREAM_BLOCK_M[p.num_tokens > 1]
+    base = Config(block_m, STRIP, 0, STRIP, 1, warps, 2, 1, body, split_k=parts)
     step, most = limits.stream_step(base, p.group_size), limits.stream_tiles(base, p.k, p.group_size)
     base = replace(base, block_k=max(1, min(tiles, most) * STRIP // step) * step * warps)
     if body == "tma_block":
         if most > limits.MOST_QUADS:  # whose digits fill registers
             return
-        prefetch = max(1, round(prefetch / base.weight_bytes(p.group_size)))
+        prefetch = max(1, round(prefetch / base.weight_bytes(p.packing)))
     for n in range(stages, 1, -1):
         config = replace(base, num_stages=n, prefetch_stages=prefetch if prefetch < n else 0)
         fits = n == 2 or blocks * smem_bytes(p, config, target) <= target.arch.max_smem_bytes
@@ -218,11 +264,14 @@ def _warpgroup_candidates(p: Problem, target: Target) -> Iterator[Config]:
     rows = (least, one_wave, *range(least + 1, least + 4), *(ceil(tokens / m) for m in (192, 160, 128)))
     block_ms = dict.fromkeys(min(m for m in measured.WARPGROUP_TILINGS if m * r >= tokens) for r in rows)
     for block_m, (block_n, block_k, stages) in ((m, t) for m in block_ms for t in measured.WARPGROUP_TILINGS[m]):
+        if block_m <= tiling.MAX_PREFETCH_TOKENS:  # W is most of a stage
+            block_k = max(64, block_k // p.per_int4)
         while p.k % block_k:
             block_k, stages = block_k // 2, min(2 * stages, 12)
         is_limited = block_m <= tiling.MAX_PREFETCH_TOKENS and (block_m, block_n) != (32, 128)
-        few = measured.PREFETCH_COLUMNS // block_k if is_limited else 0
+        few = max(1, measured.PREFETCH_COLUMNS // p.per_int4 // block_k) if is_limited else 0
         base = Config(block_m, block_n, block_k, 16, 1, 1, stages, 1, "wgmma_ws", prefetch_stages=few)
+        base = base if p.has_limbs else _with_fewer_stages(p, base, target)
         tiles = ceil(tokens / block_m) * ceil(p.n / block_n)
         fill = tiles / (ceil(tiles / num_sms) * num_sms)
         if p.row_invariant and tokens > block_m:
@@ -231,10 +280,17 @@ def _warpgroup_candidates(p: Problem, target: Target) -> Iterator[Config]:
             paired = block_m > 128 and ceil(p.n / 128) % 2 == 0
             yield replace(base, cluster=2, l2_prefetch_stages=4 if block_m == 256 else 0) if paired else base
         elif (block_m, block_n) == (16, 128):
-            yield replace(base, blocks_per_sm=2, num_stages=min(stages, 6))
+            yield replace(base, blocks_per_sm=2, num_stages=min(base.num_stages, 6))
         else:
             yield from [replace(base, blocks_per_sm=0)] if fill > 0.55 or p.k < 4096 else []
             yield from [base] if fill < 0.9 else []
+
+
+def _with_fewer_stages(p: Problem, c: Config, target: Target) -> Config:
+    """Stages of int4 may be too large in other formats."""
+    while c.num_stages > 3 and target.arch.why_too_large(smem_bytes(p, c, target)):
+        c = replace(c, num_stages=c.num_stages - 1)
+    return c
 
 
 def _any_arch_candidates(p: Problem, arch: Arch) -> Iterator[Config]:
@@ -243,12 +299,14 @@ def _any_arch_candidates(p: Problem, arch: Arch) -> Iterator[Config]:
     block_m = next((m for m in (8, 16, 32, 64) if m >= p.num_tokens), 128)
     # block_n, block_k, warps_m, num_stages, blocks_per_sm
     if block_m <= 16:  # long stages in each of several blocks: while one waits for a barrier, others multiply
-        cuts = [(128, 256, 1, 2, blocks) for blocks in (4, 3, 2, 1)]
+        cuts = [(128, 256 // p.per_int4, 1, 2, blocks) for blocks in (4, 3, 2, 1)]
     elif block_m <= 64:
         cuts = [(128, 128, 1, 3, 2), (128, 128, 1, most, 1), (128, 64, 1, most, 1), (128, 64, 2, most, 1)]
     else:
         cuts = [(256, k, 2, stages, b) for k, stages in ((64, 4), (64, 3), (32, 2)) for b in (1, 0)]
     found = [Config(block_m, n, k, 64 if block_m > 64 else warp_n, m, 1, s, b) for n, k, m, s, b in cuts]
+    if block_m > 64 and not p.has_limbs:  # and of fewer sums a lane
+        found += [replace(c, block_n=128, warp_n=32) for c in found]
     found += [Config(block_m, n, k, 32, 1, 1, s, b, "wgmma") for n, k, s, b in ((128, 256, 3, 2), (256, 128, 4, 1))]
     for config in (*found, Config(min(block_m, 32), 64, 64, warp_n, 1, 1, 2, 1)):
         yield replace(config, blocks_per_sm=0) if p.row_invariant and p.num_tokens > config.block_m else config

@@ -13,5 +13,5 @@ def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     """Memory gives each byte once."""
     p = problem
     row_tiles = -(-p.num_tokens // config.block_m)
-    product = Product(p.n, p.k, p.group_size, p.dtype, p.num_tokens, row_tiles, cost(p).bytes, p.gated)
+    product = Product(p.n, p.k, p.packing, p.dtype, p.num_tokens, row_tiles, cost(p).bytes, p.gated)
     return of_product(product, config, target, num_blocks(p, config, target))

@@ -30,7 +30,7 @@ from kerngen.templates.common.rows.spec import (
     why_row_invalid,
 )
 from kerngen.templates.common.w4 import limits, measured
-from kerngen.templates.common.w4.tiling import SPACES, STREAM_BLOCK_M, STRIP, require_matrix
+from kerngen.templates.common.w4.tiling import SPACES, STREAM_BLOCK_M, STRIP, Packing, require_matrix
 from kerngen.templates.exchange_norm.spec import MOST_RANKS
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, args, fields_of
 from kerngen.templates.w4a16_gemm import spec as gemm
@@ -213,7 +213,7 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 def _why_not_co_resident(problem: Problem, config: Config, target: Target) -> str | None:
     """Why no block of the norm is resident beside one of the product, whose ring is shared."""
     arch = target.arch
-    need = limits.registers(config.product, problem.k, problem.group_size, arch)[0]
+    need = limits.registers(config.product, problem.k, Packing(problem.group_size), arch)[0]
     if need > (left := arch.registers_of(_bound(problem, config, arch))):
         return f"about {need} registers a thread; beside a block of the norm {_warps(config)} warps have {left} each"
     scratch = 2 * row_scratch_bytes(row_threads(problem.n, config.vecs_per_thread), 1)

@@ -98,6 +98,10 @@ def _products() -> Iterator[str]:
     yield from ("n=12288,k=1536,group_size=128,num_tokens=2048", "n=4224,k=2816,group_size=128,num_tokens=1024")
     yield from (f"n=5376,k={k},num_tokens={tokens}" for k in (5344, 5376) for tokens in (16, 32, 64, 4096))
     yield from (f"n=5376,k=8192,num_tokens=512,row_invariant={on}" for on in (False, True))
+    for weights, group in (("int8", 32), ("int8", 16), ("int4_min", 32), ("int8_min", 32)):
+        for tokens in (1, 8, 64, 2048):
+            yield f"n=43008,k=5376,group_size={group},num_tokens={tokens},weights={weights}"
+    yield "n=5376,k=8192,num_tokens=1,fp16_scales=True"
 
 
 def _heads() -> Iterator[str]:

@@ -51,7 +51,7 @@ def test_weights_know_what_they_are_made_of() -> None:
 
 
 def test_both_backends_know_the_same_formats() -> None:
-    assert set(FORMATS) == set(_UNPACK) == {"dense", "int4"}
+    assert set(FORMATS) == set(_UNPACK) == {"dense", "int4", "int4_min", "int8", "int8_min"}
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])

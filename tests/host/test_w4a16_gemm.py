@@ -254,7 +254,7 @@ def test_a_default_reads_w_once_for_few_tokens_and_keeps_memory_busy(board: str)
         assert 2 * blocks >= min(sms, n // 32), (problem, config)
         if tokens <= 8 and _body(config, target) != "gemv.cu.jinja":  # which loads into registers
             stages = config.prefetch_stages or config.num_stages - (_body(config, target) == "kernel.cu.jinja")
-            under_way = stages * config.weight_bytes(group) * max(1, config.blocks_per_sm)
+            under_way = stages * config.weight_bytes(problem.packing) * max(1, config.blocks_per_sm)
             assert under_way >= 0.8 * need, (problem, config)
         if launch.cooperative:  # its blocks wait for each other
             smem = KERNEL.smem_bytes(problem, config, target) + arch.reserved_smem_bytes
@@ -319,12 +319,13 @@ def test_whole_strips_by_a_shared_ring_keep_in_registers(n: int, k: int, group_s
     """Where a warp has too many tiles of a row, strips are cut as they are where no ring is shared; and what is on its
     way is counted in bytes, whatever a slot takes.
     """
-    configs = KERNEL.candidates(Problem(n, k, group_size, "bf16", 4), Target.of(find_device("H200")))
+    problem = Problem(n, k, group_size, "bf16", 4)
+    configs = KERNEL.candidates(problem, Target.of(find_device("H200")))
     pipelines = [c for c in configs if c.body == "tma_block"]
     assert bool(pipelines) == (k < 8192)
     for config in pipelines:
         assert limits.stream_tiles(config, k, group_size) <= limits.MOST_QUADS
-        on_their_way = config.prefetch_stages * config.weight_bytes(group_size)
+        on_their_way = config.prefetch_stages * config.weight_bytes(problem.packing)
         assert 0.75 * measured.CTA_PREFETCH_BYTES[1] < on_their_way < 1.25 * measured.CTA_PREFETCH_BYTES[1]
 
 

@@ -14,6 +14,7 @@ from kerngen.compiler.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.common.rows.spec import ELEMENT_BYTES
 from kerngen.templates.common.w4 import limits
+from kerngen.templates.common.w4.tiling import Packing
 from kerngen.templates.w4a16_gemm import spec as gemm
 from kerngen.templates.w4a16_norm.spec import Config, Problem, workspace_bytes
 
@@ -83,7 +84,7 @@ def test_no_way_to_share_a_ring_takes_the_registers_that_a_block_of_the_norm_nee
         granted = H200.arch.registers_of(constants["BOUND_THREADS"])
         vecs = config.vecs_per_thread * (14 + 2 * ELEMENT_BYTES[problem.residual_dtype])
         assert granted * product.block[0] + norm.block[0] * 8 * ceil((14 + vecs) / 8) <= H200.arch.regs_per_sm
-        assert limits.registers(config.product, k, 32, H200.arch)[0] <= granted
+        assert limits.registers(config.product, k, Packing(32), H200.arch)[0] <= granted
         assert product.smem_bytes + 2 * H200.arch.reserved_smem_bytes < H200.arch.smem_per_sm
 
 

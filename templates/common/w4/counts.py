@@ -7,14 +7,16 @@ from math import log
 
 from kerngen.arch import Arch, Target
 from kerngen.templates.common.w4 import limits
-from kerngen.templates.common.w4.tiling import STRIP, Tiling, matrix_bytes
+from kerngen.templates.common.w4.tiling import STRIP, Packing, Tiling
 from kerngen.templates.kernel import Traffic
 
-# Instructions of a lane, from the SASS of the sm90 bodies, rounded. For 8 weights: out of the nibbles and times their
-# scales, of which bf16 has no exponent trick to spare the subtraction; without both where the products are scaled
-# (BIASED); as integers, their product included. For a stage: its barrier and addresses, and each 16 bytes copied. For a
-# turn of gemv and stream.
-UNPACK, UNPACK_FP16, UNPACK_BIASED = 18, 14, 11
+# Instructions of a lane, from the SASS of the sm90 bodies, rounded. For 8 weights, by bits: out of their codes and
+# times their scales in bf16, and in fp16; of nibbles in bf16 there is no exponent trick to spare the subtraction.
+# Without both where the products are scaled (BIASED). As integers, their product included. For a stage: its barrier and
+# addresses, and each 16 bytes copied. For a turn of gemv and stream.
+UNPACK, UNPACK_FP16 = {4: 18, 8: 22}, {4: 14, 8: 13}
+UNPACK_BIASED, UNPACK_BIASED_FP16 = {4: 11, 8: 17}, {4: 14, 8: 11}
+MINIMA_OPS, GROUP_OPS = (1, 3), (1, 3)  # more for minima, and for two groups in a tile; where products are scaled
 AS_INTEGERS = {1: 6, 2: 11, 4: 9}  # and multiplied, by tokens of a tile (x_registers.cuh; 2: of data/recorded alone)
 STAGE_OPS, COPY_OPS, TURN_OPS = 40, 4, 40
 SLOTS_PER_MMA = 2  # of a scheduler: a tensor instruction, and the loads of its operands
@@ -37,7 +39,7 @@ class Product:
 
     n: int
     k: int
-    group_size: int
+    packing: Packing
     dtype: str
     rows: int
     row_tiles: int
@@ -63,8 +65,14 @@ def traffic(p: Product, c: Tiling, target: Target, blocks: int) -> Traffic:
     return _register_traffic(p, c, target.arch) if c.few_tokens else _staged(p, c, target.arch, blocks)
 
 
-def _unpack_ops(weights: int, dtype: str, products_scaled: bool) -> int:
-    return weights * (UNPACK_FP16 if dtype != "bf16" else UNPACK_BIASED if products_scaled else UNPACK) // 8
+def _unpack_ops(weights: int, p: Product, products_scaled: bool) -> int:
+    if products_scaled:
+        by_eight = (UNPACK_BIASED if p.dtype == "bf16" else UNPACK_BIASED_FP16)[p.packing.bits]
+    else:
+        by_eight = (UNPACK if p.dtype == "bf16" else UNPACK_FP16)[p.packing.bits]
+    by_eight += p.packing.has_minima * MINIMA_OPS[products_scaled]
+    by_eight += (p.packing.tile_groups - 1) * GROUP_OPS[products_scaled]
+    return weights * by_eight // 8
 
 
 def _staged(p: Product, c: Tiling, arch: Arch, blocks: int) -> Traffic:
@@ -76,7 +84,7 @@ def _staged(p: Product, c: Tiling, arch: Arch, blocks: int) -> Traffic:
     tiles = p.row_tiles * -(-p.n // c.block_n)
     tile_stages = -(-p.k // c.block_k)
     stages = tiles * tile_stages
-    w_stage, x_stage = c.weight_bytes(p.group_size), c.block_m * c.block_k * 2
+    w_stage, x_stage = c.weight_bytes(p.packing), c.block_m * c.block_k * 2
     tile_rows = min(c.block_m, p.tile_rows)
     columns = -(-p.n // (c.block_n * c.cluster))  # of tiles, whose blocks share what they read of x
     copied = stages * w_stage + columns * p.rows * p.k * 2  # rows beyond the last are not read
@@ -89,7 +97,7 @@ def _staged(p: Product, c: Tiling, arch: Arch, blocks: int) -> Traffic:
         read = stages * (w_stage * c.warps_m + x_stage * (c.block_n // c.warp_n))
         mma_ops = _mma_ops(flops, arch)
     weights = stages * c.block_n * c.block_k * c.warps_m
-    unpack = _unpack_ops(weights, p.dtype, products_scaled=c.block_m // c.warps_m == 8 and arch.has_ldmatrix)
+    unpack = _unpack_ops(weights, p, products_scaled=c.block_m // c.warps_m == 8 and arch.has_ldmatrix)
     # a prefetch into L2 costs little, and gains nothing here
     overhead = stages * 32 * (c.num_warps * STAGE_OPS + c.l2_prefetch_stages)
     if c.body != "wgmma_ws":  # whose copies are in bulk
@@ -138,21 +146,21 @@ def _register_traffic(p: Product, c: Tiling, arch: Arch) -> Traffic:
     tiles = p.row_tiles * -(-p.n // c.block_n)
     units = tiles * c.split_k
     turns = -(-p.k // (c.block_k * c.split_k))
-    turn = c.weight_bytes(p.group_size)
-    moved = p.row_tiles * matrix_bytes(p.n, p.k, p.group_size)
+    turn = c.weight_bytes(p.packing)
+    moved = p.row_tiles * p.packing.bytes_of(p.n, p.k)
     weights = units * turns * c.block_n * c.block_k
     sums = units * c.block_m * c.block_n * 4
     ops = units * turns * 32 * c.num_warps * TURN_OPS
     flops, waits = 0, MEETING_WAITS + 1.0 if c.shares_tiles else 0.0
-    if c.stream:
+    if c.has_limbs:
         ops += weights * AS_INTEGERS[c.block_m] // 8
-        smem_bytes = 2 * moved
-        tiles_a_warp = limits.stream_tiles(c, p.k, p.group_size)
+        tiles_a_warp = limits.stream_tiles(c, p.k, p.packing.group_size)
         waits += WAITS_A_TILE[limits.stream_has_many(c, tiles_a_warp)] * tiles_a_warp
     else:
         flops = 2 * c.block_m * weights
-        ops += _unpack_ops(weights, p.dtype, products_scaled=True) + _mma_ops(flops, arch)
-        smem_bytes = weights // (STRIP * c.warp_n) * 4 * min(p.tile_rows, c.block_m) * LINE_BYTES
+        ops += _unpack_ops(weights, p, products_scaled=True) + _mma_ops(flops, arch)
+    lines = weights // (STRIP * c.warp_n) * 4 * min(p.tile_rows, c.block_m)  # of gemv's x
+    smem_bytes = 2 * moved if c.stream else lines * LINE_BYTES
     way = "_loop" if c.body == "gemv" and c.blocks_per_sm else "_once" if turns == 1 else ""
     return Traffic(
         p.dram_bytes,

@@ -1,14 +1,13 @@
 // W4A16 GEMM by stream-K: every block has an equal share of the k iterations of all tiles. w4a16_gemm and moe_w4a16 use
 // it.
 //
-// C = W x^T with swapped operands: rows of W are the tensor core's A operand, tokens its 8 columns. W is int4 in
-// pack.py's order. A shape S says N, K, GROUP_SIZE, BF16, GATED and the tiling (tiling.py). A Rows is the tile
-// scheduler: which tiles there are, the W of each, and where its rows of x and of the output are. GATED: a strip of W
-// is 16 rows of gate and 16 of up (pack.py, interleave), and gelu_tanh(gate) * up is stored.
+// C = W x^T with swapped operands: rows of W are the tensor core's A operand, tokens its 8 columns. W is in pack.py's
+// order. A shape S says N, K, GROUP_SIZE, BF16, GATED, the format of W (Weights: formats.cuh) and the tiling (tiling.py).
+// A Rows is the tile scheduler: which tiles there are, the W of each, and where its rows of x and of the output are.
+// GATED: a strip of W is 16 rows of gate and 16 of up (pack.py, interleave), and gelu_tanh(gate) * up is stored.
 #pragma once
 #include "common/ptx/copy.cuh"
-#include "common/ptx/mma.cuh"
-#include "common/w4/dequant.cuh"
+#include "common/w4/formats.cuh"
 #include "common/w4/split_k_partials.cuh"
 #include "common/w4/split_k_exchange.cuh"
 #include "common/w4/rows.cuh"
@@ -29,6 +28,7 @@ struct Pieces {
 // FEW: the most stages of weights in flight while the block waits for x, since they delay the kernel that makes x; 0:
 // all. POSTS_OUT: out is written by LL for the dependent kernel, as W4Stream's (warp_pipeline.cuh).
 template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
+    typedef typename S::Weights W;
     static constexpr int N = S::N, K = S::K, GROUP_SIZE = S::GROUP_SIZE;
     static constexpr bool BF16 = S::BF16, GATED = S::GATED, WGMMA = S::WGMMA;
     static constexpr int BLOCK_M = S::BLOCK_M, BLOCK_N = S::BLOCK_N, BLOCK_K = S::BLOCK_K;
@@ -48,10 +48,10 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
     static constexpr int OUT_WIDTH = GATED ? N / 2 : N;
     static constexpr int TILE_QUADS = BLOCK_M * BLOCK_N / 4;  // a tile's sums, 16 bytes each
 
-    // A stage holds x [64 columns][token][64] swizzled, weights [strip][32 columns][lane] x 16 B, and scales
+    // A stage holds x [64 columns][token][64] swizzled, weights [strip][32 columns] by tiles, and scales
     // [strip][group][32 rows]. Its size keeps x of the next stage aligned as wgmma wants it.
-    static constexpr int W_CHUNKS = BLOCK_STRIPS * STRIP_TILES * 32;  // of 16 bytes
-    static constexpr int S_CHUNKS = BLOCK_STRIPS * STAGE_GROUPS * 4;
+    static constexpr int W_CHUNKS = BLOCK_STRIPS * STRIP_TILES * W::TILE_CHUNKS;  // of 16 bytes
+    static constexpr int S_CHUNKS = BLOCK_STRIPS * STAGE_GROUPS * W::GROUP_CHUNKS;
     static constexpr int X_CHUNKS = BLOCK_M * BLOCK_K / 8;
     static constexpr int W_AT = X_CHUNKS, S_AT = W_AT + W_CHUNKS;
     static constexpr int STAGE_CHUNKS = ceil_div(S_AT + S_CHUNKS, WGMMA ? 64 : 1) * (WGMMA ? 64 : 1);
@@ -63,10 +63,8 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
     static constexpr int W_COPIES = ceil_div(W_CHUNKS, THREADS), S_COPIES = ceil_div(S_CHUNKS, THREADS);
     static constexpr int X_COPIES = ceil_div(X_CHUNKS, THREADS);
 
-    // With few token columns, scaling the products in fp32 is less work than scaling the weights. bf16 weights can then
-    // keep their bias: two MMAs with a constant operand subtract it from all rows, in fp32, for less than an add for
-    // each pair of weights.
-    static constexpr bool SCALE_PRODUCTS = TOKEN_TILES == 1, BIASED = BF16 && SCALE_PRODUCTS;
+    // With few token columns products are scaled, not weights (formats.cuh).
+    static constexpr bool SCALE_PRODUCTS = TOKEN_TILES == 1;
     // True if registers also buffer the token operands of the next 32 columns; wgmma reads them from shared memory.
     static constexpr bool X_HELD = !WGMMA && TOKEN_TILES <= 4;
     // True if a thread can hold its part of x of all the first stages at once.
@@ -99,9 +97,10 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
 
     // Source addresses of this thread's chunks of a unit, which is BLOCK_K columns of a tile.
     template <class Rows> struct Loader {
-        static constexpr int W_ROW = STRIP_TILES * 32, S_ROW = STAGE_GROUPS * 4, X_ROW = BLOCK_K / 8;
+        static constexpr int W_ROW = STRIP_TILES * W::TILE_CHUNKS, S_ROW = STAGE_GROUPS * W::GROUP_CHUNKS, X_ROW = BLOCK_K / 8;
         static constexpr bool EXACT = N % BLOCK_N == 0 && K % BLOCK_K == 0 && BLOCK_K >= GROUP_SIZE;
-        static constexpr int W_MATRIX = NUM_STRIPS * NUM_K_TILES * 32, S_MATRIX = NUM_STRIPS * NUM_GROUPS * 4;
+        static constexpr int W_MATRIX = NUM_STRIPS * NUM_K_TILES * W::TILE_CHUNKS;
+        static constexpr int S_MATRIX = NUM_STRIPS * NUM_GROUPS * W::GROUP_CHUNKS;
         Rows rows;
         const uint4 *w, *s, *x;  // of the whole operands
         const uint4 *w_at, *s_at, *x_at;  // this thread's first chunks
@@ -114,8 +113,10 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
 
         DEVICE void seek(int to_tile, int to_ku) {
             tile = rows.template at<S>(to_tile), ku = to_ku;
-            w_at = w_of() + (int64_t(tile.n_strip + tid() / W_ROW) * NUM_K_TILES + ku * STRIP_TILES) * 32 + tid() % W_ROW;
-            s_at = s_of() + (int64_t(tile.n_strip + tid() / S_ROW) * NUM_GROUPS + ku * BLOCK_K / GROUP_SIZE) * 4 + tid() % S_ROW;
+            w_at = w_of() +
+                   (int64_t(tile.n_strip + tid() / W_ROW) * NUM_K_TILES + ku * STRIP_TILES) * W::TILE_CHUNKS + tid() % W_ROW;
+            s_at = s_of() +
+                   (int64_t(tile.n_strip + tid() / S_ROW) * NUM_GROUPS + ku * BLOCK_K / GROUP_SIZE) * W::GROUP_CHUNKS + tid() % S_ROW;
             x_at = x + int64_t(tile.m0 + tid() / X_ROW) * (K / 8) + ku * X_ROW + tid() % X_ROW;
             if constexpr (Rows::GATHERS) {
 #pragma unroll
@@ -135,13 +136,13 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
             for (int i = 0; i < W_COPIES; i++) {
                 const int c = i * THREADS + tid();
                 if (W_CHUNKS % THREADS && c >= W_CHUNKS) continue;
-                const uint4* from = w_at + chunk_step<W_ROW, NUM_K_TILES * 32>(i);
+                const uint4* from = w_at + chunk_step<W_ROW, NUM_K_TILES * W::TILE_CHUNKS>(i);
                 if constexpr (!EXACT) {
                     // A strip or a column beyond the last reads the last one: there x is zero, or the rows are not
                     // stored.
                     const int strip = min_of(tile.n_strip + c / W_ROW, NUM_STRIPS - 1);
-                    const int kt = min_of(ku * STRIP_TILES + c / 32 % STRIP_TILES, NUM_K_TILES - 1);
-                    from = w_of() + (int64_t(strip) * NUM_K_TILES + kt) * 32 + c % 32;
+                    const int kt = min_of(ku * STRIP_TILES + c / W::TILE_CHUNKS % STRIP_TILES, NUM_K_TILES - 1);
+                    from = w_of() + (int64_t(strip) * NUM_K_TILES + kt) * W::TILE_CHUNKS + c % W::TILE_CHUNKS;
                 }
                 f(i, W_AT + c, from);
             }
@@ -149,11 +150,11 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
             for (int i = 0; i < S_COPIES; i++) {
                 const int c = i * THREADS + tid();
                 if (S_CHUNKS % THREADS && c >= S_CHUNKS) continue;
-                const uint4* from = s_at + chunk_step<S_ROW, NUM_GROUPS * 4>(i);
+                const uint4* from = s_at + chunk_step<S_ROW, NUM_GROUPS * W::GROUP_CHUNKS>(i);
                 if constexpr (!EXACT) {
                     const int strip = min_of(tile.n_strip + c / S_ROW, NUM_STRIPS - 1);
-                    const int group = min_of(ku * BLOCK_K / GROUP_SIZE + c / 4 % STAGE_GROUPS, NUM_GROUPS - 1);
-                    from = s_of() + (int64_t(strip) * NUM_GROUPS + group) * 4 + c % 4;
+                    const int group = min_of(ku * BLOCK_K / GROUP_SIZE + c / W::GROUP_CHUNKS % STAGE_GROUPS, NUM_GROUPS - 1);
+                    from = s_of() + (int64_t(strip) * NUM_GROUPS + group) * W::GROUP_CHUNKS + c % W::GROUP_CHUNKS;
                 }
                 f(W_COPIES + i, S_AT + c, from);
             }
@@ -178,8 +179,8 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
     static DEVICE void multiply(Fragment (&acc)[STRIPS][TOKEN_TILES], const uint4* stage, int warp_n, int warp_m, int warp_k) {
         const int lane = threadIdx.x % 32;
         const uint4* x = stage;
-        const uint4* w = stage + W_AT + warp_n * STRIPS * STRIP_TILES * 32;
-        const char* s = reinterpret_cast<const char*>(stage + S_AT) + warp_n * STRIPS * STAGE_GROUPS * 64;
+        const uint4* w = stage + W_AT + warp_n * STRIPS * STRIP_TILES * W::TILE_CHUNKS;
+        const char* s = reinterpret_cast<const char*>(stage + S_AT) + warp_n * STRIPS * STAGE_GROUPS * W::GROUP_BYTES;
         const int token0 = warp_m * TOKEN_TILES * 8;
         auto x_row = [&](int token, int kt) { return x + x_chunk(token + lane % 8, kt * 4 + lane / 8); };
         if constexpr (VOLTA) {
@@ -190,18 +191,23 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
                 // layouts.
                 const int q = lane / 4 % 4, g = q % 2 * 4 + lane % 2 + lane / 16 * 2, r = lane / 2 % 2;
                 const int token = token0 + lane % 4 + lane / 16 * 4;
-                const uint32_t scale = *reinterpret_cast<const uint32_t*>(
-                    s + (q / 2 * STAGE_GROUPS + group) * 64 + g * 8 + r * 4);
-                const uint32_t scale0 = both_halves<0>(scale), scale1 = both_halves<1>(scale);
+                typedef typename W::ScalesPair Pair;
+                constexpr int GROUP = W::GROUP_BYTES;
+                const Pair first = *reinterpret_cast<const Pair*>(
+                    s + (q / 2 * STAGE_GROUPS + group) * GROUP + g * (GROUP / 8) + r * (GROUP / 16));
+                Pair last = first;
+                if constexpr (W::TILE_GROUPS == 2)
+                    last = *reinterpret_cast<const Pair*>(
+                        s + (q / 2 * STAGE_GROUPS + group + 1) * GROUP + g * (GROUP / 8) + r * (GROUP / 16));
+                const typename W::Scaled by_k16[2] = {typename W::Scaled(first), typename W::Scaled(last)};
                 uint32_t a[4][2][4];  // [columns 2 t, 2 t + 1, + 8][k16][fragment]
 #pragma unroll
                 for (int t = 0; t < 4; t++) {
-                    const uint2 words = reinterpret_cast<const uint2*>(
-                        w + (q / 2 * STRIP_TILES + kt) * 32 + g * 4 + t)[r];
-                    int4_to_half<BF16>(words.x, a[t][0]);
-                    int4_to_half<BF16>(words.y, a[t][1]);
+                    const auto half = W::load_half(w + (q / 2 * STRIP_TILES + kt) * W::TILE_CHUNKS + g * 4 + t, r);
 #pragma unroll
-                    for (int j = 0; j < 8; j++) a[t][j / 4][j % 4] = H::mul2(a[t][j / 4][j % 4], j % 2 ? scale1 : scale0);
+                    for (int k16 = 0; k16 < 2; k16++) W::Scaled::unpack(half, k16, a[t][k16]);
+#pragma unroll
+                    for (int k16 = 0; k16 < 2; k16++) by_k16[k16].scale(half, k16, a[t][k16]);
                 }
 #pragma unroll
                 for (int c = 0; c < TOKEN_TILES; c++) {
@@ -223,8 +229,8 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
 
         // Operands of 32 columns, loaded while those before them are multiplied if registers allow.
         struct Operands {
-            uint4 words[STRIPS];
-            uint2 scale[STRIPS];  // of rows 4 g .. 4 g + 3, lane = 4 g + t
+            uint4 words[STRIPS][W::LANE_CHUNKS];
+            typename W::ScalesQuad scales[STRIPS][W::TILE_GROUPS];  // of rows 4 g .. 4 g + 3, lane = 4 g + t
             uint32_t x[X_HELD ? TOKEN_TILES : 1][4];
         } operands[2];
         auto load = [&](int i) {
@@ -232,8 +238,15 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
             Operands& o = operands[i % 2];
 #pragma unroll
             for (int strip = 0; strip < STRIPS; strip++) {
-                o.words[strip] = w[(strip * STRIP_TILES + kt) * 32 + lane];
-                o.scale[strip] = reinterpret_cast<const uint2*>(s + (strip * STAGE_GROUPS + group) * 64)[lane / 4];
+                o.words[strip][0] = w[(strip * STRIP_TILES + kt) * W::TILE_CHUNKS + lane];
+                if constexpr (W::LANE_CHUNKS == 2)
+                    o.words[strip][1] = w[(strip * STRIP_TILES + kt) * W::TILE_CHUNKS + 32 + lane];
+                typedef typename W::ScalesQuad Quad;
+                o.scales[strip][0] =
+                    reinterpret_cast<const Quad*>(s + (strip * STAGE_GROUPS + group) * W::GROUP_BYTES)[lane / 4];
+                if constexpr (W::TILE_GROUPS == 2)
+                    o.scales[strip][1] =
+                        reinterpret_cast<const Quad*>(s + (strip * STAGE_GROUPS + group + 1) * W::GROUP_BYTES)[lane / 4];
             }
             if constexpr (X_HELD) {
 #pragma unroll
@@ -254,16 +267,18 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
             if constexpr (WGMMA) wgmma_wait<1>();
 #pragma unroll
             for (int strip = 0; strip < STRIPS; strip++) {
-                int4_to_half<BF16, BIASED>(o.words[strip].x, a[strip][0]);
-                int4_to_half<BF16, BIASED>(o.words[strip].y, a[strip][1]);
-                int4_to_half<BF16, BIASED>(o.words[strip].z, a[strip][2]);
-                int4_to_half<BF16, BIASED>(o.words[strip].w, a[strip][3]);
-                if constexpr (!SCALE_PRODUCTS) {
-                    const uint32_t by_row[4] = {both_halves<0>(o.scale[strip].x), both_halves<1>(o.scale[strip].x),
-                                                both_halves<0>(o.scale[strip].y), both_halves<1>(o.scale[strip].y)};
+                if constexpr (SCALE_PRODUCTS) {
+                    W::Products::unpack(o.words[strip], a[strip]);
+                } else {
+                    const auto half = [&](int i) { return W::half_of(o.words[strip], i / 2); };
 #pragma unroll
-                    for (int j = 0; j < 16; j++)
-                        a[strip][j / 4][j % 4] = H::mul2(a[strip][j / 4][j % 4], by_row[j / 8 * 2 + j % 2]);
+                    for (int i = 0; i < 4; i++) W::Scaled::unpack(half(i), i % 2, a[strip][i]);
+                    typedef typename W::Scaled Scaled;
+                    const auto &first = o.scales[strip][0], &last = o.scales[strip][W::TILE_GROUPS - 1];
+                    const Scaled of_first[2] = {Scaled(W::pair_of(first, 0)), Scaled(W::pair_of(first, 1))};
+                    const Scaled of_last[2] = {Scaled(W::pair_of(last, 0)), Scaled(W::pair_of(last, 1))};
+#pragma unroll
+                    for (int i = 0; i < 4; i++) (i % 2 ? of_last : of_first)[i / 2].scale(half(i), i % 2, a[strip][i]);
                 }
             }
             if constexpr (WGMMA) {
@@ -277,24 +292,29 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
                 wgmma_commit();
             } else if constexpr (SCALE_PRODUCTS) {
                 const uint32_t(&b)[4] = o.x[0];
-                float bias[4] = {};
-                if constexpr (BIASED) {
-                    const uint32_t minus_bias[4] = {INT4_BIAS, INT4_BIAS, INT4_BIAS, INT4_BIAS};
-                    mma_16816<BF16>(bias, minus_bias, b[0], b[1]);
-                    mma_16816<BF16>(bias, minus_bias, b[2], b[3]);
-                }
+                // In place, since as a function's it keeps the compiler from unrolling the loop over tiles.
+                typename W::Products::Sums sums = {};
+                W::Products::add_columns(sums, b);
 #pragma unroll
                 for (int strip = 0; strip < STRIPS; strip++) {
-                    const float2 low = H::unpack(o.scale[strip].x), high = H::unpack(o.scale[strip].y);
-                    const float by_row[4] = {low.x, low.y, high.x, high.y};
 #pragma unroll
-                    for (int h = 0; h < 2; h++) {
-                        float d[4] = {bias[0], bias[1], bias[2], bias[3]};
-                        mma_16816<BF16>(d, a[strip][2 * h], b[0], b[1]);
-                        mma_16816<BF16>(d, a[strip][2 * h + 1], b[2], b[3]);
+                    for (int q = 0; q < W::TILE_GROUPS; q++) {
+                        const auto& quad = o.scales[strip][q];
+                        const float2 low = W::scales_of(quad, 0), high = W::scales_of(quad, 1);
+                        const float by_row[4] = {low.x, low.y, high.x, high.y};
 #pragma unroll
-                        for (int j = 0; j < 4; j++)
-                            acc[strip][0][4 * h + j] = fmaf(d[j], by_row[2 * h + j / 2], acc[strip][0][4 * h + j]);
+                        for (int h = 0; h < 2; h++) {
+                            float d[4] = {};
+                            if constexpr (W::HAS_BIASED) {
+                                d[0] = sums[q][0], d[1] = sums[q][1], d[2] = sums[q][2], d[3] = sums[q][3];
+                            }
+                            if (W::TILE_GROUPS == 1 || q == 0) mma_16816<BF16>(d, a[strip][2 * h], b[0], b[1]);
+                            if (W::TILE_GROUPS == 1 || q == 1) mma_16816<BF16>(d, a[strip][2 * h + 1], b[2], b[3]);
+#pragma unroll
+                            for (int j = 0; j < 4; j++)
+                                acc[strip][0][4 * h + j] = fmaf(d[j], by_row[2 * h + j / 2], acc[strip][0][4 * h + j]);
+                            if constexpr (W::HAS_MINIMA) W::Products::add_minima(acc[strip][0], h, quad, sums[q]);
+                        }
                     }
                 }
             } else {

@@ -8,8 +8,7 @@
 // waits, so the grid may have any size.
 #pragma once
 #include "common/ptx/copy.cuh"
-#include "common/ptx/mma.cuh"
-#include "common/w4/dequant.cuh"
+#include "common/w4/formats.cuh"
 #include "common/w4/split_k_partials.cuh"
 #include "common/w4/split_k_exchange.cuh"
 #include "common/w4/rows.cuh"
@@ -34,6 +33,15 @@ DEVICE uint2 w4_scales(const uint2* p, bool valid) {
         : "l"(p), "r"(int(valid)));
     return v;
 }
+DEVICE uint4 w4_scales(const uint4* p, bool valid) {  // and minima
+    uint4 v;
+    asm volatile(
+        "{ .reg .pred valid; setp.ne.b32 valid, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; "
+        "@valid ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+        : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+        : "l"(p), "r"(int(valid)));
+    return v;
+}
 DEVICE uint32_t w4_token(const uint32_t* p, bool valid) {
     uint32_t v;
     asm volatile("{ .reg .pred valid; setp.ne.b32 valid, %2, 0; mov.b32 %0, 0; @valid ld.global.u32 %0, [%1]; }"
@@ -44,6 +52,7 @@ DEVICE uint32_t w4_token(const uint32_t* p, bool valid) {
 }
 
 template <class S> struct W4Gemv {
+    typedef typename S::Weights W;
     static constexpr int N = S::N, K = S::K, WARPS_K = S::WARPS_K, SPLIT_K = S::SPLIT_K, DEALT = WARPS_K * SPLIT_K;
     static constexpr bool BF16 = S::BF16, GATED = S::GATED, PERSISTENT = S::BLOCKS_PER_SM > 0;
     static constexpr int STRIP = 32, STRIPS = S::WARP_N / STRIP, WARPS_N = S::BLOCK_N / S::WARP_N;
@@ -61,8 +70,8 @@ template <class S> struct W4Gemv {
 
     // The operands of one iteration of a warp.
     struct Weights {
-        uint4 words[STEPS][STRIPS];
-        uint2 scales[STEPS][STRIPS];  // of rows 4 g .. 4 g + 3, lane = 4 g + t
+        uint4 words[STEPS][STRIPS][W::LANE_CHUNKS];
+        typename W::ScalesQuad scales[STEPS][STRIPS][W::TILE_GROUPS];  // of rows 4 g .. 4 g + 3, lane = 4 g + t
 
         DEVICE void load(int step, const uint4* w, const uint2* s, W4Tile tile, int warp_n, int kt, bool any) {
             const int lane = threadIdx.x % 32;
@@ -72,38 +81,29 @@ template <class S> struct W4Gemv {
                 const bool valid = any && (N % S::BLOCK_N == 0 || strip < NUM_STRIPS) &&
                                    (NUM_K_TILES % (STEPS * DEALT) == 0 || kt < NUM_K_TILES);
                 const int64_t row = int64_t(tile.matrix) * NUM_STRIPS + strip;
-                words[step][i] = w4_words(w + (row * NUM_K_TILES + kt) * 32 + lane, valid);
-                scales[step][i] = w4_scales(s + (row * NUM_GROUPS + kt * STRIP / S::GROUP_SIZE) * 8 + lane / 4, valid);
+                typedef const typename W::ScalesQuad* Quads;
+                words[step][i][0] = w4_words(w + (row * NUM_K_TILES + kt) * W::TILE_CHUNKS + lane, valid);
+                if constexpr (W::LANE_CHUNKS == 2)
+                    words[step][i][1] = w4_words(w + (row * NUM_K_TILES + kt) * W::TILE_CHUNKS + 32 + lane, valid);
+                const Quads quads = reinterpret_cast<Quads>(s);
+                scales[step][i][0] =
+                    w4_scales(quads + (row * NUM_GROUPS + kt * STRIP / S::GROUP_SIZE) * 8 + lane / 4, valid);
+                if constexpr (W::TILE_GROUPS == 2)
+                    scales[step][i][1] =
+                        w4_scales(quads + (row * NUM_GROUPS + kt * STRIP / S::GROUP_SIZE + 1) * 8 + lane / 4, valid);
             }
         }
     };
 
     // acc += W x^T of one column of tiles. b: tokens' columns 2 t, 2 t + 1 of each 8, token = lane / 4.
     static DEVICE void multiply(float (&acc)[STRIPS][8], const Weights& weights, int step, const uint32_t (&b)[4]) {
-        float bias[4] = {};
-        if constexpr (BF16) {
-            const uint32_t minus_bias[4] = {INT4_BIAS, INT4_BIAS, INT4_BIAS, INT4_BIAS};
-            mma_16816<BF16>(bias, minus_bias, b[0], b[1]);
-            mma_16816<BF16>(bias, minus_bias, b[2], b[3]);
-        }
+        typename W::Products::Sums sums = {};
+        W::Products::add_columns(sums, b);
 #pragma unroll
         for (int i = 0; i < STRIPS; i++) {
             uint32_t a[4][4];
-            int4_to_half<BF16, BF16>(weights.words[step][i].x, a[0]);
-            int4_to_half<BF16, BF16>(weights.words[step][i].y, a[1]);
-            int4_to_half<BF16, BF16>(weights.words[step][i].z, a[2]);
-            int4_to_half<BF16, BF16>(weights.words[step][i].w, a[3]);
-            const float2 low = Half<BF16>::unpack(weights.scales[step][i].x);
-            const float2 high = Half<BF16>::unpack(weights.scales[step][i].y);
-            const float by_row[4] = {low.x, low.y, high.x, high.y};
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                float d[4] = {bias[0], bias[1], bias[2], bias[3]};
-                mma_16816<BF16>(d, a[2 * h], b[0], b[1]);
-                mma_16816<BF16>(d, a[2 * h + 1], b[2], b[3]);
-#pragma unroll
-                for (int j = 0; j < 4; j++) acc[i][4 * h + j] = fmaf(d[j], by_row[2 * h + j / 2], acc[i][4 * h + j]);
-            }
+            W::Products::unpack(weights.words[step][i], a);
+            W::Products::add(acc[i], a, weights.scales[step][i], sums, b);
         }
     }
 

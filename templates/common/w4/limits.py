@@ -5,10 +5,13 @@ from __future__ import annotations
 from math import ceil
 
 from kerngen.arch import Arch
-from kerngen.templates.common.w4.tiling import SPACES, STRIP, Tiling
+from kerngen.templates.common.w4.tiling import SPACES, STRIP, Packing, Tiling
 
 MOST_PAIRS, MOST_QUADS = 6, 14  # tiles of one and of four tokens, whose limbs a warp keeps beside their sums' start
-_NEEDS = {"gemv": "ldmatrix", "tma_warp": "tma", "tma_block": "tma", "wgmma": "wgmma", "wgmma_ws": "wgmma"}
+MOST_GROUP = 128  # weights of a row that share a scale, with tma_*
+_NEEDS = {
+    "gemv": "ldmatrix", "tma_warp": "tma", "tma_block": "tma", "tma_mma": "tma", "wgmma": "wgmma", "wgmma_ws": "wgmma",
+}  # fmt: skip
 _WARPGROUP_REGISTERS = {128: (40, 232), 192: (32, 160), 256: (32, 112)}  # by the rows of a tile
 
 
@@ -31,11 +34,13 @@ def stream_tiles(c: Tiling, k: int, group_size: int) -> int:
 
 def stream_has_many(c: Tiling, tiles: int) -> bool:
     """Whether a warp with so many keeps the digits of them alone (int_limbs_m1.cuh, int_limbs_m4.cuh)."""
+    if not c.has_limbs:
+        return False
     return tiles > MOST_QUADS if c.block_m > 1 else ceil(tiles / 2) > MOST_PAIRS
 
 
 def stream_blocks(c: Tiling) -> int:
-    """An SM, that have registers with tma_warp: of up to eight warps also one of the next launch."""
+    """An SM, that have registers with tma_warp and tma_mma: of up to eight warps also one of the next launch."""
     return 1 if c.warps_k > 8 else 2
 
 
@@ -46,20 +51,25 @@ def warpgroup_registers(c: Tiling) -> tuple[int, int]:
     return (24, 104) if c.blocks_per_sm == 2 else _WARPGROUP_REGISTERS.get(c.block_n, (0, 0))
 
 
-def registers(c: Tiling, k: int, group_size: int, arch: Arch) -> tuple[int, int]:
+def registers(c: Tiling, k: int, packing: Packing, arch: Arch) -> tuple[int, int]:
     """About how many a thread takes that multiplies, K being k, and how many it may have."""
+    scales = packing.group_bytes // 32 * packing.tile_groups  # of a tile's four rows
     if c.body == "wgmma_ws":
         return c.block_m // 2 + 44, warpgroup_registers(c)[1]
-    blocks = stream_blocks(c) if c.body == "tma_warp" else max(1, c.blocks_per_sm)
+    blocks = stream_blocks(c) if c.body in ("tma_warp", "tma_mma") else max(1, c.blocks_per_sm)
     given = min(arch.max_regs_per_thread, arch.regs_per_sm // (32 * c.num_warps * blocks) // 8 * 8)
     if c.body == "gemv":
         strips = c.warp_n // STRIP
-        return c.block_k // STRIP // c.warps_k * (6 * strips + 4) + 8 * strips + 56, given
+        step = (packing.bits + scales) * strips + 4  # words of 4-bit codes are as many as their bits
+        base = 44 + 3 * packing.bits + 12 * packing.has_minima
+        return c.block_k // STRIP // c.warps_k * step + 8 * strips + base, given
     if not c.stream:  # without cp.async also what is on its way to shared memory
-        carried = 0 if arch.has_cp_async else 4 * -(-c.stage_bytes(group_size) // (512 * c.num_warps)) + 44
+        carried = 0 if arch.has_cp_async else 4 * -(-c.stage_bytes(packing) // (512 * c.num_warps)) + 44
         return c.warp_n * (c.block_m // c.warps_m) // 32 + carried + 56, given
-    tiles = stream_tiles(c, k, group_size)
+    tiles = stream_tiles(c, k, packing.group_size)
     many, pairs = stream_has_many(c, tiles), ceil(tiles / 2)
+    if c.body == "tma_mma":
+        return 4 * tiles + 2 * (packing.bits + scales) + 60, given
     if c.body == "tma_block":
         return 52 + tiles * (3 if many else 6), arch.registers_of(32 * (c.num_warps + c.extra_warps))
     if c.block_m == 1:
@@ -67,13 +77,19 @@ def registers(c: Tiling, k: int, group_size: int, arch: Arch) -> tuple[int, int]
     return 60 + tiles * (2 if many else 6), given
 
 
-def why_invalid(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) -> str | None:
-    """Why no product of K = k, with scales by `group_size`, can be cut so on `arch`, or None.
+def why_invalid(c: Tiling, rows: int, k: int, packing: Packing, arch: Arch) -> str | None:
+    """Why no product of K = k by a W that is packed so can be cut so on `arch`, or None.
 
     rows: of x, of one W at most. Shared memory is c.smem_bytes', to which w4a16_gemm adds what depends on its problem.
     """
+    group_size = packing.group_size
     if not serves(c.body, arch):
         return f"body={c.body}: {arch} has no {_NEEDS[c.body]}; body=mma serves every arch"
+    if c.has_limbs and packing != Packing(group_size):
+        kind = f"{packing.bits}-bit codes" + (" with minima" if packing.has_minima else "")
+        return f"body={c.body} multiplies int4 without minima as integers, not {kind}; body=tma_mma serves"
+    if c.stream and group_size > MOST_GROUP:
+        return f"group_size={group_size}: a stage of body={c.body} has groups of up to {MOST_GROUP}; body=gemv serves"
     if c.prefetch_stages and not arch.has_pdl:
         return f"prefetch_stages={c.prefetch_stages} is for launches that begin before others end, on sm90 and newer"
     if not 0 <= c.prefetch_stages < c.num_stages:
@@ -107,7 +123,7 @@ def why_invalid(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) -> st
     warps, blocks, most = c.num_warps + c.extra_warps, max(1, c.blocks_per_sm), 32 if c.body == "gemv" else 20
     if warps > most or warps * blocks > arch.max_warps_per_sm:
         return f"{warps} warps x {blocks} blocks an SM: at most {most} a block, and {arch.max_warps_per_sm} an SM"
-    need, given = registers(c, k, group_size, arch)
+    need, given = registers(c, k, packing, arch)
     if need > given:
         return f"about {need} registers a thread; {warps} warps x {blocks} blocks an SM leave {given}"
     free = ("block_k", "prefetch_stages") if c.few_tokens else ("prefetch_stages",)
@@ -117,4 +133,4 @@ def why_invalid(c: Tiling, rows: int, k: int, group_size: int, arch: Arch) -> st
             continue
         if name not in free and value not in taken:
             return f"{name}={value}: body={c.body} takes {' or '.join(map(str, taken))}"
-    return arch.why_too_large(c.smem_bytes(group_size), blocks)
+    return arch.why_too_large(c.smem_bytes(packing), blocks)

@@ -1,4 +1,4 @@
-"""The offline repack: compressed-tensors' int4 layout to the order in which the kernel's lanes consume it.
+"""The offline repack: int4 in compressed-tensors' layout, or int8, to the order in which the kernel's lanes consume it.
 
 A strip is 32 rows of W. The kernel's unit is a strip x 32 columns: 512 bytes, lane 4 g + t owning bytes 16 lane ..
 16 lane + 15, four words of eight weights: rows 4 g .. 4 g + 3. Word 2 s + j, nibbles i and i + 4 (i = 0..3) hold row
@@ -6,7 +6,12 @@ A strip is 32 rows of W. The kernel's unit is a strip x 32 columns: 512 bytes, l
 out of a word without a shuffle (and those of m8n8k4 out of two lanes' halves), columns keep their order in x, and a
 lane ends with four neighbouring outputs. One order serves every arch, every M and every configuration.
 
-Scales become [N / 32, K / group_size, 32], rows in their own order. Nibbles keep compressed-tensors' +8.
+A tile of int8 is 1024 bytes: first rows 4 g and 4 g + 1 of all lanes (half s = 0), 16 bytes each, then the other two.
+Word 2 j + i of a lane's four in a half, byte b, holds row 4 g + 2 s + (b & 1), column 16 j + 2 t + 8 i + (b >> 1).
+
+Scales become [N / 32, K / group_size, 32], rows in their own order. Where groups have minima it is 64: of each two rows
+their scales, then their minima. Nibbles keep compressed-tensors' +8, with minima they are 0 to 15 as they stand; bytes
+are int8 codes + 128.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from torch import Tensor
 
 from kerngen.errors import ProblemError
 from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE, Draw
-from kerngen.templates.common.w4.tiling import STRIP
+from kerngen.templates.common.w4.tiling import STRIP, packing_of
 
 
 def _order() -> Tensor:
@@ -27,6 +32,17 @@ def _order() -> Tensor:
     i, high = nibble % 4, nibble // 4
     row = 4 * (lane // 4) + 2 * (word // 2) + i % 2
     column = 2 * (lane % 4) + 16 * (word % 2) + 8 * (i // 2) + high
+    return (row * STRIP + column).reshape(-1)
+
+
+def _order_int8() -> Tensor:
+    """[half, lane, word, byte] -> row * 32 + column within the 32 x 32 tile, flattened, int64."""
+    half = torch.arange(2).view(2, 1, 1, 1)
+    lane = torch.arange(32).view(1, 32, 1, 1)
+    word = torch.arange(4).view(1, 1, 4, 1)
+    byte = torch.arange(4).view(1, 1, 1, 4)
+    row = 4 * (lane // 4) + 2 * half + byte % 2
+    column = 2 * (lane % 4) + 16 * (word // 2) + 8 * (word % 2) + byte // 2
     return (row * STRIP + column).reshape(-1)
 
 
@@ -67,29 +83,44 @@ def _words(nibbles: Tensor) -> Tensor:
 
 
 def pack(weight_packed: Tensor, weight_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """compressed-tensors' pack-quantized tensors in kernel order: (w_packed, scales).
+    """A checkpoint's tensors in kernel order: (w_packed, scales).
 
-    weight_packed: [N, K / 8] int32, lowest column in the lowest nibble, value + 8. weight_scale: [N, K / group_size].
-    Returns w_packed [N / 32, K / 32, 32, 4] int32 and scales [N / 32, K / group_size, 32]
-    in weight_scale's dtype, both contiguous. Raises ProblemError where N or K is not a multiple of 32.
+    weight_packed: [N, K / 8] int32 as compressed-tensors packs it, lowest column in the lowest nibble, value + 8, or
+    with minima the value; or [N, K] int8, the values. weight_scale: [N, K / group_size], W = value * scale; with minima
+    [N, K / group_size, 2], W = value * scale + minimum. Returns w_packed [N / 32, K / 32, 32, 4] int32, of int8
+    [N / 32, K / 32, 64, 4], and scales [N / 32, K / group_size, 32] in weight_scale's dtype, with minima
+    [N / 32, K / group_size, 64]; both contiguous. Raises ProblemError where N or K is not a multiple of 32.
     """
-    n, k = weight_packed.shape[0], weight_packed.shape[1] * 8
+    is_int8 = weight_packed.dtype == torch.int8
+    n, k = weight_packed.shape[0], weight_packed.shape[1] * (1 if is_int8 else 8)
     if n % STRIP or k % STRIP:
         raise ProblemError(f"W is {n} x {k}; both must be multiples of {STRIP}")
-    if weight_scale.shape[0] != n or k % weight_scale.shape[1]:
+    if weight_scale.shape[0] != n or k % weight_scale.shape[1] or weight_scale.shape[2:] not in ((), (2,)):
         raise ProblemError(f"scales of shape {tuple(weight_scale.shape)} do not fit a W of {n} x {k}")
-    packed = torch.empty(n // STRIP, k // STRIP, 32, 4, dtype=torch.int32, device=weight_packed.device)
+    of_group = STRIP * (weight_scale.ndim - 1)
+    lanes = 64 if is_int8 else 32
+    packed = torch.empty(n // STRIP, k // STRIP, lanes, 4, dtype=torch.int32, device=weight_packed.device)
     if weight_packed.is_meta:  # shapes alone
-        return packed, weight_scale.new_empty(n // STRIP, weight_scale.shape[1], STRIP)
-    order = _order().to(weight_packed.device)
+        return packed, weight_scale.new_empty(n // STRIP, weight_scale.shape[1], of_group)
+    order = (_order_int8 if is_int8 else _order)().to(weight_packed.device)
     rows = max(1, (1 << 22) // k)  # strips at a time: bounds the scratch to about 1 GB
     for s in range(0, n // STRIP, rows):
         part = weight_packed[s * STRIP : (s + rows) * STRIP]
-        q = _nibbles(part).view(-1, STRIP, k // STRIP, STRIP)  # [strips, row, k32, column]
-        tiles = q.transpose(1, 2).reshape(-1, k // STRIP, STRIP * STRIP)
-        packed[s : s + rows] = _words(tiles[..., order].view(-1, k // STRIP, 32, 4, 8))
-    scales = weight_scale.view(n // STRIP, STRIP, -1).transpose(1, 2).contiguous()
-    return packed, scales
+        codes = part.view(torch.uint8) ^ 128 if is_int8 else _nibbles(part)
+        q = codes.view(-1, STRIP, k // STRIP, STRIP)  # [strips, row, k32, column]
+        tiles = q.transpose(1, 2).reshape(-1, k // STRIP, STRIP * STRIP)[..., order]
+        words = tiles.view(torch.int32) if is_int8 else _words(tiles.view(*tiles.shape[:2], -1, 8))
+        packed[s : s + rows] = words.view(-1, k // STRIP, lanes, 4)
+    pairs = weight_scale.reshape(
+        n // STRIP, 16, 2, -1, of_group // STRIP
+    )  # [strip, pair, row, group, scale or minimum]
+    return packed, pairs.permute(0, 3, 1, 4, 2).reshape(n // STRIP, -1, of_group).contiguous()
+
+
+def rounded_scales(scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
+    """Scales or minima that a file has in more digits, in `dtype`; and how many of them are not the same there."""
+    made = scales.to(dtype)
+    return made, int((made.double() != scales.double()).sum())
 
 
 def pack_experts(weight_packed: Tensor, weight_scale: Tensor, *, gated: bool) -> tuple[Tensor, Tensor]:
@@ -108,34 +139,51 @@ def pack_experts(weight_packed: Tensor, weight_scale: Tensor, *, gated: bool) ->
     return packed.view(num_experts, -1, *packed.shape[1:]), scales.view(num_experts, -1, *scales.shape[1:])
 
 
-def drawn(draw: Draw, n: int, k: int, group_size: int, dtype: str) -> tuple[Tensor, Tensor]:
-    """A random W of n x k as compressed-tensors stores it: weight_packed, and weight_scale in `dtype`. Its standard
-    deviation is about k ** -0.5.
+def drawn(draw: Draw, n: int, k: int, group_size: int, dtype: str, weights: str = "int4") -> tuple[Tensor, Tensor]:
+    """A random W of n x k as `pack` takes it, scales and minima in `dtype`. Its standard deviation is about k ** -0.5.
+
+    weights: a format by its name (tiling.py).
     """
-    words = draw.integers(-(2**31), 2**31, n, k // 8).to(torch.int32)
-    # nibbles uniform on -8..7: a standard deviation of 4.6
-    scale = (1 + 0.25 * draw.normal(n, k // group_size, dtype="fp32").clamp(-3, 3)) / (4.6 * k**0.5)
-    return words, scale.to(TORCH_DTYPE[dtype])
+    packing, shape = packing_of(weights, group_size), (n, k // group_size)
+    # uniform on -8..7: a standard deviation of 4.6; on -128..127: 73.9
+    codes, deviation = draw.integers(-(2**31), 2**31, n, k // 8).to(torch.int32), 4.6
+    if packing.bits == 8:
+        codes, deviation = draw.integers(-128, 128, n, k).to(torch.int8), 73.9
+    scale = (1 + 0.25 * draw.normal(*shape, dtype="fp32").clamp(-3, 3)) / (deviation * k**0.5)
+    if packing.has_minima:
+        middle = 0.0 if packing.bits == 8 else 7.5  # of the codes
+        minimum = scale * (0.2 * deviation * draw.normal(*shape, dtype="fp32").clamp(-3, 3) - middle)
+        scale = torch.stack((scale, minimum), dim=-1)
+    return codes, scale.to(TORCH_DTYPE[dtype])
 
 
 def unpack(w_packed: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """The exact inverse of `pack`: (weight_packed [N, K / 8] int32, weight_scale [N, K / group_size])."""
-    strips, k32 = w_packed.shape[:2]
-    order = _order().to(w_packed.device)
+    """The exact inverse of `pack`: weight_packed [N, K / 8] int32 or [N, K] int8, and weight_scale, with its minima."""
+    strips, k32, lanes = w_packed.shape[:3]
+    is_int8 = lanes == 64
+    order = (_order_int8 if is_int8 else _order)().to(w_packed.device)
     tiles = torch.empty(strips, k32, STRIP * STRIP, dtype=torch.uint8, device=w_packed.device)
-    tiles[..., order] = _nibbles(w_packed).view(strips, k32, STRIP * STRIP)
-    q = tiles.view(strips, k32, STRIP, STRIP).transpose(1, 2).reshape(strips * STRIP, k32 * 4, 8)
-    return _words(q), scales.transpose(1, 2).reshape(strips * STRIP, -1).contiguous()
+    codes = w_packed.contiguous().view(torch.uint8) if is_int8 else _nibbles(w_packed)
+    tiles[..., order] = codes.view(strips, k32, STRIP * STRIP)
+    q = tiles.view(strips, k32, STRIP, STRIP).transpose(1, 2).reshape(strips * STRIP, -1)
+    packed = (q ^ 128).view(torch.int8) if is_int8 else _words(q.view(len(q), -1, 8))
+    pairs = scales.view(strips, -1, 16, scales.shape[2] // STRIP, 2)  # [strip, group, pair, scale or minimum, row]
+    by_rows = pairs.permute(0, 2, 4, 1, 3).reshape(strips * STRIP, scales.shape[1], -1).contiguous()
+    return packed, by_rows if scales.shape[2] > STRIP else by_rows.squeeze(-1)
 
 
 def dequantize(weight_packed: Tensor, weight_scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """(nibble - 8) * scale as [N, K] in dtype, from compressed-tensors' layout; the product is exact in fp32."""
-    n, k = weight_packed.shape[0], weight_packed.shape[1] * 8
+    """What `pack` takes as [N, K] in dtype: value * scale, which is exact in fp32, plus minimum where there are any."""
+    is_int8, has_minima = weight_packed.dtype == torch.int8, weight_scale.ndim == 3
+    n, k = weight_packed.shape[0], weight_packed.shape[1] * (1 if is_int8 else 8)
     group_size = k // weight_scale.shape[1]
     dense = torch.empty(n, k, dtype=dtype, device=weight_packed.device)
     rows = max(1, (1 << 24) // k)  # at a time: bounds the scratch
     for begin in range(0, n, rows):
         part = slice(begin, begin + rows)
-        q = _nibbles(weight_packed[part]).view(-1, k // group_size, group_size).float() - 8.0
-        dense[part] = (q * weight_scale[part].float()[:, :, None]).view(-1, k)
+        codes = weight_packed[part] if is_int8 else _nibbles(weight_packed[part])
+        q = codes.view(-1, k // group_size, group_size).float() - (0.0 if is_int8 or has_minima else 8.0)
+        scales = weight_scale[part].float().unsqueeze(-1)
+        w = q * scales[:, :, 0] + scales[:, :, 1] if has_minima else q * scales
+        dense[part] = w.view(-1, k)
     return dense

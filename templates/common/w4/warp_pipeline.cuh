@@ -1,5 +1,6 @@
-// W4A16 products with up to four tokens, whose weights go through one smem pipeline a warp. w4a16_gemm uses it where
-// body=tma_warp. S: as for W4Gemm, with MANY_TILES: a warp's part of x leaves no registers beside its limbs.
+// W4A16 products with up to eight tokens, whose weights go through one smem pipeline a warp. w4a16_gemm uses it where
+// body=tma_warp (x in limbs, one token or up to four) or tma_mma (x as it is). S: as for W4Gemm, with MANY_TILES: a warp's
+// part of x leaves no registers beside its limbs.
 //
 // A unit is a strip of 32 rows of W and one of SPLIT_K parts of its columns. Blocks have runs of units, longer runs
 // first, since the last blocks start last. The warps of a block share a unit's columns, in steps. With SPLIT_K = 1 a
@@ -10,7 +11,6 @@
 // needs the bandwidth too: while it runs, at most IN_FLIGHT of a warp's stages are in flight, or its loads queue behind
 // all of them. The warps' sums of a unit are added through shared memory, in their order. Sums of a strip that several
 // blocks share go through the LL mailbox to the block that adds them up: all blocks are resident.
-// adds it up: all blocks are resident.
 #pragma once
 #include "common/ptx/bulk_copy.cuh"
 #include "common/w4/x_registers.cuh"
@@ -26,12 +26,13 @@ template <class S, bool POSTS_OUT = false> struct W4Stream {
     typedef W4Units<S, POSTS_OUT> Units;
     static constexpr int NUM_STRIPS = Units::NUM_STRIPS, NUM_TILES = K / STRIP;
     // A step: the tiles that share scales, at least two where an MMA takes two.
-    static constexpr int GROUP = S::GROUP_SIZE / STRIP, STEP = max_of(GROUP, TOKENS == 1 ? 2 : 1);
+    typedef typename S::Weights W;
+    static constexpr int GROUP = max_of(S::GROUP_SIZE / STRIP, 1), STEP = max_of(GROUP, TOKENS == 1 ? 2 : 1);
     static constexpr int NUM_STEPS = ceil_div(NUM_TILES, STEP);
     static constexpr int STEPS = ceil_div(ceil_div(NUM_STEPS, SPLIT_K), WARPS);  // of a warp, of a unit, at most
     static constexpr int SLOT_STEPS = S::BLOCK_K / STRIP / STEP / WARPS, ROUNDS = ceil_div(STEPS, SLOT_STEPS);
     static constexpr bool EVEN = NUM_TILES % (STEP * SPLIT_K * WARPS) == 0;
-    typedef W4Slots<BF16, STEPS, STEP, SLOT_STEPS, GROUP, EVEN, S::MANY_TILES> Slots;
+    typedef W4Slots<BF16, STEPS, STEP, SLOT_STEPS, GROUP, EVEN, S::MANY_TILES, W> Slots;
     typedef W4StreamX<Slots, TOKENS> X;
     static_assert(S::BLOCK_N == STRIP && SLOT_STEPS > 0 && S::BLOCK_K % (STRIP * STEP * WARPS) == 0);
 
@@ -73,11 +74,12 @@ template <class S, bool POSTS_OUT = false> struct W4Stream {
         const int count = max(0, min(steps * STEP, NUM_TILES - first));  // tiles
         uint64_t* const barrier = &s.barriers[warp][at.slot];
         uint8_t* const slot = s.slots[warp][at.slot];
-        barrier_expect(barrier, count / GROUP * (GROUP * 512 + 64));
+        barrier_expect(barrier, count / GROUP * (GROUP * W::TILE_BYTES + Slots::SCALES_BYTES));
         if (!EVEN && count == 0) return;
-        copy_bulk(slot, w + (int64_t(strip) * NUM_TILES + first) * 32, count * 512, barrier, policy);
-        copy_bulk(slot + Slots::WORDS_BYTES, scales + (int64_t(strip) * (NUM_TILES / GROUP) + first / GROUP) * 8,
-                  count / GROUP * 64, barrier, policy);
+        copy_bulk(slot, w + (int64_t(strip) * NUM_TILES + first) * W::TILE_CHUNKS, count * W::TILE_BYTES, barrier, policy);
+        constexpr int WORDS = Slots::SCALES_BYTES / 8;
+        copy_bulk(slot + Slots::WORDS_BYTES, scales + (int64_t(strip) * (NUM_TILES / GROUP) + first / GROUP) * WORDS,
+                  count / GROUP * Slots::SCALES_BYTES, barrier, policy);
     }
 
     // x: [num_tokens, K / 2]. W is read before pdl_wait; x, and all that is written, after it. posts: the LL mailbox

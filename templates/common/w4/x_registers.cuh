@@ -1,16 +1,22 @@
 // x of a warp of warp_pipeline.cuh or cta_pipeline.cuh, in registers, and its products with a stage of weights.
 #pragma once
-#include "common/ptx/mma.cuh"
+#include "common/w4/formats.cuh"
 #include "common/w4/int_limbs_m1.cuh"
 #include "common/w4/int_limbs_m4.cuh"
 
 // A warp's part of a row of W is STEPS steps of STEP tiles of 32 x 32 weights, in stages of SLOT_STEPS; EVEN: it always
-// has all of them. A stage holds the tiles, 512 bytes each, then their scales by GROUP tiles. MANY: see W4PairDigits.
-template <bool BF16_, int STEPS_, int STEP_, int SLOT_STEPS_, int GROUP, bool EVEN_, bool MANY_> struct W4Slots {
+// has all of them. A stage holds the tiles, then their scales by GROUP tiles. MANY: see W4PairDigits. Format: of W.
+template <bool BF16_, int STEPS_, int STEP_, int SLOT_STEPS_, int GROUP_, bool EVEN_, bool MANY_,
+          class Format = W4Weights<BF16_, 32 * GROUP_>>
+struct W4Slots {
+    typedef Format W;
+    static constexpr int GROUP = GROUP_, SCALES_BYTES = W::GROUP_BYTES * W::TILE_GROUPS;  // of GROUP tiles
     static constexpr bool BF16 = BF16_, EVEN = EVEN_, MANY = MANY_;
     static constexpr int STEPS = STEPS_, STEP = STEP_, SLOT_STEPS = SLOT_STEPS_, TILES = STEPS * STEP;
-    static constexpr int WORDS_BYTES = SLOT_STEPS * STEP * 512, BYTES = WORDS_BYTES + SLOT_STEPS * STEP / GROUP * 64;
+    static constexpr int WORDS_BYTES = SLOT_STEPS * STEP * W::TILE_BYTES;
+    static constexpr int BYTES = WORDS_BYTES + SLOT_STEPS * STEP / GROUP * SCALES_BYTES;
 
+    // Of int4 without minima.
     static DEVICE uint4 words(const uint8_t* slot, int tile) {
         return *reinterpret_cast<const uint4*>(slot + tile * 512 + threadIdx.x % 32 * 16);
     }
@@ -111,6 +117,63 @@ template <class L> struct W4StreamX<L, 4> {
 #pragma unroll
         for (int r = 0; r < 4; r++) v[r] = fmaf(256.0f, sums.acc[r][1], sums.acc[r][0]) * Digits::factor(r) * down;
         if (token < num_tokens) to[token * 8 + threadIdx.x % 32 / 4] = make_float4(v[0], v[1], v[2], v[3]);
+    }
+};
+
+// Up to eight tokens as they are, operands of mma.sync, for any format of W.
+template <class L> struct W4StreamX<L, 8> {
+    typedef typename L::W W;
+    static constexpr int X_BYTES = 0;
+    uint32_t columns[L::TILES][4];  // 2 t, 2 t + 1 of each 8 of a tile, of token lane / 4
+    int count = 0;
+
+    struct Sums {
+        float acc[8] = {};
+    };
+
+    DEVICE void load(const uint32_t* x, int row_words, int count_, int num_tokens, uint8_t*) {
+        count = count_;
+        const int token = threadIdx.x % 32 / 4;
+        const uint32_t* const row = x + token * row_words + threadIdx.x % 4;
+#pragma unroll
+        for (int i = 0; i < L::TILES; i++) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                columns[i][j] = 0;
+                if (token < num_tokens && (L::EVEN || i < count)) columns[i][j] = row[i * 16 + j * 4];
+            }
+        }
+    }
+    DEVICE void multiply(Sums& sums, const uint8_t* slot, int in_slot, int tile) const {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < L::STEP; i++) {
+            const uint8_t* const scales = slot + L::WORDS_BYTES + (in_slot + i) / L::GROUP * L::SCALES_BYTES;
+            uint4 chunks[W::LANE_CHUNKS];
+            typename W::ScalesQuad quads[W::TILE_GROUPS];
+#pragma unroll
+            for (int j = 0; j < W::LANE_CHUNKS; j++)
+                chunks[j] = reinterpret_cast<const uint4*>(slot + (in_slot + i) * W::TILE_BYTES)[j * 32 + lane];
+#pragma unroll
+            for (int j = 0; j < W::TILE_GROUPS; j++) {
+                quads[j] = reinterpret_cast<const typename W::ScalesQuad*>(scales + j * W::GROUP_BYTES)[lane / 4];
+                // Beyond the warp's part x is zero, and the stage may hold NaN.
+                if (!L::EVEN && tile + i >= count) quads[j] = {};
+            }
+            uint32_t a[4][4];
+            W::Products::unpack(chunks, a);
+            typename W::Products::Sums of_x = {};
+            W::Products::add_columns(of_x, columns[tile + i]);
+            W::Products::add(sums.acc, a, quads, of_x, columns[tile + i]);
+        }
+    }
+    // to: [num_tokens][8], of four rows each.
+    DEVICE void put(const Sums& sums, float4* to, int num_tokens) const {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+            if (2 * t + j < num_tokens)
+                to[(2 * t + j) * 8 + g] = make_float4(sums.acc[j], sums.acc[2 + j], sums.acc[4 + j], sums.acc[6 + j]);
     }
 };
 

@@ -119,7 +119,7 @@ def _unit(config: ModelConfig, width: int) -> int:
     """By how many columns a width is cut: int4 between groups of any size that the checkpoint may have."""
     if config.quant is None:
         return gcd(width, VECTOR)
-    return lcm(STRIP, config.quant.group_size, *config.quant.other_sizes)
+    return lcm(STRIP, *config.quant.group_sizes)
 
 
 def _named(what: str, whole: int, unit: int, world: World) -> Span:

@@ -7,11 +7,15 @@ something else with the same tensors is refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import gcd
 from typing import Any
 
 from kerngen.errors import CheckpointError
 from kerngen.runtime.config_fields import Fields, short
+from kerngen.templates.common.w4.tiling import Packing
 
 GROUP_SIZES = (32, 64, 128)
 MAX_IGNORED = 1 << 16  # names: the official 31B lists 194, every linear of its vision tower
@@ -57,6 +61,8 @@ class GptqConfig:
 class QuantConfig:
     """Symmetric int4, one scale for `group_size` inputs; some modules may have one of `other_sizes`.
 
+    packings: by module how it is packed, where modules differ; those that it does not name are dense. Of experts that
+    are matrices of their own it names the first.
     ignore: module names, or "re:" and a regular expression, that are stored dense. gptq: None for compressed-tensors.
     on_load: nothing is stored in int4; matrices become so as they are loaded, where kernels take them: weights/int4.py.
     kv_scales: layers have scales of an fp8 KV cache, k_scale and v_scale.
@@ -68,6 +74,36 @@ class QuantConfig:
     gptq: GptqConfig | None = None
     on_load: bool = False
     kv_scales: bool = False
+    packings: Mapping[str, Packing] | None = field(default=None, hash=False)
+
+    def packing_of(self, module: str) -> Packing | None:
+        """How the module is packed, None where it is dense; `ignore` aside, and a group of another size."""
+        if self.packings is None:
+            return Packing(self.group_size)
+        return self.packings.get(re.sub(r"\.experts\.\d+\.", ".experts.0.", module))
+
+    @property
+    def group_sizes(self) -> set[int]:
+        """Inputs that share a scale, in any module."""
+        found = {self.group_size, *self.other_sizes}
+        return found if self.packings is None else {packing.group_size for packing in self.packings.values()}
+
+    @property
+    def all_packings(self) -> list[Packing]:
+        """Each once, in the order in which modules have them."""
+        return [Packing(self.group_size)] if self.packings is None else list(dict.fromkeys(self.packings.values()))
+
+
+def joined_packing(packings: Sequence[Packing | None]) -> Packing | None:
+    """How a matrix is packed that has the rows of matrices packed so, without loss; None where one of them is dense.
+
+    Symmetric codes have minima where others do, and 4 bits become 8; a group has the greatest size that divides all.
+    """
+    known = [packing for packing in packings if packing is not None]
+    if len(known) < len(packings):
+        return None
+    sizes, bits = {packing.group_size for packing in known}, max(packing.bits for packing in known)
+    return Packing(gcd(*sizes), bits, any(packing.has_minima for packing in known))
 
 
 # Of a drafter: the group is that of Q4_0, which assistants are trained for; the head's rows are gathered one by one.
@@ -201,11 +237,11 @@ def _gptq(quant: Fields) -> QuantConfig:
 
 
 def _gguf(quant: Fields) -> QuantConfig:
-    """What gguf/config.py says of a file with matrices in Q4_0; no folder's config.json has these fields."""
-    if "ignore" not in quant.values:
+    """What gguf/config.py says of a file with packed matrices; no folder's config.json has these fields."""
+    packings = quant.values.get("packings")
+    if not isinstance(packings, dict) or not all(isinstance(packing, Packing) for packing in packings.values()):
         raise quant.error("quant_method is 'gguf', and weights in llama.cpp's blocks lie in a GGUF file: name that")
-    _require(quant, "bits", 4)
-    return QuantConfig(_size(quant), tuple(quant.get("ignore")))
+    return QuantConfig(32, (), packings=packings)
 
 
 def _require(fields: Fields, name: str, want: Any) -> None:

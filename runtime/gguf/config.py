@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime.config_fields import RELEASED
 from kerngen.runtime.gguf.container import GgufModel, open_gguf
-from kerngen.runtime.gguf.names import GROUP, ROPE_FREQS, dense_modules, packed_modules, placed
+from kerngen.runtime.gguf.names import ROPE_FREQS, named_packings, packings, placed
 from kerngen.runtime.gguf.tokenizer import tokens_of
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ def config_json(place: Path) -> dict[str, Any]:
     model = open_gguf(place)
     _require_arch(model)
     found = placed(model)
-    packed = packed_modules(model, found)
-    quant = {"quant_method": "gguf", "bits": 4, "group_size": GROUP, "ignore": dense_modules(found, packed)}
-    return _Keys(model).text_config() | ({"quantization_config": quant} if packed else {})
+    kept = named_packings(packings(model, found))
+    quant = {"quant_method": "gguf", "packings": kept}
+    return _Keys(model).text_config() | ({"quantization_config": quant} if kept else {})
 
 
 def generation_json(place: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kerngen.errors import CheckpointError
+from kerngen.templates.common.w4.tiling import Packing
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,13 @@ GGML_TYPES: dict[int, GgmlType] = {
     )
 }  # fmt: skip
 
+# How matrices of a type are kept: codes of so many bits, with a scale, and with or without a minimum, for a group.
+PACKINGS = {
+    "Q4_0": Packing(32), "Q4_1": Packing(32, has_minima=True), "Q4_K": Packing(32, has_minima=True),
+    "Q5_0": Packing(32, 8), "Q5_1": Packing(32, 8, has_minima=True), "Q5_K": Packing(32, 8, has_minima=True),
+    "Q6_K": Packing(16, 8), "Q8_0": Packing(32, 8), "IQ4_NL": Packing(32, 8), "IQ4_XS": Packing(32, 8),
+    "MXFP4": Packing(32, 8),
+}  # fmt: skip
 READ = (
     "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file of Gemma-4 by the names that transformers gives them, and which of them stay int4.
+"""Tensors of a GGUF file of Gemma-4 by the names that transformers gives them, and which of them stay packed.
 
 Source: ggml-org/llama.cpp, gguf-py/gguf/tensor_mapping.py and constants.py (MODEL_ARCH.GEMMA4).
 """
@@ -6,15 +6,15 @@ Source: ggml-org/llama.cpp, gguf-py/gguf/tensor_mapping.py and constants.py (MOD
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kerngen.errors import CheckpointError
 from kerngen.runtime.gguf.container import GgufModel
-from kerngen.runtime.gguf.ggml_types import known
+from kerngen.runtime.gguf.ggml_types import PACKINGS, known
+from kerngen.templates.common.w4.tiling import Packing
 
 PREFIX = "model."
-GROUP = 32  # of Q4_0: inputs that share a scale
 ROPE_FREQS = "rope_freqs.weight"  # no weight: config.py reads it
 _LAYER = re.compile(r"blk\.(\d{1,9})\.(.*)")
 _ROOT = {
@@ -70,6 +70,10 @@ class Place:
     joined: str = ""
 
     @property
+    def is_of_experts(self) -> bool:
+        return ".experts." in self.name
+
+    @property
     def module(self) -> str:
         return self.name.removesuffix(".weight")
 
@@ -110,17 +114,20 @@ def placed(model: GgufModel) -> dict[str, Place]:
     return found
 
 
-def packed_modules(model: GgufModel, found: Mapping[str, Place]) -> set[str]:
-    """The modules that stay int4: all that one of kerngen's matrices is made of are Q4_0. found: see `placed`."""
+def packings(model: GgufModel, found: Mapping[str, Place]) -> dict[str, Packing]:
+    """The modules that stay packed, and how: all that one of kerngen's matrices is made of are quantised, and of
+    experts all are Q4_0, since no kernel takes others. found: see `placed`.
+    """
     owners = model.head.integer("gemma4.block_count", 0) - model.head.integer("gemma4.attention.shared_kv_layers", 0)
     types: dict[str, set[str]] = {}
     for name, where in found.items():
         if where.joined and not _is_dead(where, owners):
             types.setdefault(where.joined, set()).add(model.info(name).type.name)
     return {
-        where.module
+        where.module: PACKINGS[kind]
         for name, where in found.items()
-        if types.get(where.joined) == {"Q4_0"} and model.info(name).type.name == "Q4_0"
+        if (kind := model.info(name).type.name) in PACKINGS
+        and types.get(where.joined, {""}) <= ({"Q4_0"} if where.is_of_experts else PACKINGS.keys())
     }
 
 
@@ -130,11 +137,12 @@ def _is_dead(where: Place, owners: int) -> bool:
     return where.module.endswith((".k_proj", ".v_proj")) and layer.isdecimal() and int(layer) >= owners
 
 
-def dense_modules(found: Mapping[str, Place], packed: Collection[str]) -> list[str]:
-    """Of the matrices that could be int4 those that are not, as quantization_config's `ignore` names them."""
-    names = {where.module for where in found.values() if where.joined} - set(packed)
-    for part in ("gate_up_proj", "down_proj"):  # by the first expert's, as where each has its own
-        fused = [name for name in names if name.endswith(f"experts.{part}")]
-        each = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
-        names |= {f"{name.removesuffix(part)}0.{one}" for name in fused for one in each}
-    return sorted(name.replace(".*.", ".0.") for name in names)
+def named_packings(found: Mapping[str, Packing]) -> dict[str, Packing]:
+    """The same by all names that matrices are asked for by: experts that are together also by their first one's."""
+    made = dict(found)
+    for name, packing in found.items():
+        stem, _, part = name.rpartition(".")
+        if stem.endswith(".experts"):
+            each = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+            made |= {f"{stem}.0.{one}": packing for one in each}
+    return {name.replace(".*.", ".0."): packing for name, packing in made.items()}

@@ -1,9 +1,10 @@
 """The tensors of a GGUF file as a checkpoint's: by transformers' names, in the dtypes and orders that loading takes.
 
-Q4_0 is int4 in groups of 32 as compressed-tensors has it, in another order: such matrices are a `weight_packed` and a
-`weight_scale`, made of the blocks as they are read, without loss. What kernels multiply with is several of these, as q,
-k and v; where one of them is of another type all are dense. Whatever else is quantised is dense fp32, of which loading
-makes the run's dtype. Blocks go to the device as they are stored, and are decoded there.
+A matrix that kernels multiply as it is packed is a `weight_packed`, a `weight_scale` and, where its groups have minima,
+a `weight_minimum`, made of the blocks as they are read (ggml_types.PACKINGS): 4 bits in compressed-tensors' order, 8
+as int8. What kernels multiply with is several of these, as q, k and v; where one of them is of floats all are dense.
+Whatever else is quantised is dense fp32, of which loading makes the run's dtype. Blocks go to the device as they are
+stored, and are decoded there.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kerngen.runtime.gguf.blocks import FLOAT_TYPES, decode, q4_0_words
+from kerngen.runtime.gguf.blocks import FLOAT_TYPES, decode, pack_nibbles, q4_0_words, take_apart
 from kerngen.runtime.gguf.container import GgufFile, TensorInfo, open_gguf
-from kerngen.runtime.gguf.names import GROUP, Place, packed_modules, placed
+from kerngen.runtime.gguf.ggml_types import PACKINGS
+from kerngen.runtime.gguf.names import Place, packings, placed
 from kerngen.runtime.weights.mapped import DTYPES, Box, Decode, Entry, MappedFile
 from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.world import Span
 
 MAX_EXPERTS = 4096
 _PIECES = 8  # of PIECE_BYTES: what is decoded at a time stays in a core's cache
-_VALUES, _CODES, _SCALES = "values", "codes", "scales"
-_UNITS = {_VALUES: 1, _CODES: 8, _SCALES: GROUP}  # elements of a row that are one of the tensor's
-_DTYPES = {_VALUES: "F32", _CODES: "I32", _SCALES: "F16"}
+_VALUES, _CODES, _SCALES, _MINIMA = "values", "codes", "scales", "minima"
+_AS_STORED = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL"}  # blocks begin with fp16: a scale, and a minimum
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,11 @@ class Stored(Entry):
     info: TensorInfo
     part: str
 
+    @property
+    def unit(self) -> int:
+        """Elements of a row that are one of the tensor's."""
+        return _unit(self.info.type.name, self.part)
+
 
 class GgufTensors(MappedFile):
     """The tensors of one file."""
@@ -46,7 +52,8 @@ class GgufTensors(MappedFile):
     def __init__(self, file: GgufFile, entries: dict[str, Entry]) -> None:
         self.path, self.stat, self.digest = file.path, file.stat, file.digest
         self.entries = entries
-        self.num_scales = self.num_inexact = 0  # of what was read of Q4_0, and how many of them bf16 would round
+        # Of what was read, scales and minima: of Q4_0, and how many bf16 would round; of others, and fp16.
+        self.num_scales, self.num_inexact = [0, 0], [0, 0]
         self._keep(file.map)
 
     def tensor(self, name: str) -> Tensor:
@@ -62,14 +69,14 @@ class GgufTensors(MappedFile):
             yield row, raw if made_of is None else made_of(raw)
 
     def stored_pieces(self, name: str, box: Box = (), rows: int = 1) -> Iterator[tuple[int, Tensor, Decode | None]]:
-        """Blocks [rows, ..., blocks, bytes], all that the box has a part of, and what decodes them; Q4_0's scales
-        [rows, ..., blocks] by themselves.
+        """Blocks [rows, ..., blocks, bytes], all that the box has a part of, and what decodes them; scales and
+        minima that blocks begin with [rows, ..., blocks] by themselves.
         """
         entry = self.entries[name]
         if not isinstance(entry, Stored):
             yield from super().stored_pieces(name, box)
             return
-        kind, unit = entry.info.type, _UNITS[entry.part]
+        kind, unit = entry.info.type, entry.unit
         inner = entry.shape[1:-1]
         row_blocks = entry.shape[-1] * unit // kind.block
         cols = box[-1] if box else Span.of(entry.shape[-1])
@@ -80,19 +87,22 @@ class GgufTensors(MappedFile):
         made_bytes = max(entry.num_bytes // entry.shape[0], stored_bytes) * _PIECES
         for row, start, stop in self._steps(entry, stored_bytes, made_bytes, rows, box):
             raw = self._bytes[start:stop].view(-1, *inner, row_blocks, kind.block_bytes)[:, *inside, :]
-            if entry.part == _SCALES:  # two bytes of a block, the first: the others stay here
-                raw = raw.view(torch.float16)[..., 0]
+            if kind.name in _AS_STORED and entry.part in (_SCALES, _MINIMA):  # the others of a block stay here
+                raw = raw.view(torch.float16)[..., int(entry.part == _MINIMA)]
             yield row, raw, partial(self._made, entry, within)
 
     def _made(self, entry: Stored, within: slice, raw: Tensor) -> Tensor:
-        if entry.part == _VALUES:
-            return decode(entry.info.type.name, raw)[..., within]
-        if entry.part == _CODES:
-            return q4_0_words(raw)[..., within]
-        scales = raw[..., within]
-        self.num_scales += scales.numel()
-        self.num_inexact += int((scales.bfloat16().float() != scales.float()).sum())
-        return scales
+        kind, part = entry.info.type.name, entry.part
+        if part == _VALUES:
+            return decode(kind, raw)[..., within]
+        if part == _CODES:
+            return _codes(kind, raw)[..., within]
+        found = raw if kind in _AS_STORED else getattr(take_apart(kind, raw), part)
+        found, is_q4_0 = found[..., within], kind == "Q4_0"
+        kept = found.bfloat16() if is_q4_0 else found.half()
+        self.num_scales[not is_q4_0] += found.numel()
+        self.num_inexact[not is_q4_0] += int((kept.float() != found.float()).sum())
+        return found
 
 
 class GgufCheckpoint(Checkpoint):
@@ -106,7 +116,7 @@ class GgufCheckpoint(Checkpoint):
         self.folder = place
         self._model = open_gguf(place)
         found = placed(self._model)
-        packed = packed_modules(self._model, found)
+        packed = packings(self._model, found)
         self._files: dict[str, MappedFile] = {}
         for file in self._model.files:
             entries: dict[str, Entry] = {}
@@ -133,7 +143,7 @@ class GgufCheckpoint(Checkpoint):
 
     def said(self, used: Iterable[str], dtype: torch.dtype) -> list[str]:
         """What became of the file's quantised tensors, in lines for people: which were decoded and take how many bytes
-        in `dtype`, which stay int4, and how many scales `dtype` rounds. used: names of what was loaded.
+        in `dtype`, which stay packed, and how many scales and minima are rounded. used: names of what was loaded.
         """
         kept: dict[tuple[Path, int], str] = {}  # by where a tensor lies: experts are parts of one
         made: dict[tuple[Path, int], str] = {}
@@ -148,17 +158,34 @@ class GgufCheckpoint(Checkpoint):
         if made:
             words.append(f"decoded to {kind}, which takes {made_bytes / 1e9:.2f} GB: {_counted(made.values())}")
         if kept:
-            words.append(f"read as int4: {_counted(kept.values())}")
+            words.append(f"kept as they are: {_counted(kept.values())}")
         if words:
             lines.append(f"{self.folder.name}: {'; '.join(words)}")
         files = [file for file in self.files if isinstance(file, GgufTensors)]
-        inexact, scales = sum(file.num_inexact for file in files), sum(file.num_scales for file in files)
-        if inexact and dtype == torch.bfloat16:
-            lines.append(
-                f"{self.folder.name}: {inexact:,} of {scales:,} scales of Q4_0 are no bfloat16 and were rounded; "
-                "--dtype fp16 keeps them"
-            )
+        for which, (kinds, whom, way_on) in enumerate((
+            ((torch.bfloat16,), "scales of Q4_0 are no bfloat16", "; --dtype fp16 keeps them"),
+            ((torch.bfloat16, torch.float16), "scales and minima are no float16", ""),
+        )):  # fmt: skip
+            inexact, count = (sum(n[which] for n in each) for each in
+                              ((f.num_inexact for f in files), (f.num_scales for f in files)))  # fmt: skip
+            if inexact and dtype in kinds:
+                lines.append(f"{self.folder.name}: {inexact:,} of {count:,} {whom} and were rounded{way_on}")
         return lines
+
+
+def _codes(kind: str, raw: Tensor) -> Tensor:
+    """As `take_apart` and kernels have them: int8 [..., K], or int32 [..., K / 8] with eight of 4 bits."""
+    if kind == "Q4_0":
+        return q4_0_words(raw)
+    codes = take_apart(kind, raw).codes
+    return codes if PACKINGS[kind].bits == 8 else pack_nibbles(codes.view(torch.uint8))
+
+
+def _unit(kind: str, part: str) -> int:
+    """Elements of a row that are one of the tensor's."""
+    if part == _VALUES:
+        return 1
+    return PACKINGS[kind].group_size if part != _CODES else 8 if PACKINGS[kind].bits == 4 else 1
 
 
 def _counted(types: Iterable[str]) -> str:
@@ -191,8 +218,16 @@ def _stored(
     if len(shape) < 2:
         raise file.error(f"{name} is {info.type.name} of one dimension; only matrices are read quantised")
     module = named.removesuffix(".weight")
-    parts = ((f"{module}.weight_packed", _CODES), (f"{module}.weight_scale", _SCALES))
-    for what, part in parts if is_packed else ((named, _VALUES),):
-        made = (*shape[:-1], shape[-1] // _UNITS[part])
-        dtype = _DTYPES[part]
+    kind = info.type.name
+    parts = [(named, _VALUES)]
+    if is_packed:
+        parts = [(f"{module}.weight_packed", _CODES), (f"{module}.weight_scale", _SCALES)]
+        parts += [(f"{module}.weight_minimum", _MINIMA)] * PACKINGS[kind].has_minima
+    for what, part in parts:
+        made = (*shape[:-1], shape[-1] // _unit(kind, part))
+        dtype = "F32"
+        if part == _CODES:
+            dtype = "I8" if PACKINGS[kind].bits == 8 else "I32"
+        elif part != _VALUES and kind in _AS_STORED:
+            dtype = "F16"
         yield what, Stored(dtype, made, start, prod(made) * DTYPES[dtype].itemsize, info, part)

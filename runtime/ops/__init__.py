@@ -31,6 +31,7 @@ from kerngen.runtime.ops.values import (
     WeightFormat,
     WeightView,
     dense_weights,
+    grouped_weights,
     int4_weights,
 )
 from kerngen.templates.values import AttnBatch, HeadNorms, KVView, PageLimits, PagesInUse
@@ -56,6 +57,7 @@ __all__ = [
     "WeightView",
     "dense_weights",
     "fitting",
+    "grouped_weights",
     "int4_weights",
     "positions_of",
     "residual_dtype",

@@ -24,6 +24,7 @@ from torch import Tensor
 from kerngen.errors import CheckpointError
 from kerngen.runtime.quant import QuantConfig
 from kerngen.runtime.weights.safetensors import Checkpoint
+from kerngen.templates.common.w4.tiling import Packing
 
 FLOATS = ("BF16", "F16", "F32")
 INTS = ("I64", "I32")
@@ -35,14 +36,16 @@ _COMPLEX = re.compile(r"\(\?(?!:)|\\\d|\)[*+{]|\{")  # look-around, back referen
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """An int4 matrix [out, in], or one an expert [E, out, in], by the names of its tensors.
+    """A packed matrix [out, in], or one an expert [E, out, in], by the names of its tensors.
 
-    is_transposed: stored [in, out]. used: all tensors that belong to it.
+    codes: int32 [out, in / 8], or int8 [out, in]. minima: None where it has none. is_transposed: stored [in, out].
+    used: all tensors that belong to it.
     """
 
-    words: str
+    packing: Packing
+    codes: str
     scales: str
-    group_size: int
+    minima: str | None
     is_transposed: bool
     used: frozenset[str]
 
@@ -131,6 +134,8 @@ def find_packed(
         raise CheckpointError(f"{where} has a tensor {has}, but quantization_config says {says}")
     if module in ignored:
         raise CheckpointError(f"{where} is packed, but quantization_config ignores it")
+    if quant.packings is not None:
+        return _find_named(checkpoint, quant, module, stem, shape)
     if gptq and len(shape) == 2:
         return _find_gptq(checkpoint, quant, module, (shape[0], shape[1]))
     return _find_compressed(checkpoint, quant, module, stem, shape)
@@ -154,7 +159,21 @@ def _find_compressed(
         if stored != shape:
             raise CheckpointError(f"{checkpoint.folder}: {stored_shape} says {stored}; config.json implies {shape}")
         used.add(stored_shape)
-    return Packed(words, scales, group, is_transposed=False, used=frozenset(used))
+    return Packed(Packing(group), words, scales, None, is_transposed=False, used=frozenset(used))
+
+
+def _find_named(checkpoint: Checkpoint, quant: QuantConfig, module: str, stem: str, shape: tuple[int, ...]) -> Packed:
+    """Of a GGUF file, whose tensors are made to fit (gguf/weights.py)."""
+    if (packing := quant.packing_of(module)) is None:
+        raise TypeError(f"{module} is packed, and its file says nothing of it")
+    codes, scales, minima = (f"{stem}_{part}" for part in ("packed", "scale", "minimum"))
+    is_int8, groups = packing.bits == 8, shape[-1] // packing.group_size
+    checkpoint.require(codes, (*shape[:-1], shape[-1] // (1 if is_int8 else 8)), ("I8" if is_int8 else "I32",))
+    names = [scales, minima] if packing.has_minima else [scales]
+    for name in names:
+        checkpoint.require(name, (*shape[:-1], groups), FLOATS)
+    used = frozenset((codes, *names))
+    return Packed(packing, codes, scales, minima if packing.has_minima else None, is_transposed=False, used=used)
 
 
 def _find_gptq(checkpoint: Checkpoint, quant: QuantConfig, module: str, shape: tuple[int, int]) -> Packed:
@@ -184,7 +203,7 @@ def _find_gptq(checkpoint: Checkpoint, quant: QuantConfig, module: str, shape: t
         used.add(order)
     elif gptq.act_order:
         raise CheckpointError(f"{checkpoint.folder}: desc_act is true, and {order}, which says of what, is missing")
-    return Packed(words, scales, group, is_transposed=True, used=frozenset(used))
+    return Packed(Packing(group), words, scales, None, is_transposed=True, used=frozenset(used))
 
 
 def _group_size(checkpoint: Checkpoint, quant: QuantConfig, module: str, scales: str, cols: int, *, dim: int) -> int:

@@ -22,14 +22,16 @@ from torch import Tensor
 import kerngen
 from kerngen.errors import CheckpointError
 from kerngen.runtime.config import ModelConfig
-from kerngen.runtime.ops import Experts, Linear, Ops, WeightView, dense_weights, int4_weights
+from kerngen.runtime.ops import Experts, Linear, Ops, WeightView, dense_weights, grouped_weights, int4_weights
 from kerngen.runtime.weights.mapped import DTYPES, PIECE_BYTES
+from kerngen.runtime.weights.packed import scale_dtype
 from kerngen.runtime.weights.safetensors import Checkpoint, SafetensorsFile
 from kerngen.runtime.weights.source import CheckpointSource, Parts
 from kerngen.runtime.weights.staging import Stage
 from kerngen.runtime.weights.tensors import Advance
 from kerngen.runtime.world import Span
 from kerngen.system.files import publish_with
+from kerngen.templates.common.w4.tiling import Packing
 
 LAYOUT = 1  # of the file and of what `seal` adds up
 FP16_RANGE = 1  # of what fp16_range.py makes of an MLP: a file of another one, or of none, is not read
@@ -225,22 +227,25 @@ def _order(config: ModelConfig, ops: Ops) -> str:
     def dense(*shape: int) -> Tensor:
         return (ramp[: torch.Size(shape).numel()].view(shape) % 251 - 125).to(ops.dtype)
 
-    def packed(*shape: int) -> tuple[Tensor, Tensor]:
-        group = config.quant.group_size if config.quant else size
-        words = ramp[: torch.Size(shape).numel() // 8].view(*shape[:-1], shape[-1] // 8)
-        return (words * 40503 % (1 << 31)).to(torch.int32), dense(*shape[:-1], shape[-1] // group)
+    def packed(packing: Packing, *shape: int) -> tuple[Tensor, Tensor]:
+        each, dtype = (1, torch.int8) if packing.bits == 8 else (8, torch.int32)
+        words = ramp[: torch.Size(shape).numel() // each].view(*shape[:-1], shape[-1] // each)
+        scales = dense(*shape[:-1], shape[-1] // packing.group_size).to(scale_dtype(packing, ops.dtype))
+        return (words * 40503 % (1 << 31)).to(torch.int32).to(dtype), scales
 
     made: list[Any] = [ops.prepare(dense_weights(dense(2 * size, size)))]
     if config.num_experts:
         gate_up, down = dense_weights(dense(experts, 2 * size, size)), dense_weights(dense(experts, size, size))
         made.append(ops.prepare_experts(gate_up, down))
-    if config.quant is not None:
-        group = config.quant.group_size
+    for packing in config.quant.all_packings if config.quant else ():
+        codes, scales = packed(packing, 2 * size, size)
         for gated in (False, True):
-            made.append(ops.prepare(int4_weights(*packed(2 * size, size), 2 * size, size, group, gated=gated)))
-        if config.num_experts:
-            w4_gate_up = int4_weights(*packed(experts, 2 * size, size), 2 * size, size, group)
-            made.append(ops.prepare_experts(w4_gate_up, int4_weights(*packed(experts, size, size), size, size, group)))
+            minima = scales if packing.has_minima else None
+            made.append(ops.prepare(grouped_weights(codes, scales, minima, gated=gated)))
+        if config.num_experts and packing == Packing(group := packing.group_size):
+            w4_gate_up = int4_weights(*packed(packing, experts, 2 * size, size), 2 * size, size, group)
+            w4_down = int4_weights(*packed(packing, experts, size, size), size, size, group)
+            made.append(ops.prepare_experts(w4_gate_up, w4_down))
     for path, tensor in leaves(tuple(made)):
         digest.update(f"{path} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())

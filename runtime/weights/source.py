@@ -16,14 +16,16 @@ from torch import Tensor
 from kerngen.errors import CheckpointError
 from kerngen.runtime.config import LayerConfig, ModelConfig
 from kerngen.runtime.ops import Experts, Linear, Ops, WeightView, dense_weights, int4_weights
+from kerngen.runtime.quant import joined_packing
 from kerngen.runtime.weights.fp16_range import mlp_exponents, times_power
 from kerngen.runtime.weights.int4 import becomes_int4, to_int4
 from kerngen.runtime.weights.mapped import Box
+from kerngen.runtime.weights.packed import PackedTensors, scale_dtype
 from kerngen.runtime.weights.quantized import FLOATS, IgnoreList, Packed, find_packed
 from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.weights.tensors import Advance, TensorSource
 from kerngen.runtime.world import Span
-from kerngen.templates.common.w4.pack import dequantize
+from kerngen.templates.common.w4.tiling import Packing
 
 # Stored by the E-series on layers that own no cache, and never used there.
 DEAD_KV = re.compile(r"layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\..*")
@@ -123,8 +125,8 @@ class CheckpointSource(TensorSource):
     def linear(self, parts: Parts, in_features: Span) -> Linear:
         """The linears called `parts`, one under the other, repacked for the backend.
 
-        Stays packed if all of them are, in groups of one size; a mixture becomes dense. What is dense becomes int4
-        where the config has that done as weights are loaded.
+        Stays packed if all of them are, in a form that has each one's without loss; a mixture with dense ones becomes
+        dense. What is dense becomes int4 where the config has that done as weights are loaded.
         """
         made = self._prepared(self._joined(parts, in_features, self.ops.dtype), parts)
         return made if in_features.is_whole else replace(made, is_summand=True)
@@ -166,11 +168,11 @@ class CheckpointSource(TensorSource):
     def _joined(self, parts: Parts, in_features: Span, dtype: torch.dtype) -> Linear:
         """As they are stored, with weights or scales in `dtype`."""
         rows, cols = sum(out.size for _, out in parts), in_features.size
-        if group := self._common_group([parts], in_features):
-            packed = self._allocate((rows, cols // 8), torch.int32)
-            scales = self._allocate((rows, cols // group), dtype)
-            self._fill_packed(parts, in_features, packed, scales)
-            return int4_weights(packed, scales, rows, cols, group, fused_name(parts))
+        packing = joined_packing([p.packing if p else None for p in self._found([parts], in_features)])
+        if packing is not None:
+            packed = self._allocate_packed(packing, rows, cols, dtype)
+            self._fill_packed(parts, in_features, packed)
+            return packed.view(fused_name(parts))
         dense = self._allocate((rows, cols), dtype)
         self._fill_dense(parts, in_features, dense)
         return dense_weights(dense)
@@ -272,19 +274,22 @@ class CheckpointSource(TensorSource):
             return dense_weights(dense), [together]
         if packed := self._find(together, (num, stored_rows, in_features.whole)):
             words = self._allocate((num, rows, cols // 8), torch.int32)
-            scales = self._allocate((num, rows, cols // packed.group_size), self._mlp_dtype(packed.scales))
+            group = _int4_group(packed)
+            scales = self._allocate((num, rows, cols // group), self._mlp_dtype(packed.scales))
             sizes = [box[1].size for box in boxes]
             for box, w, s in zip(boxes, words.split(sizes, 1), scales.split(sizes, 1), strict=True):
-                self._copy_packed(packed, w, s, box, in_features)
-            return int4_weights(words, scales, rows, cols, packed.group_size), [packed.scales]
+                self._copy_packed(packed, PackedTensors(packed.packing, w, s), box, in_features)
+            return int4_weights(words, scales, rows, cols, group), [packed.scales]
         each = [[(f"{name}.{e}.{part}", out) for part, out in parts] for e in range(num)]
         names = [self._floats_of(module, out, in_features) for modules in each for module, out in modules]
-        if group := self._common_group(each, in_features):
+        found = self._found(each, in_features)
+        if None not in found and len({_int4_group(packed) for packed in found if packed}) == 1:
+            packing = Packing(next(_int4_group(packed) for packed in found if packed))
             words = self._allocate((num, rows, cols // 8), torch.int32)
-            scales = self._allocate((num, rows, cols // group), self._mlp_dtype(*names))
+            scales = self._allocate((num, rows, cols // packing.group_size), self._mlp_dtype(*names))
             for modules, w, s in zip(each, words, scales, strict=True):
-                self._fill_packed(modules, in_features, w, s)
-            return int4_weights(words, scales, rows, cols, group), names
+                self._fill_packed(modules, in_features, PackedTensors(packing, w, s))
+            return int4_weights(words, scales, rows, cols, packing.group_size), names
         dense = self._allocate((num, rows, cols), self._mlp_dtype(*names))
         for modules, matrix in zip(each, dense, strict=True):
             self._fill_dense(modules, in_features, matrix)
@@ -298,26 +303,43 @@ class CheckpointSource(TensorSource):
             self._packed[module, shape] = found
         return self._packed[module, shape]
 
-    def _common_group(self, linears: Iterable[Parts], in_features: Span) -> int:
-        """The group size of all these modules if they are packed in groups of one, else 0."""
-        found = [self._find(module, (out.whole, in_features.whole)) for parts in linears for module, out in parts]
-        sizes = {packed.group_size if packed else 0 for packed in found}
-        return sizes.pop() if len(sizes) == 1 else 0
+    def _found(self, linears: Iterable[Parts], in_features: Span) -> list[Packed | None]:
+        """How each of these modules is packed."""
+        return [self._find(module, (out.whole, in_features.whole)) for parts in linears for module, out in parts]
 
-    def _fill_packed(self, parts: Parts, in_features: Span, words: Tensor, scales: Tensor) -> None:
-        """Fill words [rows, in / 8] and scales [rows, in / group_size] with the packed linears called `parts`."""
-        sizes = [out.size for _, out in parts]
-        for (module, out), w, s in zip(parts, words.split(sizes), scales.split(sizes), strict=True):
+    def _allocate_packed(self, packing: Packing, rows: int, cols: int, dtype: torch.dtype) -> PackedTensors:
+        dtype = scale_dtype(packing, dtype)
+        shape = (rows, cols // packing.group_size)
+        is_int8 = packing.bits == 8
+        return PackedTensors(
+            packing,
+            self._allocate((rows, cols if is_int8 else cols // 8), torch.int8 if is_int8 else torch.int32),
+            self._allocate(shape, dtype),
+            self._allocate(shape, dtype) if packing.has_minima else None,
+        )
+
+    def _fill_packed(self, parts: Parts, in_features: Span, into: PackedTensors) -> None:
+        """Fill `into` with the packed linears called `parts`, one under the other."""
+        for (module, out), part in zip(parts, into.split([out.size for _, out in parts]), strict=True):
             if (packed := self._find(module, (out.whole, in_features.whole))) is None:
                 raise TypeError(f"{module} is not packed")
-            self._copy_packed(packed, w, s, (out,), in_features)
+            if packed.packing == into.packing:
+                self._copy_packed(packed, part, (out,), in_features)
+                continue
+            own = self._allocate_packed(packed.packing, out.size, in_features.size, into.scales.dtype)
+            self._copy_packed(packed, own, (out,), in_features)
+            if not self.is_dry:
+                part.take(own)
 
-    def _copy_packed(self, packed: Packed, words: Tensor, scales: Tensor, rows: Box, cols: Span) -> None:
+    def _copy_packed(self, packed: Packed, into: PackedTensors, rows: Box, cols: Span) -> None:
         """rows: the part of all dimensions but the last, of which `cols` is."""
         self.used |= packed.used
-        for name, out, each, dtypes in (
-            (packed.words, words, 8, ("I32",)), (packed.scales, scales, packed.group_size, FLOATS),
-        ):  # fmt: skip
+        group, is_int8 = packed.packing.group_size, packed.packing.bits == 8
+        tensors = [(packed.codes, into.codes, 1 if is_int8 else 8, ("I8" if is_int8 else "I32",)),
+                   (packed.scales, into.scales, group, FLOATS)]  # fmt: skip
+        if packed.minima is not None and into.minima is not None:
+            tensors.append((packed.minima, into.minima, group, FLOATS))
+        for name, out, each, dtypes in tensors:
             self._copy(name, out, dtypes, is_transposed=packed.is_transposed, box=(*rows, cols.over(each)))
 
     def _fill_dense(self, parts: Parts, cols: Span, out: Tensor) -> None:
@@ -326,11 +348,17 @@ class CheckpointSource(TensorSource):
             if (packed := self._find(module, (rows.whole, cols.whole))) is None:
                 self._copy(f"{module}.weight", part, FLOATS, box=(rows, cols))
                 continue
-            words = self._allocate((rows.size, cols.size // 8), torch.int32)
-            scales = self._allocate((rows.size, cols.size // packed.group_size), self._mlp_dtype(packed.scales))
-            self._copy_packed(packed, words, scales, (rows,), cols)
+            own = self._allocate_packed(packed.packing, rows.size, cols.size, self._mlp_dtype(packed.scales))
+            self._copy_packed(packed, own, (rows,), cols)
             if not self.is_dry:
-                part.copy_(dequantize(words, scales, out.dtype))
+                part.copy_(own.dense(out.dtype))
+
+
+def _int4_group(packed: Packed) -> int:
+    """Of experts: kernels take them in int4 without minima, in groups of one size."""
+    if packed.packing != Packing(packed.packing.group_size):
+        raise TypeError(f"{packed.codes}: experts are int4 without minima")
+    return packed.packing.group_size
 
 
 def _under_each_other(parts: Parts, first: Span) -> list[tuple[Span, Span]]:

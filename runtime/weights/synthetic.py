@@ -15,16 +15,19 @@ from torch import Tensor
 from kerngen.runtime.config import DrafterConfig, ModelConfig
 from kerngen.runtime.media.config import MediaConfig
 from kerngen.runtime.media.towers.dispatch import Towers
-from kerngen.runtime.ops import Experts, Linear, Ops, WeightView, dense_weights, int4_weights
+from kerngen.runtime.ops import Experts, Linear, Ops, WeightView, dense_weights, grouped_weights, int4_weights
+from kerngen.runtime.quant import joined_packing
 from kerngen.runtime.weights.int4 import becomes_int4
 from kerngen.runtime.weights.layout import DrafterWeights, ModelWeights
 from kerngen.runtime.weights.loader import build_drafter, build_model
+from kerngen.runtime.weights.packed import scale_dtype
 from kerngen.runtime.weights.quantized import IgnoreList
 from kerngen.runtime.weights.source import Parts, fused_name
 from kerngen.runtime.weights.towers import build_towers
 from kerngen.runtime.world import Span
+from kerngen.templates.common.w4.tiling import Packing
 
-_NIBBLE_STD = 4.61  # of a uniform nibble - 8
+_NIBBLE_STD, _BYTE_STD = 4.61, 73.9  # of a uniform nibble - 8, and of a byte
 BOUND = 16.0  # of what encoders' linears take and give, which is about 1: finite, so that clamping is timed
 
 
@@ -82,25 +85,31 @@ class SyntheticSource(SyntheticTensors):
     def mlp(self, gate_up: Parts, down: Parts, norm: Tensor) -> tuple[Linear, Linear]:
         return self.linear(gate_up, Span.of(norm.shape[0]), gated=True), self.linear(down, gate_up[0][1])
 
-    def _is_quantized(self, modules: list[str], rows: int, in_features: int) -> bool:
+    def _packing(self, modules: list[str], rows: int, in_features: int) -> Packing | None:
+        """Of the matrix that has these modules' rows; None where it is dense."""
         quant = self.config.quant
-        if quant is None or in_features % quant.group_size:
-            return False
-        if quant.on_load and not becomes_int4(quant, rows, in_features, self.ops.dtype):
-            return False
-        return not any(module in self._ignored for module in modules)
+        if quant is None or any(module in self._ignored for module in modules):
+            return None
+        packing = joined_packing([quant.packing_of(module) for module in modules])
+        if packing is None or in_features % packing.group_size:
+            return None
+        is_dense = quant.on_load and not becomes_int4(quant, rows, in_features, self.ops.dtype)
+        return None if is_dense else packing
 
     def _weights(self, modules: list[str], leading: tuple[int, ...], rows: list[Span], cols: Span) -> WeightView:
         """The rank's rows and columns of as many matrices as `leading` says, as the modules are stored."""
         mine = sum(span.size for span in rows)
-        quant = self.config.quant
-        if quant is None or not self._is_quantized(modules, mine, cols.size):
+        if (packing := self._packing(modules, mine, cols.size)) is None:
             return dense_weights(self._normal(leading, rows, cols))
-        packed = self._part(leading, rows, cols.over(8), torch.int32, self._random_words)
-        value = 1.0 / (_NIBBLE_STD * cols.whole**0.5)  # which keeps the scale of the input
-        shape = (*leading, mine, cols.size // quant.group_size)
-        scales = torch.full(shape, value, dtype=self.ops.dtype, device=self.ops.device)
-        return int4_weights(packed, scales, mine, cols.size, quant.group_size)
+        is_int8 = packing.bits == 8
+        each, dtype, fill = (1, torch.int8, self._random_bytes) if is_int8 else (8, torch.int32, self._random_words)
+        codes = self._part(leading, rows, cols.over(each), dtype, fill)
+        value = 1.0 / ((_BYTE_STD if is_int8 else _NIBBLE_STD) * cols.whole**0.5)  # which keeps the scale of the input
+        shape = (*leading, mine, cols.size // packing.group_size)
+        scales = torch.full(shape, value, dtype=scale_dtype(packing, self.ops.dtype), device=self.ops.device)
+        if leading:
+            return int4_weights(codes, scales, mine, cols.size, packing.group_size)
+        return grouped_weights(codes, scales, scales * (0.5 if is_int8 else -7.5) if packing.has_minima else None)
 
     def unpacked(self, module: str, out_features: int, in_features: int) -> Linear:
         return dense_weights(self._matrix(out_features, in_features))
@@ -122,6 +131,9 @@ class SyntheticSource(SyntheticTensors):
             out.normal_(0.0, cols.whole**-0.5, generator=self._rng)
 
         return self._part(leading, rows, cols, self.ops.dtype, fill)
+
+    def _random_bytes(self, out: Tensor) -> None:
+        out.random_(-128, 128, generator=self._rng)
 
     def _random_words(self, out: Tensor) -> None:
         out.random_(-(2**31), 2**31, generator=self._rng)

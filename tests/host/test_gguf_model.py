@@ -49,6 +49,7 @@ from kerngen.runtime.weights.opened import open_tensors
 from kerngen.runtime.weights.repacked import leaves
 from kerngen.runtime.world import Span, World
 from kerngen.templates.common.w4.pack import dequantize
+from kerngen.templates.common.w4.tiling import Packing
 from kerngen.workload.workload import find_model
 
 MODELS = ("gemma-4-12b", "gemma-4-26b-a4b", "gemma-4-31b", "gemma-4-e2b", "gemma-4-e4b")
@@ -82,7 +83,7 @@ def planned(path: Path) -> ModelWeights:
 
 def quiet_load(place: Path, dtype: torch.dtype = torch.float32) -> Gemma4:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*(decoded to|read as int4).*")
+        warnings.filterwarnings("ignore", ".*(decoded to|kept as they are).*")
         return load(place, dtype)
 
 
@@ -203,24 +204,45 @@ def test_experts_of_two_forms_are_dense(tmp_path: Path) -> None:
     layers = planned(path).layers
     forms = [(layer.moe.gate_up.format.name, layer.moe.down.format.name) for layer in layers if layer.moe]
     assert forms == [("int4", "int4"), ("dense", "dense"), ("int4", "int4"), ("int4", "int4")]
-    with pytest.warns(UserWarning, match=r"tensors 2 of Q4_0, 1 of Q4_1; read as int4: tensors 34 of Q4_0"):
+    with pytest.warns(UserWarning, match=r"tensors 2 of Q4_0, 1 of Q4_1; kept as they are: tensors 34 of Q4_0"):
         assert torch.equal(logits(load(path)), logits(load(tmp_path)))
 
 
-def test_q4_0_stays_int4_but_for_what_shares_a_matrix_with_another_type(tmp_path: Path) -> None:
+def test_matrices_of_several_types_are_packed_as_all_of_them(tmp_path: Path) -> None:
     make(tmp_path, "dense")
     path = gguf_of(tmp_path, q_of_qkv).write(tmp_path / "m.gguf")
     with warnings.catch_warnings(record=True, action="always") as caught:
         model = load(path)
     for layer in planned(path).layers:
-        assert (layer.qkv.format.name, layer.out.format.name) == ("dense", "int4")
+        assert (layer.qkv.format.name, layer.out.format.name) == ("int8", "int4")
         assert (layer.gate_up.format.name, layer.down.format.name) == ("int4", "int4")
         assert layer.out.format.group_size == 32
     assert model.config.quant is not None
-    assert "model.layers.0.self_attn.k_proj" in model.config.quant.ignore
+    assert model.config.quant.packing_of("model.layers.0.self_attn.k_proj") == Packing(32)
     (said,) = [str(w.message) for w in caught]
-    assert said == ("m.gguf: decoded to float32, which takes 0.00 GB: tensors 9 of Q4_0, 4 of Q5_0; "
-                    "read as int4: tensors 16 of Q4_0")  # fmt: skip
+    assert said == ("m.gguf: decoded to float32, which takes 0.00 GB: tensors 1 of Q4_0; "
+                    "kept as they are: tensors 24 of Q4_0, 4 of Q5_0")  # fmt: skip
+
+
+def q4_k_m_of_qkv(name: str, values: Tensor) -> str:
+    return {"attn_q": "Q4_K", "attn_k": "Q4_0", "attn_v": "Q6_K", "ffn_up": "Q4_1"}.get(name.split(".")[-2], "Q4_0")
+
+
+def test_minima_and_groups_of_16_go_to_the_others_of_a_matrix(tmp_path: Path) -> None:
+    make(tmp_path, "dense")
+    path = gguf_of(tmp_path, q4_k_m_of_qkv).write(tmp_path / "m.gguf")
+    layer = planned(path).layers[0]
+    assert (layer.qkv.format.name, layer.qkv.format.group_size) == ("int8_min", 16)
+    assert (layer.gate_up.format.name, layer.gate_up.format.group_size) == ("int4_min", 32)
+    assert torch.equal(logits(quiet_load(path)), logits(load(tmp_path)))
+
+
+def test_where_a_part_is_of_floats_the_matrix_is_dense(tmp_path: Path) -> None:
+    make(tmp_path, "dense")
+    path = gguf_of(tmp_path, lambda name, _: "F16" if "attn_v" in name else "Q8_0").write(tmp_path / "m.gguf")
+    assert [view.format.name for layer in planned(path).layers for view in (layer.qkv, layer.out)] == (
+        ["dense", "int8"] * len(planned(path).layers)
+    )
 
 
 @pytest.mark.parametrize("choose", [all_of("Q4_0"), q4_k_m_26b])
@@ -359,12 +381,17 @@ def test_a_file_of_the_26b_in_q4_k_m_is_sized(tmp_path: Path) -> None:
     kinds = [kind for _, kind, _, _ in made.tensors]
     assert {k: kinds.count(k) for k in set(kinds)} == {"Q8_0": 206, "Q4_K": 30, "Q5_1": 30, "F32": 392}
     found = find_model(str(made.write_sparse(tmp_path / "m.gguf")))
-    assert found.target.quant is None
     as_bf16 = plan(read_model_config(RELEASED / "gemma-4-26b-a4b"), None, torch.bfloat16, dense=True)
-    assert plan(found.target, None, torch.bfloat16).weight_bytes == as_bf16.weight_bytes
+    packed = sum(
+        shape[0] * shape[1]
+        for name, kind, shape, _ in made.tensors
+        if kind == "Q8_0" and not name.startswith("token_embd")
+    )
+    saved = packed * 2 - packed - packed // 32 * 2  # int8 and fp16 scales in place of bf16
+    assert plan(found.target, None, torch.bfloat16).weight_bytes == as_bf16.weight_bytes - saved
 
 
-def test_what_is_dense_of_a_mixture_is_counted_so(tmp_path: Path) -> None:
+def test_minima_of_a_mixture_are_counted(tmp_path: Path) -> None:
     def choose(ours: str, shape: tuple[int, ...]) -> str:
         return "Q4_1" if ours.startswith(("blk.0.", "blk.1.")) and "ffn_down" in ours else "Q4_0"
 
@@ -373,8 +400,7 @@ def test_what_is_dense_of_a_mixture_is_counted_so(tmp_path: Path) -> None:
              torch.bfloat16).weight_bytes
         for i, kinds in enumerate((choose, lambda *_: "Q4_0"))
     ]  # fmt: skip
-    values = 2 * 3840 * 15360
-    assert sizes[0] - sizes[1] == values * 2 - values // 2 - values // 32 * 2
+    assert sizes[0] - sizes[1] == 2 * 3840 * 15360 // 32 * 2
 
 
 def test_names_are_those_of_the_package_gguf() -> None:

@@ -69,7 +69,7 @@ def separate(t: Tensor) -> Tensor:
     return t.view(-1, 2, 2, *t.shape[1:]).transpose(0, 1).reshape(t.shape)
 
 
-def _nibbles(words: Tensor) -> Tensor:
+def nibbles(words: Tensor) -> Tensor:
     """int32 [...] -> uint8 [..., 8], least significant first."""
     shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)
     return ((words.unsqueeze(-1) >> shifts) & 15).to(torch.uint8)
@@ -106,7 +106,7 @@ def pack(weight_packed: Tensor, weight_scale: Tensor) -> tuple[Tensor, Tensor]:
     rows = max(1, (1 << 22) // k)  # strips at a time: bounds the scratch to about 1 GB
     for s in range(0, n // STRIP, rows):
         part = weight_packed[s * STRIP : (s + rows) * STRIP]
-        codes = part.view(torch.uint8) ^ 128 if is_int8 else _nibbles(part)
+        codes = part.view(torch.uint8) ^ 128 if is_int8 else nibbles(part)
         q = codes.view(-1, STRIP, k // STRIP, STRIP)  # [strips, row, k32, column]
         tiles = q.transpose(1, 2).reshape(-1, k // STRIP, STRIP * STRIP)[..., order]
         words = tiles.view(torch.int32) if is_int8 else _words(tiles.view(*tiles.shape[:2], -1, 8))
@@ -163,7 +163,7 @@ def unpack(w_packed: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     is_int8 = lanes == 64
     order = (_order_int8 if is_int8 else _order)().to(w_packed.device)
     tiles = torch.empty(strips, k32, STRIP * STRIP, dtype=torch.uint8, device=w_packed.device)
-    codes = w_packed.contiguous().view(torch.uint8) if is_int8 else _nibbles(w_packed)
+    codes = w_packed.contiguous().view(torch.uint8) if is_int8 else nibbles(w_packed)
     tiles[..., order] = codes.view(strips, k32, STRIP * STRIP)
     q = tiles.view(strips, k32, STRIP, STRIP).transpose(1, 2).reshape(strips * STRIP, -1)
     packed = (q ^ 128).view(torch.int8) if is_int8 else _words(q.view(len(q), -1, 8))
@@ -181,7 +181,7 @@ def dequantize(weight_packed: Tensor, weight_scale: Tensor, dtype: torch.dtype =
     rows = max(1, (1 << 24) // k)  # at a time: bounds the scratch
     for begin in range(0, n, rows):
         part = slice(begin, begin + rows)
-        codes = weight_packed[part] if is_int8 else _nibbles(weight_packed[part])
+        codes = weight_packed[part] if is_int8 else nibbles(weight_packed[part])
         q = codes.view(-1, k // group_size, group_size).float() - (0.0 if is_int8 or has_minima else 8.0)
         scales = weight_scale[part].float().unsqueeze(-1)
         w = q * scales[:, :, 0] + scales[:, :, 1] if has_minima else q * scales

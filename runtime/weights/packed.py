@@ -1,0 +1,66 @@
+"""Packed matrices on the device as they are loaded, before a backend orders them: codes, scales and minima."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kerngen.runtime.ops import WeightView, grouped_weights
+from kerngen.templates.common.w4.pack import dequantize, nibbles
+from kerngen.templates.common.w4.tiling import Packing
+
+
+def scale_dtype(packing: Packing, dtype: torch.dtype) -> torch.dtype:
+    """What scales and minima are kept in where activations are in `dtype`. bf16 would round what no bf16 weights were
+    made into: other forms than symmetric int4, whose scales are released in bf16, keep fp16.
+    """
+    is_int4 = packing == Packing(packing.group_size)
+    return torch.float16 if dtype == torch.bfloat16 and not is_int4 else dtype
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensors:
+    """codes: int32 [rows, in / 8], as `grouped_weights` takes them, or int8 [rows, in]. scales, and minima where groups
+    have some, [rows, in / group_size].
+    """
+
+    packing: Packing
+    codes: Tensor
+    scales: Tensor
+    minima: Tensor | None = None
+
+    def view(self, name: str) -> WeightView:
+        return grouped_weights(self.codes, self.scales, self.minima, name=name)
+
+    def split(self, sizes: list[int]) -> Iterator[PackedTensors]:
+        """Parts of so many rows, which share its memory."""
+        minima = [None] * len(sizes) if self.minima is None else self.minima.split(sizes)
+        for codes, scales, its in zip(self.codes.split(sizes), self.scales.split(sizes), minima, strict=True):
+            yield PackedTensors(self.packing, codes, scales, its)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """[rows, in] in `dtype`."""
+        floats = self.scales if self.minima is None else torch.stack((self.scales, self.minima), dim=-1)
+        return dequantize(self.codes, floats, dtype)
+
+    def take(self, other: PackedTensors) -> None:
+        """Fills this with the rows of `other`, whose packing goes into this one's (quant.joined_packing)."""
+        theirs, own = other.packing, self.packing
+        zero = 8 if theirs == Packing(theirs.group_size) else 0  # what a code is stored with more, of 4 bits
+        if theirs.bits == own.bits:
+            self.codes.copy_(other.codes)
+        else:
+            codes = nibbles(other.codes).flatten(-2).to(torch.int8)
+            self.codes.copy_(codes - zero)
+            zero = 0
+        times = theirs.group_size // own.group_size
+        self.scales.copy_(other.scales.repeat_interleave(times, -1))
+        if self.minima is None:
+            return
+        if other.minima is not None:
+            self.minima.copy_(other.minima.repeat_interleave(times, -1))
+        else:  # of a code that is stored with `zero` more
+            self.minima.copy_(self.scales * -zero)

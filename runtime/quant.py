@@ -1,8 +1,9 @@
-"""quantization_config: which int4 schemes are read, and what each says about the tensors of a checkpoint.
+"""quantization_config: which schemes are read, and what each says about the tensors of a checkpoint.
 
-Two are, compressed-tensors `pack-quantized` and GPTQ, both symmetric int4 with one scale for a group of inputs: one
-arithmetic in two orders of storage. GGUF's Q4_0 is the same in a third order (gguf/weights.py). Whatever would compute
-something else with the same tensors is refused.
+compressed-tensors `pack-quantized`, GPTQ, AWQ and AutoRound are integers of 4 or 8 bits with a scale, and perhaps a
+zero point, for a group of inputs: one arithmetic in several orders of storage. Symmetric int4 of the first two is read
+as it lies; others are converted as they are read (weights/converted.py), and so are GGUF's blocks (gguf/weights.py).
+Whatever would compute something else with the same tensors is refused.
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ from kerngen.templates.common.w4.tiling import Packing
 GROUP_SIZES = (32, 64, 128)
 MAX_IGNORED = 1 << 16  # names: the official 31B lists 194, every linear of its vision tower
 MAX_NAME_CHARS = 512
-READ = "compressed-tensors pack-quantized and gptq are, both of symmetric int4 in groups of 32, 64 or 128"
+READ = (
+    "compressed-tensors pack-quantized, gptq, awq and auto-round in either's order are, of 4 or 8 bits in groups of "
+    "32, 64 or 128 or by row"
+)
+ROW_GROUP = 64  # what scales of whole rows are given to, each as often as there are such groups: no kernel takes rows
 # What stands behind other names of quant_method, for people who did not choose it.
 METHODS = {
-    "aqlm": "codebooks of AQLM", "auto-round": "AutoRound in its own order", "auto_round": "AutoRound in its own order",
-    "awq": "AWQ, int4 with zero points", "awq_marlin": "AWQ, repacked for one kernel",
+    "aqlm": "codebooks of AQLM", "awq_marlin": "AWQ, repacked for one kernel",
     "bitblas": "BitBLAS, for its own kernels", "bitnet": "ternary weights",
     "bitsandbytes": "bitsandbytes' int8, fp4 or nf4", "deepspeedfp": "DeepSpeed's floats of 4 to 8 bits",
     "eetq": "EETQ's int8", "exl2": "ExLlamaV2", "exl3": "ExLlamaV3", "experts_int8": "int8 experts",
     "fbgemm_fp8": "FBGEMM's 8-bit floats", "fp8": "8-bit floats", "fp_quant": "FP-Quant's mxfp4 or nvfp4",
     "gptq_marlin": "GPTQ, repacked for one kernel", "higgs": "HIGGS's codebooks",
-    "hqq": "HQQ, int4 with zero points in floats", "intel/auto-round": "AutoRound in its own order",
+    "hqq": "HQQ, int4 with zero points in floats",
     "marlin": "Marlin, repacked for one kernel", "modelopt": "NVIDIA ModelOpt's fp8",
     "modelopt_fp4": "NVIDIA ModelOpt's nvfp4", "modelopt_mixed": "NVIDIA ModelOpt's mixture", "mxfp4": "4-bit floats",
     "mxfp8": "8-bit floats", "nvfp4": "4-bit floats", "petit_nvfp4": "4-bit floats",
@@ -42,6 +46,8 @@ METHODS = {
 RELEASES = {
     (5376, 60): "31B", (2816, 30): "26B-A4B", (3840, 48): "12B", (2560, 42): "E4B", (1536, 35): "E2B",
 }  # fmt: skip
+AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
+AUTO_ROUND_ORDERS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
 # The nibble that stands for 0, as GPTQ stores it: the first format subtracts 1.
 GPTQ_ZEROS = {"gptq": 7, "gptq_v2": 8}
 
@@ -58,9 +64,28 @@ class GptqConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Scheme:
+    """What is converted as it is read. order: "compressed", "gptq" or "awq". bits: 4 or 8. group_size: inputs that
+    share a scale, 0 for all of a row. has_zeros: groups have zero points, which are stored `less` smaller than they
+    are.
+    """
+
+    order: str
+    bits: int
+    group_size: int
+    has_zeros: bool
+    less: int = 0
+
+    @property
+    def packing(self) -> Packing:
+        return Packing(self.group_size or ROW_GROUP, self.bits, self.has_zeros)
+
+
+@dataclass(frozen=True, slots=True)
 class QuantConfig:
     """Symmetric int4, one scale for `group_size` inputs; some modules may have one of `other_sizes`.
 
+    scheme: what else all packed modules are, which then has their group_size.
     packings: by module how it is packed, where modules differ; those that it does not name are dense. Of experts that
     are matrices of their own it names the first.
     ignore: module names, or "re:" and a regular expression, that are stored dense. gptq: None for compressed-tensors.
@@ -74,10 +99,13 @@ class QuantConfig:
     gptq: GptqConfig | None = None
     on_load: bool = False
     kv_scales: bool = False
+    scheme: Scheme | None = None
     packings: Mapping[str, Packing] | None = field(default=None, hash=False)
 
     def packing_of(self, module: str) -> Packing | None:
         """How the module is packed, None where it is dense; `ignore` aside, and a group of another size."""
+        if self.scheme is not None:  # no kernel takes such experts
+            return None if ".experts." in module else self.scheme.packing
         if self.packings is None:
             return Packing(self.group_size)
         return self.packings.get(re.sub(r"\.experts\.\d+\.", ".experts.0.", module))
@@ -91,7 +119,9 @@ class QuantConfig:
     @property
     def all_packings(self) -> list[Packing]:
         """Each once, in the order in which modules have them."""
-        return [Packing(self.group_size)] if self.packings is None else list(dict.fromkeys(self.packings.values()))
+        if self.packings is None:
+            return [Packing(self.group_size) if self.scheme is None else self.scheme.packing]
+        return list(dict.fromkeys(self.packings.values()))
 
 
 def joined_packing(packings: Sequence[Packing | None]) -> Packing | None:
@@ -143,6 +173,10 @@ def _read(top: Fields) -> QuantConfig | None:
     method, fmt = quant.get("quant_method"), quant.values.get("format")
     if method == "gptq":
         return _gptq(quant)
+    if method == "awq":
+        return _awq(quant)
+    if method in AUTO_ROUND:
+        return _auto_round(quant)
     if method == "gguf":
         return _gguf(quant)
     if method != "compressed-tensors":
@@ -175,13 +209,25 @@ def _compressed_tensors(quant: Fields) -> QuantConfig:
     groups = quant.section("config_groups")
     if not groups.values:
         raise quant.error("config_groups is empty")
-    sizes = tuple(dict.fromkeys(_group_size(groups.section(name)) for name in groups.values))
+    schemes = list(dict.fromkeys(_scheme_of(groups.section(name)) for name in groups.values))
+    if len(kinds := {(s.bits, s.has_zeros) for s in schemes}) > 1 or (
+        len(schemes) > 1 and not all(_is_as_it_lies(scheme) for scheme in schemes)
+    ):
+        raise quant.error(f"config_groups are of {len(schemes)} schemes: {len(kinds)} of bits and zero points; one is "
+                          "implemented, or symmetric int4 in groups of several sizes")  # fmt: skip
+    sizes = tuple(scheme.packing.group_size for scheme in schemes)
+    scheme = None if _is_as_it_lies(schemes[0]) else schemes[0]
     ignore = quant.values.get("ignore") or []
     if not _is_names(ignore) or len(ignore) > MAX_IGNORED:
         raise quant.error(
             f"ignore must be a list of at most {MAX_IGNORED:,} module names of at most {MAX_NAME_CHARS} characters"
         )
-    return QuantConfig(sizes[0], tuple(ignore), sizes[1:], kv_scales=has_kv_scales)
+    return QuantConfig(sizes[0], tuple(ignore), sizes[1:], kv_scales=has_kv_scales, scheme=scheme)
+
+
+def _is_as_it_lies(scheme: Scheme) -> bool:
+    """Whether the kernels' loader reads it without conversion."""
+    return scheme.bits == 4 and not scheme.has_zeros and scheme.group_size > 0
 
 
 def _check_kv_cache(scheme: Fields) -> None:
@@ -198,7 +244,7 @@ def _check_kv_cache(scheme: Fields) -> None:
             raise scheme.error(f"{name} is {short(value)}; it must be null")
 
 
-def _group_size(group: Fields) -> int:
+def _scheme_of(group: Fields) -> Scheme:
     """Of one of config_groups, after everything that would change the arithmetic was looked at."""
     targets = group.get("targets")
     if not _is_names(targets) or not targets:
@@ -209,20 +255,20 @@ def _group_size(group: Fields) -> int:
         if group.values.get(name) is not None:
             raise group.error(f"{name} are quantized; only weights may be (W4A16)")
     weights = group.section("weights")
-    for name, want in (("num_bits", 4), ("type", "int"), ("symmetric", True), ("strategy", "group")):
-        _require(weights, name, want)
+    _require(weights, "type", "int")
+    bits, strategy = _one_of(weights, "num_bits", (4, 8)), _one_of(weights, "strategy", ("group", "channel"))
+    has_zeros = not _one_of(weights, "symmetric", (True, False))
     if weights.values.get("dynamic") not in (None, False):
         dynamic = short(weights.values["dynamic"])
         raise weights.error(f"dynamic is {dynamic}; the stored scales are used, so it must be false")
     if (order := weights.values.get("actorder")) not in (None, "static", "weight"):
         raise weights.error(f"actorder is {short(order)}; null, 'static' and 'weight' are implemented")
-    return _size(weights)
+    return Scheme("compressed", bits, _size(weights) if strategy == "group" else 0, has_zeros)
 
 
 def _gptq(quant: Fields) -> QuantConfig:
     """Fields: GPTQModel's and AutoGPTQ's quantize_config."""
-    for name, want in (("bits", 4), ("sym", True)):
-        _require(quant, name, want)
+    bits, has_zeros = _one_of(quant, "bits", (4, 8)), not _one_of(quant, "sym", (True, False))
     fmt = quant.values.get("checkpoint_format") or quant.values.get("format") or "gptq"
     if not isinstance(fmt, str) or fmt not in GPTQ_ZEROS:
         raise quant.error(f"checkpoint_format is {short(fmt)}; {' and '.join(GPTQ_ZEROS)} are implemented")
@@ -233,7 +279,40 @@ def _gptq(quant: Fields) -> QuantConfig:
     for pattern in quant.section("dynamic", default={}).values:
         if not pattern.startswith("-:"):  # "-:" leaves modules dense, which their tensors show
             raise quant.error(f"dynamic has {short(pattern)}; modules with settings of their own are not implemented")
-    return QuantConfig(_size(quant), (), gptq=GptqConfig(GPTQ_ZEROS[fmt], quant.flag("desc_act", False)))
+    scheme = Scheme("gptq", bits, _size(quant, row=-1), has_zeros, less=8 - GPTQ_ZEROS[fmt])
+    if not _is_as_it_lies(scheme):
+        return QuantConfig(scheme.packing.group_size, (), scheme=scheme)
+    return QuantConfig(scheme.group_size, (), gptq=GptqConfig(GPTQ_ZEROS[fmt], quant.flag("desc_act", False)))
+
+
+def _awq(quant: Fields) -> QuantConfig:
+    """Fields: AutoAWQ's AwqConfig."""
+    _require(quant, "bits", 4)
+    _require(quant, "zero_point", True)
+    if (version := quant.values.get("version", "gemm")) not in ("gemm", "GEMM"):
+        raise quant.error(f"version is {short(version)}; 'gemm' is implemented")
+    scheme = Scheme("awq", 4, _size(quant, row=-1), has_zeros=True)
+    return QuantConfig(scheme.packing.group_size, (), scheme=scheme)
+
+
+def _auto_round(quant: Fields) -> QuantConfig:
+    """Fields: AutoRound's QuantizationConfig. Its orders are GPTQ's and AWQ's."""
+    if (fmt := quant.values.get("packing_format", "auto_round:auto_gptq")) not in AUTO_ROUND_ORDERS:
+        raise quant.error(f"packing_format is {short(fmt)}; {' and '.join(AUTO_ROUND_ORDERS)} are implemented")
+    if quant.values.get("data_type", "int") != "int":
+        raise quant.error(f"data_type is {short(quant.values['data_type'])}; only 'int' is implemented")
+    if (act := quant.values.get("act_bits", 16)) != 16:
+        raise quant.error(f"act_bits is {short(act)}: activations are quantized; only weights may be")
+    own = {name: quant.values.get(name) for name in ("bits", "group_size", "sym")}
+    for name in quant.section("extra_config", default={}).values:
+        its = quant.section("extra_config").section(name).values
+        if its.get("bits", own["bits"]) != 16 and any(its.get(key, value) != value for key, value in own.items()):
+            raise quant.error(f"extra_config has settings of its own for {short(name)}; those of all are implemented")
+    if AUTO_ROUND_ORDERS[fmt] == "gptq":
+        return _gptq(quant)
+    has_zeros = not _one_of(quant, "sym", (True, False))
+    scheme = Scheme("awq", _one_of(quant, "bits", (4,)), _size(quant, row=-1), has_zeros)
+    return QuantConfig(scheme.packing.group_size, (), scheme=scheme)
 
 
 def _gguf(quant: Fields) -> QuantConfig:
@@ -250,9 +329,18 @@ def _require(fields: Fields, name: str, want: Any) -> None:
         raise fields.error(f"{name} is {short(value)}; only {want!r} is implemented")
 
 
-def _size(fields: Fields) -> int:
-    """group_size, which -1 (a scale for each output) is not."""
+def _one_of(fields: Fields, name: str, wanted: tuple[Any, ...]) -> Any:
+    value = fields.get(name)
+    if not any(type(value) is type(want) and value == want for want in wanted):
+        raise fields.error(f"{name} is {short(value)}; only {' and '.join(map(repr, wanted))} are implemented")
+    return value
+
+
+def _size(fields: Fields, row: int | None = None) -> int:
+    """group_size; 0 where it is `row`, which stands for a scale for each output."""
     value = fields.get("group_size")
+    if row is not None and value == row:
+        return 0
     if isinstance(value, bool) or value not in GROUP_SIZES:
         raise fields.error(f"group_size is {short(value)}; 32, 64 and 128 are implemented")
     return int(value)

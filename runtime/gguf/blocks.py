@@ -71,11 +71,6 @@ def q4_0_words(raw: Tensor) -> Tensor:
     return torch.cat((low, high), -1).to(torch.int32).flatten(-2)
 
 
-def pack_nibbles(codes: Tensor) -> Tensor:
-    """uint8 [..., K] below 16 to int32 [..., K / 8], the lowest element in the lowest bits."""
-    return (codes[..., 0::2] | codes[..., 1::2] << 4).contiguous().view(torch.int32)
-
-
 def _halves(raw: Tensor) -> Tensor:
     """fp16 [..., n] of uint8 [..., 2 n]."""
     return raw.contiguous().view(torch.float16)

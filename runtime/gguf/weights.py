@@ -19,13 +19,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kerngen.runtime.gguf.blocks import FLOAT_TYPES, decode, pack_nibbles, q4_0_words, take_apart
+from kerngen.runtime.gguf.blocks import FLOAT_TYPES, decode, q4_0_words, take_apart
 from kerngen.runtime.gguf.container import GgufFile, TensorInfo, open_gguf
 from kerngen.runtime.gguf.ggml_types import PACKINGS
 from kerngen.runtime.gguf.names import Place, packings, placed
 from kerngen.runtime.weights.mapped import DTYPES, Box, Decode, Entry, MappedFile
 from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.world import Span
+from kerngen.templates.common.w4.pack import pack_nibbles
 
 MAX_EXPERTS = 4096
 _PIECES = 8  # of PIECE_BYTES: what is decoded at a time stays in a core's cache

@@ -43,7 +43,7 @@ def load_model(
     """
     if keep_repacked and config.share is not None:
         raise UsageError("repacked weights are kept of whole models alone", hint="leave --keep-repacked out")
-    source = CheckpointSource(open_tensors(folder), config, ops, advance)
+    source = CheckpointSource(open_tensors(folder, config.quant), config, ops, advance)
     prefix = find_prefix(source.checkpoint)
     build_model(source, prefix)
     source.check_left(prefix)
@@ -71,7 +71,7 @@ def load_drafter(folder: Path, config: DrafterConfig, ops: Ops, *, advance: Adva
 
     Raises CheckpointError before allocating anything.
     """
-    source = CheckpointSource(open_tensors(folder), config.text, ops, advance)
+    source = CheckpointSource(open_tensors(folder, config.text.quant), config.text, ops, advance)
     build_drafter(source, config)
     source.check_left("")
     source.begin()
@@ -82,13 +82,13 @@ def load_drafter(folder: Path, config: DrafterConfig, ops: Ops, *, advance: Adva
 
 def planned_model(folder: Path, config: ModelConfig, ops: Ops) -> ModelWeights:
     """What load_model gives, as shapes alone: only headers are read. Raises CheckpointError."""
-    source = CheckpointSource(open_tensors(folder), config, ops)
+    source = CheckpointSource(open_tensors(folder, config.quant), config, ops)
     return build_model(Planned(source), find_prefix(source.checkpoint))
 
 
 def planned_drafter(folder: Path, config: DrafterConfig, ops: Ops) -> DrafterWeights:
     """As planned_model, of load_drafter."""
-    return build_drafter(Planned(CheckpointSource(open_tensors(folder), config.text, ops)), config)
+    return build_drafter(Planned(CheckpointSource(open_tensors(folder, config.text.quant), config.text, ops)), config)
 
 
 def find_prefix(checkpoint: Checkpoint) -> str:

@@ -134,7 +134,7 @@ def find_packed(
         raise CheckpointError(f"{where} has a tensor {has}, but quantization_config says {says}")
     if module in ignored:
         raise CheckpointError(f"{where} is packed, but quantization_config ignores it")
-    if quant.packings is not None:
+    if quant.packings is not None or quant.scheme is not None:
         return _find_named(checkpoint, quant, module, stem, shape)
     if gptq and len(shape) == 2:
         return _find_gptq(checkpoint, quant, module, (shape[0], shape[1]))
@@ -163,7 +163,7 @@ def _find_compressed(
 
 
 def _find_named(checkpoint: Checkpoint, quant: QuantConfig, module: str, stem: str, shape: tuple[int, ...]) -> Packed:
-    """Of a GGUF file, whose tensors are made to fit (gguf/weights.py)."""
+    """Of tensors that are made to fit (gguf/weights.py, converted.py)."""
     if (packing := quant.packing_of(module)) is None:
         raise TypeError(f"{module} is packed, and its file says nothing of it")
     codes, scales, minima = (f"{stem}_{part}" for part in ("packed", "scale", "minimum"))
@@ -194,16 +194,21 @@ def _find_gptq(checkpoint: Checkpoint, quant: QuantConfig, module: str, shape: t
         )
     used = {words, scales, zeros}
     if order in checkpoint:
-        checkpoint.require(order, (cols,), INTS)
-        if not torch.equal(checkpoint.tensor(order).long(), torch.arange(cols) // group):
-            raise CheckpointError(
-                f"{checkpoint.folder}: {order} says that groups are not of neighbouring inputs (desc_act)",
-                hint="only GPTQ checkpoints without activation order are read",
-            )
+        require_neighbours(checkpoint, order, cols, group)
         used.add(order)
     elif gptq.act_order:
         raise CheckpointError(f"{checkpoint.folder}: desc_act is true, and {order}, which says of what, is missing")
     return Packed(Packing(group), words, scales, None, is_transposed=True, used=frozenset(used))
+
+
+def require_neighbours(checkpoint: Checkpoint, order: str, cols: int, group: int) -> None:
+    """Raises CheckpointError unless the tensor `order`, each input's group, says that groups are of neighbours."""
+    checkpoint.require(order, (cols,), INTS)
+    if not torch.equal(checkpoint.tensor(order).long(), torch.arange(cols) // group):
+        raise CheckpointError(
+            f"{checkpoint.folder}: {order} says that groups are not of neighbouring inputs (desc_act)",
+            hint="only checkpoints without activation order are read",
+        )
 
 
 def _group_size(checkpoint: Checkpoint, quant: QuantConfig, module: str, scales: str, cols: int, *, dim: int) -> int:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -167,6 +167,11 @@ class Checkpoint:
             if name not in shards[shard].entries:
                 raise CheckpointError(f"{self.folder / shard} lacks {name}, which {index.name} puts there")
             self._files[name] = shards[shard]
+
+    @property
+    def files_by_name(self) -> Mapping[str, MappedFile]:
+        """The file that holds each tensor."""
+        return self._files
 
     @property
     def names(self) -> set[str]:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kerngen.errors import CheckpointError
 from kerngen.runtime.gguf import blocks
-from kerngen.runtime.gguf.blocks import decode, pack_nibbles, q4_0_words, take_apart
+from kerngen.runtime.gguf.blocks import decode, q4_0_words, take_apart
 from kerngen.runtime.gguf.ggml_types import GGML_TYPES, READ
-from kerngen.templates.common.w4.pack import dequantize
+from kerngen.templates.common.w4.pack import dequantize, pack_nibbles
 
 QUANTISED = tuple(kind for kind in READ if kind not in blocks.FLOAT_TYPES)
 ROWS, BLOCKS = 6, 5

@@ -14,6 +14,7 @@ from kerngen.cli import main
 
 W4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 CT = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "sym": True, "group_size": 128}
 
 
@@ -25,9 +26,13 @@ def compressed(more: dict[str, Any] | None = None, **weights: Any) -> dict[str, 
 # What config.json says, and what stands in the refusal. Fields: as the tools write them.
 FORMATS: dict[str, tuple[Any, str]] = {
     "AQLM": ({"quant_method": "aqlm", "nbits_per_codebook": 16}, "'aqlm' (codebooks of AQLM)"),
-    "AutoRound": ({"quant_method": "auto-round", "bits": 4, "group_size": 128}, "AutoRound in its own order"),
-    "AutoRound, Intel's": ({"quant_method": "intel/auto-round", "bits": 4, "group_size": 128}, "AutoRound"),
-    "AWQ": ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, "AWQ, int4 with zero points"),
+    "AutoRound of its own order": (
+        {"quant_method": "auto-round", "packing_format": "auto_round"},
+        "packing_format is 'auto_round'",
+    ),
+    "AWQ gemv": (AWQ | {"version": "gemv"}, "version is 'gemv'"),
+    "AWQ 8 bits": (AWQ | {"bits": 8}, "bits is 8"),
+    "AWQ symmetric": (AWQ | {"zero_point": False}, "zero_point is False"),
     "BitBLAS": ({"quant_method": "bitblas", "bits": 4, "group_size": 128}, "BitBLAS"),
     "BitNet": ({"quant_method": "bitnet"}, "ternary"),
     "bitsandbytes 4 bits": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes'"),
@@ -39,9 +44,15 @@ FORMATS: dict[str, tuple[Any, str]] = {
     "compressed-tensors nvfp4": (CT | {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
     "compressed-tensors mixed": (CT | {"format": "mixed-precision"}, "format 'mixed-precision'"),
     "compressed-tensors 2:4": (CT | {"format": "marlin-24"}, "format 'marlin-24'"),
-    "compressed-tensors W8A16": (compressed(num_bits=8), "num_bits is 8"),
-    "compressed-tensors W4A16 asymmetric": (compressed(symmetric=False), "symmetric is False"),
-    "compressed-tensors by channel": (compressed(strategy="channel", group_size=None), "strategy is 'channel'"),
+    "compressed-tensors W3A16": (compressed(num_bits=3), "num_bits is 3"),
+    "compressed-tensors by tensor": (compressed(strategy="tensor"), "strategy is 'tensor'"),
+    "compressed-tensors of two kinds": (
+        CT
+        | {
+            "config_groups": {str(bits): {"targets": ["Linear"], "weights": W4 | {"num_bits": bits}} for bits in (4, 8)}
+        },
+        "config_groups are of 2 schemes",
+    ),
     "compressed-tensors actorder": (compressed(actorder="group"), "actorder is 'group'"),
     "compressed-tensors W4A8": (compressed({"input_activations": {"num_bits": 8}}), "input_activations are quantized"),
     "compressed-tensors groups of 16": (compressed(group_size=16), "group_size is 16"),
@@ -57,10 +68,7 @@ FORMATS: dict[str, tuple[Any, str]] = {
     "fp8": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "8-bit floats"),
     "FP-Quant": ({"quant_method": "fp_quant"}, "FP-Quant"),
     "GGUF": ({"quant_method": "gguf"}, "llama.cpp's blocks"),
-    "GPTQ 8 bits": (GPTQ | {"bits": 8}, "bits is 8"),
     "GPTQ 3 bits": (GPTQ | {"bits": 3}, "bits is 3"),
-    "GPTQ asymmetric": (GPTQ | {"sym": False}, "sym is False"),
-    "GPTQ by channel": (GPTQ | {"group_size": -1}, "group_size is -1"),
     "GPTQ marlin": (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
     "HIGGS": ({"quant_method": "higgs"}, "HIGGS"),
     "HQQ": ({"quant_method": "hqq"}, "HQQ"),

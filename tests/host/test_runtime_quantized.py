@@ -205,10 +205,9 @@ def test_gptq_without_an_order_is_in_order(tmp_path: Path) -> None:
 
 UP = "model.layers.0.mlp.up_proj"
 GPTQ_REFUSED: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], Any] | None, str]] = {
-    "bits": ({"bits": 8}, None, "bits is 8; only 4"),
-    "asymmetric": ({"sym": False}, None, "sym is False; only True"),
-    "symmetric by the number": ({"sym": 1}, None, "sym is 1; only True"),
-    "channels": ({"group_size": -1}, None, "group_size is -1; 32, 64 and 128"),
+    "bits": ({"bits": 3}, None, "bits is 3; only 4 and 8"),
+    "symmetric by the number": ({"sym": 1}, None, "sym is 1; only True and False"),
+    "channels": ({"group_size": -1}, None, "scales has shape [8, 128]; config.json implies [1, 128]"),
     "marlin": ({"checkpoint_format": "marlin"}, None, "checkpoint_format is 'marlin'"),
     "marlin's flag": ({"is_marlin_format": True}, None, "is_marlin_format is true"),
     "other words": ({"pack_dtype": "int16"}, None, "pack_dtype is 'int16'"),

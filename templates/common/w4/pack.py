@@ -82,6 +82,11 @@ def _words(nibbles: Tensor) -> Tensor:
     return torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32)
 
 
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """uint8 [..., K] below 16 to int32 [..., K / 8], the lowest element in the lowest bits."""
+    return (codes[..., 0::2] | codes[..., 1::2] << 4).contiguous().view(torch.int32)
+
+
 def pack(weight_packed: Tensor, weight_scale: Tensor) -> tuple[Tensor, Tensor]:
     """A checkpoint's tensors in kernel order: (w_packed, scales).
 

@@ -48,6 +48,8 @@ RELEASES = {
 }  # fmt: skip
 AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
 AUTO_ROUND_ORDERS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
+_PREFIX = re.compile(r"(?:model\.language_model|language_model\.model|model)\.")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 # The nibble that stands for 0, as GPTQ stores it: the first format subtracts 1.
 GPTQ_ZEROS = {"gptq": 7, "gptq_v2": 8}
 
@@ -108,7 +110,7 @@ class QuantConfig:
             return None if ".experts." in module else self.scheme.packing
         if self.packings is None:
             return Packing(self.group_size)
-        return self.packings.get(re.sub(r"\.experts\.\d+\.", ".experts.0.", module))
+        return self.packings.get(_short(module))
 
     @property
     def group_sizes(self) -> set[int]:
@@ -122,6 +124,11 @@ class QuantConfig:
         if self.packings is None:
             return [Packing(self.group_size) if self.scheme is None else self.scheme.packing]
         return list(dict.fromkeys(self.packings.values()))
+
+
+def _short(module: str) -> str:
+    """A module's name without what the text model's begin with, which files spell differently."""
+    return _EXPERT.sub(".experts.0.", _PREFIX.sub("", module))
 
 
 def joined_packing(packings: Sequence[Packing | None]) -> Packing | None:
@@ -179,6 +186,8 @@ def _read(top: Fields) -> QuantConfig | None:
         return _auto_round(quant)
     if method == "gguf":
         return _gguf(quant)
+    if method == "kerngen":
+        return _kerngen(quant)
     if method != "compressed-tensors":
         what = METHODS.get(method) if isinstance(method, str) else None
         raise quant.error(f"{short(method)}{f' ({what})' if what else ''} is not implemented; {READ}")
@@ -320,7 +329,24 @@ def _gguf(quant: Fields) -> QuantConfig:
     packings = quant.values.get("packings")
     if not isinstance(packings, dict) or not all(isinstance(packing, Packing) for packing in packings.values()):
         raise quant.error("quant_method is 'gguf', and weights in llama.cpp's blocks lie in a GGUF file: name that")
-    return QuantConfig(32, (), packings=packings)
+    return QuantConfig(32, (), packings={_short(name): packing for name, packing in packings.items()})
+
+
+def _kerngen(quant: Fields) -> QuantConfig:
+    """Fields: what weights/conversion.py writes."""
+    found: dict[str, Packing] = {}
+    forms = quant.get("packed")
+    if not isinstance(forms, list) or not all(isinstance(form, dict) for form in forms):
+        raise quant.error(f"packed is {short(forms)}; it must be a list of forms")
+    for form in forms:
+        fields = Fields(form, f"{quant.where}: packed")
+        if not _is_names(modules := fields.get("modules")):
+            raise fields.error(f"modules is {short(modules)}; it must be a list of names")
+        bits = _one_of(fields, "bits", (4, 8))
+        size = _one_of(fields, "group_size", GROUP_SIZES if bits == 4 else (16, *GROUP_SIZES))
+        packing = Packing(size, bits, _one_of(fields, "has_minima", (True, False)))
+        found |= {_short(module): packing for module in modules}
+    return QuantConfig(32, (), packings=found)
 
 
 def _require(fields: Fields, name: str, want: Any) -> None:

@@ -394,12 +394,11 @@ def load(
     """Open a Gemma-4 checkpoint in Hugging Face format (bf16 or W4A16), or a GGUF file, and make it ready to generate.
 
     folder: or a GGUF file, a folder with one, or a name on the Hugging Face hub, from where what is needed is
-    downloaded (hub.py). draft: the drafter's folder or name; True for the one that belongs to the model, if there is one (`find_drafter`), False for none.
-    draft_weights: "int4" makes the drafter's matrices int4 as they are loaded, "stored" leaves them; the output is the
-    same, only how many drafts are accepted may differ. kv_cache_dtype: of keys and values, "auto" for dtype, "int8",
-    "int4" or "int3" for that in full-attention layers and int8 in sliding ones, or "fp8" for e4m3 by the checkpoint's
-    scales.
-    kv_cache_layout: "shared" for one pool of layers whose K is V.
+    downloaded (hub.py). draft: the drafter's folder or name; True for the one that belongs to the model, if there is
+    one (`find_drafter`), False for none. draft_weights: "int4" makes the drafter's matrices int4 as they are loaded,
+    "stored" leaves them; the output is the same, only how many drafts are accepted may differ. kv_cache_dtype: of keys
+    and values, "auto" for dtype, "int8", "int4" or "int3" for that in full-attention layers and int8 in sliding ones,
+    or "fp8" for e4m3 by the checkpoint's scales. kv_cache_layout: "shared" for one pool of layers whose K is V.
     sparse_prefill: in full-attention layers queries of long prompts read the keys that are estimated to weigh at least
     so many times the heaviest (0.1, say); None, and 1 or more, for all keys.
     device: "cpu", "cuda", "cuda:1"; None for the first GPU, else the CPU. dtype: "fp32", "bf16" or "fp16"; None for

@@ -30,6 +30,7 @@ COMMANDS = {
     "release": ("kerngen.cli.release", "Build all released models for each architecture, into one file each."),
     "run": ("kerngen.cli.run", "Generate text with a Gemma-4 checkpoint."),
     "serve": ("kerngen.cli.serve", "Serve a Gemma-4 checkpoint to OpenAI's clients, and a page to chat."),
+    "convert": ("kerngen.cli.convert", "Write a GGUF file or a checkpoint as safetensors that load as they lie."),
     "bench": ("kerngen.cli.bench", "Time kernels, or a model's step, against this GPU's measured limits."),
     "eval": ("kerngen.cli.eval", "Say what an approximation that you may choose costs on a text."),
     "soak": ("kerngen.cli.soak", "Load a model or a server with random requests for minutes, and check answers."),

@@ -79,6 +79,10 @@ def template_of(model: GgufModel) -> str:
     return model.head.text(_TEMPLATE)
 
 
+def has_template(model: GgufModel) -> bool:
+    return _TEMPLATE in model.head
+
+
 def tokens_of(model: GgufModel) -> dict[str, int] | None:
     """By their text; None where the file has none."""
     if "tokenizer.ggml.tokens" not in model.head:

@@ -142,6 +142,10 @@ class GgufCheckpoint(Checkpoint):
     def beside(self, name: str) -> Path:
         return self.folder.with_name(f"{self.folder.stem}.{name}")
 
+    def is_decoded(self, name: str) -> bool:
+        entry = self._files[name].entries[name]
+        return isinstance(entry, Stored) and entry.part == _VALUES
+
     def said(self, used: Iterable[str], dtype: torch.dtype) -> list[str]:
         """What became of the file's quantised tensors, in lines for people: which were decoded and take how many bytes
         in `dtype`, which stay packed, and how many scales and minima are rounded. used: names of what was loaded.

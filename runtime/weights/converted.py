@@ -82,6 +82,10 @@ class ConvertedCheckpoint(Checkpoint):
         entry = self._files[name].entries[name]
         return self._base.path(entry.module.codes) if isinstance(entry, _Made) else self._base.path(name)
 
+    def is_decoded(self, name: str) -> bool:
+        entry = self._files[name].entries[name]
+        return isinstance(entry, _Made) and entry.part == _VALUES
+
     def said(self, used: Iterable[str], dtype: torch.dtype) -> list[str]:
         entries = [entry for name in used if isinstance(entry := self._files[name].entries[name], _Made)]
         lines, kind = [], str(dtype).removeprefix("torch.")

@@ -163,9 +163,9 @@ def _find_compressed(
 
 
 def _find_named(checkpoint: Checkpoint, quant: QuantConfig, module: str, stem: str, shape: tuple[int, ...]) -> Packed:
-    """Of tensors that are made to fit (gguf/weights.py, converted.py)."""
+    """Of tensors that are made to fit (gguf/weights.py, converted.py), or were (conversion.py)."""
     if (packing := quant.packing_of(module)) is None:
-        raise TypeError(f"{module} is packed, and its file says nothing of it")
+        raise CheckpointError(f"{checkpoint.folder}: {module} is packed, and {checkpoint.said_by} does not name it")
     codes, scales, minima = (f"{stem}_{part}" for part in ("packed", "scale", "minimum"))
     is_int8, groups = packing.bits == 8, shape[-1] // packing.group_size
     checkpoint.require(codes, (*shape[:-1], shape[-1] // (1 if is_int8 else 8)), ("I8" if is_int8 else "I32",))

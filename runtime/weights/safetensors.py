@@ -243,6 +243,10 @@ class Checkpoint:
         like = self.beside("repacked-")
         return any(p.name.startswith(like.name) and p.suffix == ".kerngen" for p in like.parent.iterdir())
 
+    def is_decoded(self, name: str) -> bool:
+        """Whether the tensor is stored in a quantised form that loading makes floats of."""
+        return False
+
     def said(self, used: Iterable[str], dtype: torch.dtype) -> list[str]:
         """What loading made of the tensors called so, in `dtype`, that people should hear of, in lines."""
         return []

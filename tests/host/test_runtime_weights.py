@@ -352,7 +352,7 @@ CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "activation unknown": (having(hidden_activation="silu"), "hidden_activation is 'silu'"),
     "bidirectional": (having(use_bidirectional_attention="all"), "not implemented"),
     "experts without a count": (having(enable_moe_block=True), "num_experts"),
-    "another quantization": (having(quantization_config={"quant_method": "awq"}), "'awq'"),
+    "another quantization": (having(quantization_config={"quant_method": "hqq"}), "'hqq'"),
     "config says k_eq_v is off": (having(attention_k_eq_v=False), "k_proj.weight has shape [32, 32]"),
     "config says another width": (having(intermediate_size=64), "implies [64, 32]"),
     "packed without scheme": (having(quantization_config={"quant_method": "compressed-tensors",
@@ -409,7 +409,7 @@ GROUP: dict[str, tuple[Any, str]] = {
 }
 WEIGHTS: dict[str, tuple[Any, str]] = {
     "dynamic": (True, "dynamic is True"),
-    "num_bits": (8, "num_bits is 8"),
+    "num_bits": (3, "num_bits is 3"),
     "actorder": ("group", "actorder is 'group'"),
 }
 

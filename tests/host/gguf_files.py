@@ -264,15 +264,14 @@ def gguf_of(folder: Path, choose: Choose, *, split_experts: bool = False) -> Ggu
 
 
 def as_compressed_tensors(path: Path, folder: Path) -> None:
-    """Writes to `folder` what a GGUF file is as a checkpoint: its int4 is compressed-tensors', of the same bits."""
+    """Writes to `folder` what a GGUF file of Q4_0 is as a checkpoint of compressed-tensors, of the same bits."""
     checkpoint = GgufCheckpoint(path)
     tensors = {name: checkpoint.tensor(name).contiguous() for name in checkpoint.names}
     save_file(tensors, folder / "model.safetensors")
     config = config_json(path)
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
-    ignore = config["quantization_config"]["ignore"]
-    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ignore,
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": [],
                                      "config_groups": {"group_0": group}}  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
 

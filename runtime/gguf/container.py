@@ -106,11 +106,16 @@ class GgufFile:
         return CheckpointError(f"{self.path}: {message}", hint=hint)
 
     def get(self, key: str) -> Any:
-        """A single number, truth or text. Raises CheckpointError where the key is missing, or has an array."""
+        """A single number, truth or text. float32 is taken for the shortest decimal that it may stand for: 1e-06, not
+        9.99999997e-07. Raises CheckpointError where the key is missing, or has an array.
+        """
         value = self._value(key)
         if value.count >= 0:
             raise self.error(f"{key} is an array; it must be a single value")
-        return self._text(key, value.start)[0] if value.kind == _STRING else self._numbers(value, 1)[0]
+        if value.kind == _STRING:
+            return self._text(key, value.start)[0]
+        found = self._numbers(value, 1)[0]
+        return _shortest(found) if value.kind == _FLOAT32 else found
 
     def integer(self, key: str, default: int | None = None, *, low: int = 0, high: int = 1 << 31) -> int:
         if default is not None and key not in self.values:
@@ -118,14 +123,13 @@ class GgufFile:
         return self._checked(key, self.get(key), low, high)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive number. float32 is taken for the shortest decimal that it may stand for: 1e-06, and not
-        9.99999997e-07."""
+        """A positive number."""
         if default is not None and key not in self.values:
             return default
         value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
             raise self.error(f"{key} is {short(value)}; it must be a positive number")
-        return _shortest(value) if self.values[key].kind == _FLOAT32 else float(value)
+        return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         if key not in self.values:

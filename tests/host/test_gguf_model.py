@@ -557,11 +557,11 @@ def test_what_ends_an_answer_and_how_it_is_drawn(tmp_path: Path) -> None:
     made.set("tokenizer.ggml.tokens", tokens)
     made.keys += [("tokenizer.ggml.eos_token_id", 44), ("tokenizer.ggml.eot_token_id", 7)]
     assert read_sampling(made.write(tmp_path / "m.gguf")) == {"temperature": 0.0}
-    made.keys += [("general.sampling.temp", 1.0), ("general.sampling.top_k", 64), ("general.sampling.top_p", 0.5)]
+    made.keys += [("general.sampling.temp", 1.0), ("general.sampling.top_k", 64), ("general.sampling.top_p", 0.95)]
     path = made.write(tmp_path / "n.gguf")
     config = read_model_config(path)
     assert read_eos_ids(path, config) == config.eos_ids == (1, 44, 7)
-    assert read_sampling(path) == {"temperature": 1.0, "top_k": 64, "top_p": 0.5}
+    assert read_sampling(path) == {"temperature": 1.0, "top_k": 64, "top_p": 0.95}
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 50]}')
     assert read_eos_ids(path, config) == (1, 44, 7, 50), "what lies beside the file is read, too"
 

@@ -92,7 +92,7 @@ def _exponent(values: Tensor) -> Tensor:
 
 def _as_experts(weights: WeightView) -> WeightView:
     """`weights` with a leading dimension, of one expert where there are none."""
-    tensors = tuple(t if t.dim() == 3 else t[None] for t in weights.tensors)
+    tensors = weights.tensors if weights.tensors[0].dim() == 3 else tuple(t[None] for t in weights.tensors)
     return WeightView(weights.format, tensors, weights.out_features, weights.in_features)
 
 

@@ -281,6 +281,19 @@ def test_in_fp16_scales_are_what_the_file_has(tmp_path: Path) -> None:
     assert torch.equal(model.weights.layers[0].out.weight, dequantize(words, scales, torch.float16))
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q5_1", "Q6_K", "Q8_0"])
+def test_an_mlp_beyond_the_range_of_fp16_is_moved_into_it(tmp_path: Path, kind: str) -> None:
+    make(tmp_path, "dense")
+    gate_up = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
+    edit_tensors(tmp_path, lambda tensors: tensors.update({name: tensors[name] * 4096 for name in gate_up}))
+    path = gguf_of(tmp_path, all_of(kind)).write(tmp_path / "m.gguf")
+    ours, theirs = quiet_load(path, torch.float16), quiet_load(path)
+    up, same = (model.weights.layers[0].gate_up.weight[-256:].float() for model in (ours, theirs))  # behind gate's rows
+    assert up.abs().max() < same.abs().max() / 2
+    apart = logits(ours).float() - logits(theirs)
+    assert apart.abs().max() < 0.05 * logits(theirs).abs().max()
+
+
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q6_K"])
 def test_parts_are_those_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Boxes that ranks ask for, in pieces, also where they begin within a block."""

@@ -26,7 +26,7 @@ _MODULE = re.compile(
 # Files of other projects: where their code is the source of ours, and what alembic and this guide's reader have.
 _FOREIGN = re.compile(
     r"modeling_gemma4\w*\.py|candidate_generator\.py|configuration_utils\.py|sampler\.py of|vllm/|entrypoints/|"
-    r"tool_parsers/|reasoning/|marlin_utils\.py|mixed_precision/|env\.py|kernels/scale_rows/|kerngen\.ops\.scale_rows"
+    r"ggml-org/llama\.cpp|gguf_reader\.py|tool_parsers/|reasoning/|marlin_utils\.py|mixed_precision/|env\.py|kernels/scale_rows/|kerngen\.ops\.scale_rows"
 )
 
 

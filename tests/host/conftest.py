@@ -135,19 +135,23 @@ FIRST = (
 SLOW = (
     *(
         f"test_attn_decode_on_cpu.py::test_codes_are_multiplied_and_stored[{case}"  # 15 s
-        for case in ("d512-fp16-int3", "d512-fp16-shared_int3", "d256-fp16-int3", "d512-bf16-shared_int3-sm80")
+        for case in ("d512-fp16-int3", "d512-fp16-shared_int", "d256-fp16-int3", "d512-bf16-shared_int3-sm80")
     ),
     "test_centroid_head.py::test_sums_of_the_cases_are_exact_in_any_order",  # 13 s
     "test_cli_exit_codes.py::test_a_kernel_that_does_not_compile_fails_the_command",  # 16 s
     "test_cluster_examples.py::test_the_local_one_tunes",  # 10 s
     "test_docs.py::test_the_guide_is_what_kernel_new_makes",  # 38 s
     "test_doctor.py::test_a_models_problems_are_counted_by_who_chose_for_them[H200-exact device]",  # 18 s
+    "test_doctor.py::test_a_models_problems_are_counted_by_who_chose_for_them[H100-default]",  # 10 s
     *(
         f"test_draft_weights.py::test_its_steps_ask_for_int4_products[{arch}-gemma-4-{model}]"  # 21 s
         for arch in ("sm70", "sm90")
         for model in ("12b", "26b-a4b", "e4b")
     ),
-    *(f"test_draft_weights.py::test_its_steps_ask_for_int4_products[sm70-gemma-4-{m}]" for m in ("31b", "e2b")),  # 37 s
+    *(
+        f"test_draft_weights.py::test_its_steps_ask_for_int4_products[{m}]"  # 52 s
+        for m in ("sm70-gemma-4-31b", "sm70-gemma-4-e2b", "sm90-gemma-4-31b")
+    ),
     "test_everyday.py::test_torchs_threads_sleep_while_they_wait",  # 5 s
     "test_examples.py::test_the_training_script_runs_anywhere",  # 14 s
     "test_exchange_best_on_cpu.py::test_two_phases_are_enough_and_one_is_not",  # 10 s
@@ -165,6 +169,8 @@ SLOW = (
         f"test_prebuilt.py::test_what_is_predicted_or_carried_holds_today[{device}]"  # 29 s
         for device in ("A100", "B200", "H100", "L4", "RTX3090", "RTX4090")
     ),
+    "test_reader.py::test_a_file_and_its_rows_say_the_same",  # 9 s
+    "test_release.py::test_what_is_shipped_can_be_compiled_ahead",  # 14 s
     "test_replay.py::test_on_an_h200_what_is_learned_finds_the_best",  # 15 s
     "test_report_browser.py::test_it_can_be_read[phone",  # 5 s
     "test_report_browser.py::test_it_can_be_read[desk-dark]",  # 3 s

@@ -24,6 +24,7 @@ from kerngen.runtime.gguf.container import GgufFile, TensorInfo, open_gguf
 from kerngen.runtime.gguf.ggml_types import PACKINGS
 from kerngen.runtime.gguf.names import Place, packings, placed
 from kerngen.runtime.weights.mapped import DTYPES, Box, Decode, Entry, MappedFile
+from kerngen.runtime.weights.packed import codes_layout
 from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.world import Span
 from kerngen.templates.common.w4.pack import pack_nibbles
@@ -190,7 +191,7 @@ def _unit(kind: str, part: str) -> int:
     """Elements of a row that are one of the tensor's."""
     if part == _VALUES:
         return 1
-    return PACKINGS[kind].group_size if part != _CODES else 8 if PACKINGS[kind].bits == 4 else 1
+    return codes_layout(PACKINGS[kind])[1] if part == _CODES else PACKINGS[kind].group_size
 
 
 def _counted(types: Iterable[str]) -> str:
@@ -232,7 +233,7 @@ def _stored(
         made = (*shape[:-1], shape[-1] // _unit(kind, part))
         dtype = "F32"
         if part == _CODES:
-            dtype = "I8" if PACKINGS[kind].bits == 8 else "I32"
+            dtype, _ = codes_layout(PACKINGS[kind])
         elif part != _VALUES and kind in _AS_STORED:
             dtype = "F16"
         yield what, Stored(dtype, made, start, prod(made) * DTYPES[dtype].itemsize, info, part)

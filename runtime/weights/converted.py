@@ -24,6 +24,7 @@ from torch import Tensor
 from kerngen.errors import CheckpointError
 from kerngen.runtime.quant import Scheme
 from kerngen.runtime.weights.mapped import DTYPES, PIECE_BYTES, Box, Entry, MappedFile
+from kerngen.runtime.weights.packed import codes_layout
 from kerngen.runtime.weights.quantized import FLOATS, INTS, require_neighbours
 from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.world import Span
@@ -113,7 +114,7 @@ class _Tensors(MappedFile):
         if ".experts." in module.name:
             yield _Made("F32", (out, columns), 0, out * columns * 4, module, _VALUES)
             return
-        dtype, each = ("I8", 1) if packing.bits == 8 else ("I32", 8)
+        dtype, each = codes_layout(packing)
         made = [(_CODES, dtype, columns // each), (_SCALES, "F32", columns // packing.group_size)]
         if packing.has_minima:
             made.append((_MINIMA, "F32", columns // packing.group_size))
@@ -137,8 +138,8 @@ class _Tensors(MappedFile):
         """Those rows, and those columns of the made tensor's."""
         bits = self._scheme.bits
         if part == _CODES:
-            unit = 8 if bits == 4 else 1
-            codes = self._codes(module, rows, slice(width.start * unit, width.stop * unit))
+            _, each = codes_layout(self._scheme.packing)
+            codes = self._codes(module, rows, slice(width.start * each, width.stop * each))
             return pack_nibbles(codes) if bits == 4 else (codes ^ 128).view(torch.int8)
         if part == _VALUES:
             codes, (scales, zeros) = self._codes(module, rows, width), self._groups(module, rows)

@@ -21,9 +21,14 @@ def scale_dtype(packing: Packing, dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype == torch.bfloat16 and not is_int4 else dtype
 
 
+def codes_layout(packing: Packing) -> tuple[str, int]:
+    """Of codes as `grouped_weights` takes them: safetensors' name of their dtype, and how many are in an element."""
+    return ("I8", 1) if packing.bits == 8 else ("I32", 8)
+
+
 @dataclass(frozen=True, slots=True)
 class PackedTensors:
-    """codes: int32 [rows, in / 8], as `grouped_weights` takes them, or int8 [rows, in]. scales, and minima where groups
+    """codes: int32 [rows, in / 8] or int8 [rows, in], as `codes_layout` says. scales, and minima where groups
     have some, [rows, in / group_size].
     """
 

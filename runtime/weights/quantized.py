@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kerngen.errors import CheckpointError
 from kerngen.runtime.quant import QuantConfig
+from kerngen.runtime.weights.packed import codes_layout
 from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.templates.common.w4.tiling import Packing
 
@@ -167,8 +168,8 @@ def _find_named(checkpoint: Checkpoint, quant: QuantConfig, module: str, stem: s
     if (packing := quant.packing_of(module)) is None:
         raise CheckpointError(f"{checkpoint.folder}: {module} is packed, and {checkpoint.said_by} does not name it")
     codes, scales, minima = (f"{stem}_{part}" for part in ("packed", "scale", "minimum"))
-    is_int8, groups = packing.bits == 8, shape[-1] // packing.group_size
-    checkpoint.require(codes, (*shape[:-1], shape[-1] // (1 if is_int8 else 8)), ("I8" if is_int8 else "I32",))
+    (dtype, each), groups = codes_layout(packing), shape[-1] // packing.group_size
+    checkpoint.require(codes, (*shape[:-1], shape[-1] // each), (dtype,))
     names = [scales, minima] if packing.has_minima else [scales]
     for name in names:
         checkpoint.require(name, (*shape[:-1], groups), FLOATS)

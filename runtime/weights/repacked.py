@@ -24,7 +24,7 @@ from kerngen.errors import CheckpointError
 from kerngen.runtime.config import ModelConfig
 from kerngen.runtime.ops import Experts, Linear, Ops, WeightView, dense_weights, grouped_weights, int4_weights
 from kerngen.runtime.weights.mapped import DTYPES, PIECE_BYTES
-from kerngen.runtime.weights.packed import scale_dtype
+from kerngen.runtime.weights.packed import codes_layout, scale_dtype
 from kerngen.runtime.weights.safetensors import Checkpoint, SafetensorsFile
 from kerngen.runtime.weights.source import CheckpointSource, Parts
 from kerngen.runtime.weights.staging import Stage
@@ -228,10 +228,10 @@ def _order(config: ModelConfig, ops: Ops) -> str:
         return (ramp[: torch.Size(shape).numel()].view(shape) % 251 - 125).to(ops.dtype)
 
     def packed(packing: Packing, *shape: int) -> tuple[Tensor, Tensor]:
-        each, dtype = (1, torch.int8) if packing.bits == 8 else (8, torch.int32)
+        dtype, each = codes_layout(packing)
         words = ramp[: torch.Size(shape).numel() // each].view(*shape[:-1], shape[-1] // each)
         scales = dense(*shape[:-1], shape[-1] // packing.group_size).to(scale_dtype(packing, ops.dtype))
-        return (words * 40503 % (1 << 31)).to(torch.int32).to(dtype), scales
+        return (words * 40503 % (1 << 31)).to(torch.int32).to(DTYPES[dtype]), scales
 
     made: list[Any] = [ops.prepare(dense_weights(dense(2 * size, size)))]
     if config.num_experts:

@@ -19,8 +19,8 @@ from kerngen.runtime.ops import Experts, Linear, Ops, WeightView, dense_weights,
 from kerngen.runtime.quant import joined_packing
 from kerngen.runtime.weights.fp16_range import mlp_exponents, times_power
 from kerngen.runtime.weights.int4 import becomes_int4, to_int4
-from kerngen.runtime.weights.mapped import Box
-from kerngen.runtime.weights.packed import PackedTensors, scale_dtype
+from kerngen.runtime.weights.mapped import DTYPES, Box
+from kerngen.runtime.weights.packed import PackedTensors, codes_layout, scale_dtype
 from kerngen.runtime.weights.quantized import FLOATS, IgnoreList, Packed, find_packed
 from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.weights.tensors import Advance, TensorSource
@@ -310,10 +310,10 @@ class CheckpointSource(TensorSource):
     def _allocate_packed(self, packing: Packing, rows: int, cols: int, dtype: torch.dtype) -> PackedTensors:
         dtype = scale_dtype(packing, dtype)
         shape = (rows, cols // packing.group_size)
-        is_int8 = packing.bits == 8
+        codes, each = codes_layout(packing)
         return PackedTensors(
             packing,
-            self._allocate((rows, cols if is_int8 else cols // 8), torch.int8 if is_int8 else torch.int32),
+            self._allocate((rows, cols // each), DTYPES[codes]),
             self._allocate(shape, dtype),
             self._allocate(shape, dtype) if packing.has_minima else None,
         )
@@ -334,9 +334,8 @@ class CheckpointSource(TensorSource):
     def _copy_packed(self, packed: Packed, into: PackedTensors, rows: Box, cols: Span) -> None:
         """rows: the part of all dimensions but the last, of which `cols` is."""
         self.used |= packed.used
-        group, is_int8 = packed.packing.group_size, packed.packing.bits == 8
-        tensors = [(packed.codes, into.codes, 1 if is_int8 else 8, ("I8" if is_int8 else "I32",)),
-                   (packed.scales, into.scales, group, FLOATS)]  # fmt: skip
+        group, (codes, each) = packed.packing.group_size, codes_layout(packed.packing)
+        tensors = [(packed.codes, into.codes, each, (codes,)), (packed.scales, into.scales, group, FLOATS)]
         if packed.minima is not None and into.minima is not None:
             tensors.append((packed.minima, into.minima, group, FLOATS))
         for name, out, each, dtypes in tensors:

@@ -20,7 +20,8 @@ from kerngen.runtime.quant import joined_packing
 from kerngen.runtime.weights.int4 import becomes_int4
 from kerngen.runtime.weights.layout import DrafterWeights, ModelWeights
 from kerngen.runtime.weights.loader import build_drafter, build_model
-from kerngen.runtime.weights.packed import scale_dtype
+from kerngen.runtime.weights.mapped import DTYPES
+from kerngen.runtime.weights.packed import codes_layout, scale_dtype
 from kerngen.runtime.weights.quantized import IgnoreList
 from kerngen.runtime.weights.source import Parts, fused_name
 from kerngen.runtime.weights.towers import build_towers
@@ -101,9 +102,9 @@ class SyntheticSource(SyntheticTensors):
         mine = sum(span.size for span in rows)
         if (packing := self._packing(modules, mine, cols.size)) is None:
             return dense_weights(self._normal(leading, rows, cols))
-        is_int8 = packing.bits == 8
-        each, dtype, fill = (1, torch.int8, self._random_bytes) if is_int8 else (8, torch.int32, self._random_words)
-        codes = self._part(leading, rows, cols.over(each), dtype, fill)
+        is_int8, (dtype, each) = packing.bits == 8, codes_layout(packing)
+        fill = self._random_bytes if is_int8 else self._random_words
+        codes = self._part(leading, rows, cols.over(each), DTYPES[dtype], fill)
         value = 1.0 / ((_BYTE_STD if is_int8 else _NIBBLE_STD) * cols.whole**0.5)  # which keeps the scale of the input
         shape = (*leading, mine, cols.size // packing.group_size)
         scales = torch.full(shape, value, dtype=scale_dtype(packing, self.ops.dtype), device=self.ops.device)

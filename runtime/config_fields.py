@@ -76,6 +76,8 @@ def require_folder(folder: Path) -> None:
             f"{name} is not a folder: as a released model's name it stands for shapes, not for weights",
             hint="name a folder in Hugging Face format, or what the Hugging Face hub calls it: OWNER/NAME",
         )
+    if is_gguf(folder):
+        raise UsageError(f"there is no file {name}", hint="name a GGUF file, or a folder in Hugging Face format")
     raise UsageError(f"{name} is not a folder", hint="name a folder in Hugging Face format")
 
 

@@ -70,6 +70,8 @@ def _require_message(done: tuple[int, str, str], code: int, says: str) -> None:
     (("run", str(ROOT / "examples/tiny/gemma-4-tiny"), "--prompt", "hi", "--device", "potato"), 2, "'potato'"),
     (("run", str(ROOT / "examples/tiny/gemma-4-tiny"), "--prompt", ""), 2, "the prompt is empty"),
     (("run", "./nowhere", "--prompt", ""), 2, r"nowhere is not a folder"),
+    (("run", "./nowhere.gguf", "--prompt", "hi"), 2, r"there is no file nowhere.gguf\n.*a GGUF file, or a folder"),
+    (("convert", "nowhere.gguf", "out"), 2, r"there is no file nowhere.gguf"),
     (("db", "show", "w4a16_gemm", "--problem", "nope"), 2, r"'nope' is not FIELD=VALUE"),
     (("db", "explain", "w4a16_gemm", "--problem", "n=5376,k=21504"), 2, "--arch is needed: w4a16_gemm"),
     (("run", ".", "--prompt", "hi", "--backend", "torch", "--db", "x.db"), 2, "torch backend looks nothing up"),

@@ -13,6 +13,7 @@
 // blocks share go through the LL mailbox to the block that adds them up: all blocks are resident.
 #pragma once
 #include "common/ptx/bulk_copy.cuh"
+#include "common/w4/wgmma_rs.cuh"  // for its proxy fence
 #include "common/w4/x_registers.cuh"
 #include "common/w4/stream_k_units.cuh"
 
@@ -134,6 +135,9 @@ template <class S, bool POSTS_OUT = false> struct W4Stream {
                 for (int i = 0; i < SLOT_STEPS; i++)
                     if (r * SLOT_STEPS + i < STEPS)
                         tokens.multiply(sums, s.slots[warp][at.slot], i * STEP, (r * SLOT_STEPS + i) * STEP);
+                // A load of shared memory that was issued may not be done: it queues behind other warps' loads of x, for
+                // longer than a copy takes. Copies do not queue there. Without this fence some came first.
+                fence_async_proxy();
                 __syncwarp();
                 if (lane == 0 && ahead.unit < end) fetch(s, w, scales, ahead, policy);
                 ahead.next();

@@ -35,7 +35,7 @@ def candidates(p: Problem, target: Target) -> Iterator[Config]:
     sms, shape = target.device.num_sms, _default_shape(p, target)
     if not target.arch.has_wgmma or p.head_dim == 128 or p.kv_format != "plain":
         if target.arch.has_wgmma and has_codes(p.kv_format) and p.head_dim > 128 and p.rows <= 8:
-            shape = _of_codes(p)
+            shape = _of_codes(p, sms)
         yield from _mma(p, target, shape, 1 / 4, 1 / 2, 1, 2, 4)
         return
     groups, eights, quarters = p.groups(shape.block_m), p.groups(8), Config(8, 16, 4, 8, 3)
@@ -63,11 +63,15 @@ def candidates(p: Problem, target: Target) -> Iterator[Config]:
         yield from _mma(p, target, Config(8, 16, 4, 8, 5) if eights >= 8 else Config(8, 16, 8, 8, 3), 0.73)
 
 
-def _of_codes(p: Problem) -> Config:
-    """Warps with 256 dims of a head each: what a tile costs beside its codes is spread over more. Twelve warps, in
-    one block or in two, take an SM's registers.
+def _of_codes(p: Problem, sms: int) -> Config:
+    """Shapes that were measured for eight rows. Where V is K, and of four bits, tiles of 32 keys: what a tile costs
+    beside its codes is spread over more. Of short heads blocks of two warps, if several an SM are busy.
     """
-    return Config(8, 16, 1, 6, 4) if p.head_dim == 256 else Config(8, 16, 2, 12, 3)
+    if p.head_dim == 256:
+        return Config(8, 32, 2, 2, 2) if p.groups(8) > 2 * sms else Config(8, 16, 1, 6, 4)
+    if KV_BITS[p.kv_format] == 4:
+        return Config(8, 32, 1, 8, 2)
+    return Config(8, 32, 2, 8, 2) if p.kv_format == "shared_int8" else Config(8, 16, 2, 12, 3)
 
 
 def _fragment_partials(p: Problem, target: Target) -> Iterator[Config]:

@@ -54,8 +54,10 @@ class GgufTensors(MappedFile):
     def __init__(self, file: GgufFile, entries: dict[str, Entry]) -> None:
         self.path, self.stat, self.digest = file.path, file.stat, file.digest
         self.entries = entries
-        # Of what was read, scales and minima: of Q4_0, and how many bf16 would round; of others, and fp16.
-        self.num_scales, self.num_inexact = [0, 0], [0, 0]
+        # Of what was read, scales and minima: of Q4_0, and how many bf16 would round; of others, and fp16. Counts stay
+        # where they were made until they are told: to wait for each would stop what is on its way to the device.
+        self.num_scales = [0, 0]
+        self._inexact: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._keep(file.map)
 
     def tensor(self, name: str) -> Tensor:
@@ -103,8 +105,12 @@ class GgufTensors(MappedFile):
         found, is_q4_0 = found[..., within], kind == "Q4_0"
         kept = found.bfloat16() if is_q4_0 else found.half()
         self.num_scales[not is_q4_0] += found.numel()
-        self.num_inexact[not is_q4_0] += int((kept.float() != found.float()).sum())
+        self._inexact[not is_q4_0].append((kept.float() != found.float()).sum())
         return found
+
+    @property
+    def num_inexact(self) -> list[int]:
+        return [int(torch.stack(counts).sum()) if counts else 0 for counts in self._inexact]
 
 
 class GgufCheckpoint(Checkpoint):

@@ -17,7 +17,7 @@ import chart
 PAGE = chart.ROOT / "docs" / "performance.md"
 BOARDS = ("h200", "h100")
 TABLES = ("kernels", "history")
-MEASURED = {"vllm": "vllm.md", "media": "media.md", "caches": "runtime.md"}  # where each file's tables stand, in docs
+MEASURED = {"vllm": "vllm.md", "media": "media.md", "caches": "runtime.md", "gguf": "gguf.md"}  # where, in docs
 
 
 def begin(board: str) -> str:

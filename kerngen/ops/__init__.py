@@ -87,9 +87,12 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     decode_layers_over_ranks = _flat(_decode_layers.decode_layers_over_ranks)
     dense_gemv = _run(_dense_gemv.dense_gemv)
     draft_inputs = _run(_draft_inputs.draft_inputs)
+    draft_inputs_packed = _run(_draft_inputs.draft_inputs_packed)
     embed = _run(_embed.embed)
+    embed_packed = _run(_embed.embed_packed)
     exchange_best = _flat(_exchange_best.exchange_best)
     exchange_best_logits = _flat(_exchange_best.exchange_best_logits)
+    exchange_best_packed = _flat(_exchange_best.exchange_best_packed)
     exchange_norm = _flat(_exchange_norm.exchange_norm)
     exchange_norm_functional = _flat(_exchange_norm.exchange_norm_functional)
     exchange_pair_norm = _flat(_exchange_norm.exchange_pair_norm)
@@ -99,6 +102,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     gelu_mul = _run(_gelu_gate.gelu_mul)
     glu_conv = _run(_glu_conv.glu_conv)
     greedy_head = _run(_greedy_head.greedy_head)
+    greedy_head_packed = _run(_greedy_head.greedy_head_packed)
     key_means = _flat(_key_means.key_means)
     kv_write = _flat(_kv_write.kv_write)
     mel_conv = _run(_mel_conv.mel_conv)
@@ -150,9 +154,12 @@ __all__ = [
     "decode_layers_over_ranks",
     "dense_gemv",
     "draft_inputs",
+    "draft_inputs_packed",
     "embed",
+    "embed_packed",
     "exchange_best",
     "exchange_best_logits",
+    "exchange_best_packed",
     "exchange_norm",
     "exchange_norm_functional",
     "exchange_pair_norm",
@@ -162,6 +169,7 @@ __all__ = [
     "gelu_mul",
     "glu_conv",
     "greedy_head",
+    "greedy_head_packed",
     "head_screen",
     "key_means",
     "kv_write",

@@ -14,16 +14,18 @@ from kerngen.templates.common.rows.spec import (
     require_tokens,
     require_vectors,
 )
+from kerngen.templates.common.w4.table import DENSE, OfTable, require_table, row_bytes
 from kerngen.templates.embed import spec as embed
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, Traffic, args
 
 
 @dataclass(frozen=True, slots=True)
-class Problem(TokenProblem):
+class Problem(OfTable, TokenProblem):
     """ids [num_tokens] int64, table [vocab_size, embed_size] dtype, hidden [num_tokens, hidden] dtype
     -> out [num_tokens, embed_size + hidden] dtype.
 
-    An id outside 0..vocab_size - 1 gives NaN in the place of its embedding and reads nothing.
+    An id outside 0..vocab_size - 1 gives NaN in the place of its embedding and reads nothing. table, group_size: as of
+    embed.
     """
 
     embed_size: int = 5376
@@ -31,6 +33,8 @@ class Problem(TokenProblem):
     vocab_size: int = 262144
     dtype: str = "bf16"
     num_tokens: int = 1
+    table: str = DENSE
+    group_size: int = 0
 
     def __post_init__(self) -> None:
         require_dtypes(self.dtype)
@@ -38,12 +42,13 @@ class Problem(TokenProblem):
         require(self.vocab_size > 0, f"vocab_size={self.vocab_size} is not positive")
         require_tokens(self.num_tokens)
         require_flat(self.num_tokens, self.width)
+        require_table(self.table, self.group_size, self.vocab_size, self.embed_size)
 
     @property
     def embedding(self) -> embed.Problem:
         """What is on the left of out."""
         return embed.Problem(self.embed_size, self.vocab_size, self.dtype, num_tokens=self.num_tokens,
-                             residual_dtype=self.dtype)  # fmt: skip
+                             residual_dtype=self.dtype, table=self.table, group_size=self.group_size)  # fmt: skip
 
     @property
     def width(self) -> int:
@@ -64,6 +69,7 @@ ARGS = {
         *args("ptr", "table", "hidden"),
         Arg("scale", "f32"),
         Arg("num_tokens", "i32"),
+        Arg("table_scales", "ptr", only="group_size"),
     )
 }
 BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
@@ -84,8 +90,9 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
 
 
 def cost(problem: Problem) -> Cost:
-    p = problem
-    return Cost(p.num_tokens * (2 * p.width * ELEMENT_BYTES[p.dtype] + 8), p.num_tokens * p.embed_size)
+    p, size = problem, ELEMENT_BYTES[problem.dtype]
+    of_row = row_bytes(p.table, p.group_size, p.embed_size, p.dtype)
+    return Cost(p.num_tokens * (of_row + (p.hidden + p.width) * size + 8), p.num_tokens * p.embed_size)
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> Traffic:

@@ -13,18 +13,20 @@ import torch
 
 from kerngen.templates.call import Op
 from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE, Draw, poisoned
-from kerngen.templates.exchange_best.op import exchange_best, exchange_best_logits
+from kerngen.templates.common.w4.pack import eighths_table
+from kerngen.templates.exchange_best.op import exchange_best, exchange_best_logits, exchange_best_packed
 from kerngen.templates.exchange_best.spec import POSTED, Problem
 from kerngen.templates.exchange_norm.cases import loopback
 from kerngen.templates.kernel import Case, asking
 
-ROWS = 97  # of a rank
+ROWS, PACKED_ROWS = 97, 96  # of a rank
 CAP = 30.0
 
 
 def case_for(problem: Problem, **options: Any) -> Case:
     p = problem
-    words = [f"n{p.ranks}_{p.source}_w{p.width}_{p.dtype}", *options.values(), f"t{p.num_tokens}"]
+    of_table = [f"{p.table}-g{p.group_size}"] if p.is_packed else []
+    words = [f"n{p.ranks}_{p.source}_w{p.width}_{p.dtype}", *of_table, *options.values(), f"t{p.num_tokens}"]
     return Case("_".join(words), p, p.width + p.num_tokens + p.ranks, options)
 
 
@@ -48,6 +50,17 @@ CASES = (
     *_cases(2, 8, 1, 5, kinds=("normal", "nan", "infinite", "zero"), source="logits"),
     *_cases(3, 1000, 33, kinds=("normal", "capped"), source="logits"),
     *_cases(2, 131072, 1, 32, kinds=("capped",), source="logits"),
+    *(
+        case_for(Problem(ranks, width, dtype, "rows", tokens, table, group_size), kind="normal")
+        for table, group_size, ranks, width, tokens in (
+            ("int8", 16, 2, 32, 3),
+            ("int8", 32, 4, 5376, 2),
+            ("int8_min", 16, 2, 288, 1),
+            ("int4", 32, 2, 1536, 33),
+            ("int4_min", 32, 3, 96, 5),
+        )
+        for dtype in ("bf16", "fp16")
+    ),
 )
 
 
@@ -64,8 +77,12 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
     def eighths(*shape: int) -> torch.Tensor:
         return draw.normal(*shape, dtype=p.dtype, std=8.0).clamp_(-40, 40).round_().div_(8)
 
-    num_rows = ROWS if multiplies else p.width
-    table = eighths(num_rows if multiplies else p.num_tokens, p.width)
+    num_rows, scales = ROWS if multiplies else p.width, None
+    if p.is_packed:
+        num_rows = PACKED_ROWS
+        table, scales = eighths_table(draw, num_rows, p.width, p.table, p.group_size)
+    else:
+        table = eighths(num_rows if multiplies else p.num_tokens, p.width).to(TORCH_DTYPE[p.dtype])
     x = eighths(p.num_tokens, p.width) if multiplies else None
     rows = draw.integers(0, num_rows, p.num_tokens)
     if kind == "zero":
@@ -84,17 +101,20 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         "values": poisoned(p.num_tokens, dtype="fp32", device=device, value=7e9),
         "rows": rows,
         "x": x,
-        "table": table.to(TORCH_DTYPE[p.dtype]),
+        "table": table,
         "addresses": loopback(p.ranks, rank, max_rows, POSTED, device),
         "cap": CAP if kind == "capped" else 0.0,
         "first_row": rank * num_rows,
         "rank": rank,
         "max_rows": max_rows,
         "num_tokens": p.num_tokens,
+        "table_scales": scales,
     }
 
 
 def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
     """The op that asks for this case, and its arguments."""
-    names = {"weight": inputs["table"], "logits": inputs["table"], "logit_cap": inputs["cap"], "two_shot_from": 0}
-    return asking(exchange_best if case.problem.multiplies else exchange_best_logits, case, inputs, **names)
+    table = inputs["table"]
+    names = {"weight": table, "packed": table, "logits": table, "logit_cap": inputs["cap"], "two_shot_from": 0}
+    of_rows = exchange_best_packed if case.problem.is_packed else exchange_best
+    return asking(of_rows if case.problem.multiplies else exchange_best_logits, case, inputs, **names)

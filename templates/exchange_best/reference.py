@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kerngen.templates.common.rows.torch_rows import rounded
+from kerngen.templates.common.w4.pack import rows_of
 from kerngen.templates.exchange_best.spec import Problem
 from kerngen.templates.kernel import Tolerance
 
@@ -22,7 +23,11 @@ def of_rank(problem: Problem, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """This rank's logits [num_tokens] fp32, and their tokens."""
     rows, table, cap = inputs["rows"], inputs["table"], inputs["cap"]
     if problem.multiplies:
-        values = rounded((inputs["x"].float() * table[rows].float()).sum(-1), problem.dtype)
+        if problem.is_packed:
+            weights = rounded(rows_of(table, inputs["table_scales"], rows), problem.dtype)
+        else:
+            weights = table[rows].float()
+        values = rounded((inputs["x"].float() * weights).sum(-1), problem.dtype)
     else:
         values = table.gather(1, rows[:, None]).squeeze(1).float()
         values = cap * torch.tanh(values / cap) if cap > 0 else values

@@ -21,6 +21,8 @@ from kerngen.templates.common.rows.spec import (
     require_tokens,
     require_vectors,
 )
+from kerngen.templates.common.w4.table import DENSE, OfTable, require_table, row_bytes
+from kerngen.templates.common.w4.tiling import STRIP
 from kerngen.templates.exchange_norm.spec import MOST_RANKS
 from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, TokenProblem, Traffic, args
 
@@ -29,13 +31,14 @@ POSTED = VEC  # 16-bit elements of what a rank posts of a token: Peers are of me
 
 
 @dataclass(frozen=True, slots=True)
-class Problem(TokenProblem):
+class Problem(OfTable, TokenProblem):
     """rows [num_tokens] int64, each token's best row among this rank's -> ids [num_tokens] int64, the best token of
     `ranks` ranks, and values [num_tokens] fp32, its logit.
 
     source: "rows", where a logit is the product of x [num_tokens, width] and its row of table [., width], in fp32 and
     rounded to dtype; "logits", where table [num_tokens, width] has this rank's logits, to be capped in fp32. The lowest
-    id wins a tie, and ids is -1 where the greatest logit is NaN or infinite.
+    id wins a tie, and ids is -1 where the greatest logit is NaN or infinite. table, group_size: how the table of
+    source="rows" is stored, as of embed; a packed one's values are rounded to dtype.
     """
 
     ranks: int = 2
@@ -43,6 +46,8 @@ class Problem(TokenProblem):
     dtype: str = "bf16"
     source: str = "rows"
     num_tokens: int = 1
+    table: str = DENSE
+    group_size: int = 0
 
     def __post_init__(self) -> None:
         require(2 <= self.ranks <= MOST_RANKS, f"ranks={self.ranks} is not in 2..{MOST_RANKS}")
@@ -51,6 +56,8 @@ class Problem(TokenProblem):
         require_vectors(width=self.width)
         require(self.width <= INT32_MAX, f"width={self.width} does not fit in 31 bits")
         require_tokens(self.num_tokens)
+        require_table(self.table, self.group_size, STRIP, self.width)
+        require(self.multiplies or not self.is_packed, f"table={self.table}: logits are of the dtype")
 
     @property
     def multiplies(self) -> bool:
@@ -77,6 +84,7 @@ ARGS = {
         Arg("addresses", "ptr", 8),
         Arg("cap", "f32"),
         *args("i32", "first_row", "rank", "max_rows", "num_tokens"),
+        Arg("table_scales", "ptr", only="group_size"),
     )
 }
 BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
@@ -95,7 +103,7 @@ def _ahead(p: Problem, loads: int) -> int:
 
 def _registers(p: Problem, c: Config) -> int:
     """Of a thread, by the ptxas reports."""
-    return 8 * _ahead(p, c.loads) + 56
+    return (11 if p.is_packed else 8) * _ahead(p, c.loads) + 56
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
@@ -112,6 +120,8 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
 
 def default_config(problem: Problem, target: Target) -> Config:
     """All of a row in flight, and each token in an SM of its own: there are no more tokens than SMs, nearly always."""
+    if problem.is_packed:
+        return Config(loads=next((n for n in LOADS[:2] if _ahead(problem, n) == _vecs(problem)), LOADS[1]))
     return Config(loads=next((n for n in LOADS if _ahead(problem, n) == _vecs(problem)), LOADS[-1]))
 
 
@@ -136,7 +146,8 @@ def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, 
 def cost(problem: Problem) -> Cost:
     """Of each token its logit, and of each peer what is posted to it and by it."""
     p = problem
-    of_logit = ELEMENT_BYTES[p.dtype] * (2 * p.width if p.multiplies else 1)
+    of_logit = ELEMENT_BYTES[p.dtype] * (p.width if p.multiplies else 1)
+    of_logit += row_bytes(p.table, p.group_size, p.width, p.dtype) if p.multiplies else 0
     moved = of_logit + 2 * ELEMENT_BYTES["fp16"] * POSTED * (p.ranks - 1) + 8 + 8 + 4
     return Cost(p.num_tokens * moved, 2 * p.num_tokens * p.width if p.multiplies else 0)
 

@@ -11,15 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerngen.templates.common.rows.torch_rows import Draw
+from kerngen.templates.call import Op
+from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE, Draw
 from kerngen.templates.common.screen.screen import head_screen
+from kerngen.templates.common.w4.pack import dequantize, eighths_table, unpack
+from kerngen.templates.greedy_head.op import greedy_head, greedy_head_packed
 from kerngen.templates.greedy_head.spec import Problem
-from kerngen.templates.kernel import Case
+from kerngen.templates.kernel import Case, asking
 
 
 def case_for(problem: Problem, **options: Any) -> Case:
     p = problem
     of_bits = [] if p.bits == 8 else [f"b{p.bits}"]
+    of_bits += [f"{p.table}-g{p.group_size}"] if p.is_packed else []
     name = "_".join([f"v{p.vocab_size}x{p.hidden}", *of_bits, p.dtype, *options.values(), f"t{p.num_tokens}"])
     return Case(name, p, p.vocab_size + p.hidden + p.num_tokens, options)
 
@@ -64,6 +68,19 @@ CASES = (
     case_for(Problem(262144, 256, num_tokens=32, bits=7), kind="wide"),
     # all rows are left to choose from: lists are full, of few blocks a token and of many
     *(case_for(Problem(262144, 64, num_tokens=t, bits=7), kind="equal") for t in (1, 4, 32)),
+    *(
+        case_for(Problem(vocab, hidden, dtype, tokens, bits, table, group_size), kind=kind)
+        for table, group_size, vocab, hidden, tokens, bits, kind in (
+            ("int8", 16, 64, 32, 2, 8, "normal"),
+            ("int8", 16, 3008, 1536, 1, 6, "excluded"),
+            ("int8", 32, 2048, 5376, 3, 7, "normal"),
+            ("int8_min", 32, 1504, 256, 5, 7, "equal"),
+            ("int8_min", 16, 1504, 96, 9, 6, "nan"),
+            ("int4", 32, 3008, 320, 4, 8, "normal"),
+            ("int4_min", 32, 1504, 256, 1, 4, "excluded"),
+        )
+        for dtype in ("bf16", "fp16")
+    ),
 )
 
 
@@ -78,7 +95,7 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
     that their other codes are coarse; zero_rows: every other row is zero; rows: all of them are the same one; sizes:
     rows of very different size; negative: all logits are; tiny, huge: x so small that its squares vanish in fp32, or so
     large that they, or logits in fp16, are infinite; nan: one in the first token; infinite: one in the last token. ids
-    are poison.
+    are poison. A packed weight is of eighths in any case, and kinds that change weight are not made of one.
     """
     p: Problem = case.problem
     draw = Draw(case.seed, device)
@@ -88,7 +105,12 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
     def eighths(*shape: int) -> Tensor:
         return draw.normal(*shape, dtype=p.dtype, std=std).clamp_(-most, most).round_().div_(8)
 
-    x, weight = eighths(p.num_tokens, p.hidden), eighths(p.vocab_size, p.hidden)
+    x, stored, scales = eighths(p.num_tokens, p.hidden), None, None
+    if p.is_packed:
+        stored, scales = eighths_table(draw, p.vocab_size, p.hidden, p.table, p.group_size)
+        weight = dequantize(*unpack(stored, scales), TORCH_DTYPE[p.dtype])
+    else:
+        weight = eighths(p.vocab_size, p.hidden)
     rows = torch.arange(p.vocab_size, device=device)
     excluded: list[int] = []
     match kind:
@@ -126,8 +148,15 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
     return {
         "ids": torch.full((p.num_tokens,), -(2**62), dtype=torch.int64, device=device),
         "x": x,
-        "weight": weight,
+        "weight": weight if stored is None else stored,
         "codes": codes,
         "bounds": bounds,
         "num_tokens": p.num_tokens,
+        "table_scales": scales,
     }
+
+
+def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
+    """The op that asks for this case, and its arguments."""
+    op: Op[..., Any] = greedy_head_packed if case.problem.is_packed else greedy_head
+    return asking(op, case, inputs, packed=inputs["weight"])

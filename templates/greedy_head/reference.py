@@ -12,13 +12,17 @@ import torch
 from torch import Tensor
 
 from kerngen.templates.common.rows.torch_rows import rounded
+from kerngen.templates.common.w4.pack import dequantize, unpack
 from kerngen.templates.greedy_head.spec import Problem
 from kerngen.templates.kernel import Tolerance
 
 
 def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """ids [num_tokens] in fp32 (an id below 2^24 is exact)."""
-    x, weight = inputs["x"].float(), inputs["weight"].float()
+    x, weight = inputs["x"].float(), inputs["weight"]
+    if problem.is_packed:
+        weight = rounded(dequantize(*unpack(weight, inputs["table_scales"])), problem.dtype)
+    weight = weight.float()
     logits = rounded(x @ weight.T, problem.dtype)
     wanted = ~inputs["bounds"][: problem.vocab_size].isnan().any(-1)
     logits = torch.where(wanted, logits, -float("inf"))

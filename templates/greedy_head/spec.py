@@ -46,6 +46,7 @@ from kerngen.templates.common.screen.screen_spec import (
     require_bits,
     screen_bytes,
 )
+from kerngen.templates.common.w4.table import DENSE, OfTable, require_table, row_bytes
 from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, TokenProblem, Traffic, args
 
 MAX_TOKENS = 32
@@ -64,10 +65,11 @@ CHOOSE_WARPS_PER_SM = 16  # that there is room for, and over all tokens as many
 
 
 @dataclass(frozen=True, slots=True)
-class Problem(TokenProblem):
+class Problem(OfTable, TokenProblem):
     """x [num_tokens, hidden] and weight [vocab_size, hidden] in dtype; codes of `bits` and bounds of weight
     (head_screen) -> ids [num_tokens] int64, the row with the greatest product x . weight[row] rounded to dtype, the
-    lowest one on a tie.
+    lowest one on a tie. table, group_size: how weight is stored, as of embed; a packed one's values are rounded to
+    dtype.
 
     Rows whose bounds are NaN are never chosen. A token with a NaN, or an infinity, gives 0.
     """
@@ -77,6 +79,8 @@ class Problem(TokenProblem):
     dtype: str = "bf16"
     num_tokens: int = 1
     bits: int = 8
+    table: str = DENSE
+    group_size: int = 0
 
     def __post_init__(self) -> None:
         require_dtypes(self.dtype)
@@ -87,6 +91,7 @@ class Problem(TokenProblem):
         )
         require(self.hidden <= MAX_HIDDEN, f"hidden={self.hidden} is more than {MAX_HIDDEN}")
         require_tokens(self.num_tokens)
+        require_table(self.table, self.group_size, self.vocab_size, self.hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +139,7 @@ ARGS = {
     "greedy_choose": (
         Arg("ids", "ptr", align=8),
         *args("ptr", "x", "weight", "codes", "bounds", "workspace"),
+        Arg("table_scales", "ptr", only="group_size"),
     ),
 }
 BODIES = (Body("kernel.cu.jinja", ARGS, SPACE),)
@@ -314,8 +320,9 @@ def workspace_bytes(problem: Problem, config: Config, target: Target) -> int:
 
 def cost(problem: Problem) -> Cost:
     """Codes, of seven bits the first six, and bounds once, and one row of the table."""
-    p, size = problem, ELEMENT_BYTES[problem.dtype]
-    moved = least_bytes(p.vocab_size, p.hidden, p.bits) + size * p.hidden * 2 * p.num_tokens + 8 * p.num_tokens
+    p = problem
+    of_token = ELEMENT_BYTES[p.dtype] * p.hidden + row_bytes(p.table, p.group_size, p.hidden, p.dtype) + 8
+    moved = least_bytes(p.vocab_size, p.hidden, p.bits) + of_token * p.num_tokens
     return Cost(moved, 2 * p.num_tokens * p.vocab_size * p.hidden)
 
 
@@ -360,8 +367,9 @@ def traffic(problem: Problem, config: Config, target: Target) -> list[Traffic]:
     )
     first, left = (ceil(p.num_tokens * rows_left(p, b)) for b in (bits, p.bits))
     last = first if c.first_bits else 0  # rows whose last bit is asked for: half of the bytes are other rows'
+    rows = left * row_bytes(p.table, p.group_size, p.hidden, p.dtype)
     choose = Traffic(
-        x_bytes + last * p.hidden // 4 + left * p.hidden * ELEMENT_BYTES[p.dtype], 0, l2_bytes=uppers + 2 * x_bytes,
+        x_bytes + last * p.hidden // 4 + rows, 0, l2_bytes=uppers + 2 * x_bytes,
         cuda_ops=8 * p.num_tokens * _rows(p) + ROW_OPS * (last + left) * p.hidden, waits=4 + (c.first_bits > 0),
     )  # fmt: skip
     return [screen, choose]

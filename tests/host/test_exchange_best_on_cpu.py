@@ -39,7 +39,7 @@ class Ranks(RanksOnCpu):
                 logits = torch.tensor([draw.choice(LOGITS) for _ in range(tokens)]).to(mine["table"].dtype)
                 mine["table"][torch.arange(tokens), mine["rows"]] = logits
             elif draw.random() < 0.5 and given:  # the same logits as the rank before, in another order of tokens' rows
-                mine |= {name: given[-1][name] for name in ("x", "table", "rows")}
+                mine |= {name: given[-1][name] for name in ("x", "table", "table_scales", "rows")}
             place = {"addresses": self.addresses, "max_rows": MAX_TOKENS, "rank": rank, "first_row": 1000 * rank}
             given.append({**mine, **place})
         return given
@@ -59,6 +59,7 @@ class Ranks(RanksOnCpu):
 PROBLEMS = {
     "rows": (Problem(3, 264), Config(2, 6)),
     "rows-in-rounds": (Problem(2, 1800), Config(1, 6)),
+    "packed-rows": (Problem(2, 288, table="int8_min", group_size=16), Config(1, 6)),
     "logits": (Problem(2, 1000, source="logits"), Config(1, 6)),
     "eight-ranks": (Problem(8, 64, source="logits"), Config(2, 6)),
 }

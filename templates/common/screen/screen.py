@@ -11,7 +11,7 @@ one, and are enough for a draft, which is verified.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from kerngen.templates.common.screen.screen_spec import (
     padded,
     require_bits,
 )
+from kerngen.templates.common.w4.pack import dequantize, table_format, unpack
+from kerngen.templates.common.w4.tiling import STRIP
 
 DEVIATIONS = 4.0  # of a likely bound: a normal number is further off once in 16,000
 # Of a row's largest element, what its largest code is tried for where bits are few. What is larger gets that code too.
@@ -58,19 +60,43 @@ def head_screen(
     """
     shown = f"{weight.dtype} {list(weight.shape)}"
     require(weight.ndim == 2 and weight.is_floating_point(), f"head_screen: {shown} is no matrix of floats")
-    require_bits(bits)
     v, k = weight.shape
+    return _screen(lambda first, stop: weight[first:stop].float(), (v, k), weight.device, excluded, bits, likely)
+
+
+def packed_head_screen(
+    w_packed: Tensor, scales: Tensor, dtype: torch.dtype, excluded: Sequence[int] = (), bits: int = 8,
+    likely: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """head_screen of a packed W in kernel order (w4/pack.py), whose values are rounded to dtype."""
+    v, k, _, _ = table_format(w_packed, scales)
+
+    def rows(first: int, stop: int) -> Tensor:
+        strips = slice(first // STRIP, -(-stop // STRIP))
+        values = dequantize(*unpack(w_packed[strips], scales[strips]), dtype)
+        return values[first % STRIP :][: stop - first].float()
+
+    return _screen(rows, (v, k), w_packed.device, excluded, bits, likely)
+
+
+def _screen(
+    rows: Callable[[int, int], Tensor], shape: tuple[int, int], device: torch.device, excluded: Sequence[int],
+    bits: int, likely: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """rows: those from a first one on up to another, fp32."""
+    require_bits(bits)
+    v, k = shape
     if bad := [i for i in excluded if not 0 <= i < v]:
         raise ProblemError(f"head_screen: excluded row {bad[0]} is not in 0..{v - 1}")
-    rows, columns = padded(v, ROWS), padded(k, COLUMNS * GROUP_TILES[bits])
-    shape = (rows // ROWS, columns // COLUMNS // GROUP_TILES[bits], group_loads(bits), 32, 4)
-    codes = torch.empty(shape, dtype=torch.int32, device=weight.device)
-    bounds = torch.full((rows, num_bounds(bits)), float("nan"), dtype=torch.float32, device=weight.device)
-    if weight.is_meta:  # a record of shapes alone
+    num_rows, columns = padded(v, ROWS), padded(k, COLUMNS * GROUP_TILES[bits])
+    of_codes = (num_rows // ROWS, columns // COLUMNS // GROUP_TILES[bits], group_loads(bits), 32, 4)
+    codes = torch.empty(of_codes, dtype=torch.int32, device=device)
+    bounds = torch.full((num_rows, num_bounds(bits)), float("nan"), dtype=torch.float32, device=device)
+    if device.type == "meta":  # a record of shapes alone
         return codes, bounds
     step = max(_AT_ONCE // columns // ROWS, 1) * ROWS
     for first in range(0, v, step):
-        part = weight[first : first + step].float()
+        part = rows(first, min(first + step, v))
         q, scale, error = _rounded(part, bits)
         at, n = first // ROWS, padded(len(part), ROWS)
         codes[at : at + n // ROWS] = _planes(q, n, columns, bits)
@@ -81,7 +107,7 @@ def head_screen(
             # Sure ones: what is left out of small elements has one sign, and is all but unrelated to a token.
             into[:, 2], into[:, 3] = scale / 2, _bound(size, kept, _size(part - kept), likely=False)
     if excluded:
-        bounds[torch.tensor(list(excluded), dtype=torch.int64, device=weight.device)] = float("nan")
+        bounds[torch.tensor(list(excluded), dtype=torch.int64, device=device)] = float("nan")
     return codes, bounds
 
 

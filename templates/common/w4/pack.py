@@ -162,6 +162,24 @@ def drawn(draw: Draw, n: int, k: int, group_size: int, dtype: str, weights: str 
     return codes, scale.to(TORCH_DTYPE[dtype])
 
 
+def drawn_table(draw: Draw, n: int, k: int, weights: str, group_size: int) -> tuple[Tensor, Tensor]:
+    """As `drawn`, in kernel order, with fp16 scales: a packed table."""
+    return pack(*drawn(draw, n, k, group_size, "fp16", weights))
+
+
+def eighths_table(draw: Draw, n: int, k: int, weights: str, group_size: int) -> tuple[Tensor, Tensor]:
+    """A packed table of small multiples of 1/8, whose products fp32 sums exactly in any order."""
+    packing, shape = packing_of(weights, group_size), (n, k // group_size)
+    scales = draw.integers(1, 3, *shape) / 8
+    if packing.has_minima:
+        scales = torch.stack((scales, draw.integers(-8, 9, *shape) / 8), dim=-1)
+    if packing.bits == 8:
+        codes = draw.integers(-20, 21, n, k).to(torch.int8)
+    else:
+        codes = draw.integers(-(2**31), 2**31, n, k // 8).to(torch.int32)
+    return pack(codes, scales.half())
+
+
 def unpack(w_packed: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """The exact inverse of `pack`: weight_packed [N, K / 8] int32 or [N, K] int8, and weight_scale, with its minima."""
     strips, k32, lanes = w_packed.shape[:3]
@@ -175,6 +193,38 @@ def unpack(w_packed: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     pairs = scales.view(strips, -1, 16, scales.shape[2] // STRIP, 2)  # [strip, group, pair, scale or minimum, row]
     by_rows = pairs.permute(0, 2, 4, 1, 3).reshape(strips * STRIP, scales.shape[1], -1).contiguous()
     return packed, by_rows if scales.shape[2] > STRIP else by_rows.squeeze(-1)
+
+
+def rows_of(w_packed: Tensor, scales: Tensor, ids: Tensor) -> Tensor:
+    """Rows ids [n] int64 of a W in kernel order, [n, K] fp32. It may be captured in a CUDA graph."""
+    n, (strips, tiles, lanes) = len(ids), w_packed.shape[:3]
+    strip, quad, half, odd = ids // STRIP, ids % STRIP // 4, ids % 4 // 2, ids % 2
+    two = torch.arange(2, device=ids.device)
+    if lanes == 64:
+        stored = w_packed.contiguous().view(torch.uint8).view(strips, tiles, 2, 8, 4, 4, 2, 2)
+        codes = stored[strip, :, half, quad, :, :, :, odd].int() - 128  # [n, tile, t, word, column of two]
+    else:
+        words = w_packed.view(strips, tiles, 8, 4, 2, 2)[strip, :, quad, :, half]  # [n, tile, t, word]
+        shifts = 4 * odd[:, None, None] + 8 * two[:, None] + 16 * two  # [n, half of a word's columns, column of two]
+        codes = (words[..., None, None] >> shifts[:, None, None, None] & 15).flatten(3, 4)
+    rows = codes.transpose(2, 3).reshape(n, scales.shape[1], -1).float()
+    if scales.shape[2] == STRIP:
+        found = scales[strip, :, ids % STRIP].float()  # [n, group]
+        return ((rows - 8.0 * (lanes == 32)) * found[..., None]).flatten(1)
+    pairs = scales.view(strips, -1, 16, 2, 2)[strip, :, ids % STRIP // 2, :, odd].float()  # [n, group, 2]
+    return (rows * pairs[..., :1] + pairs[..., 1:]).flatten(1)
+
+
+def table_format(w_packed: Tensor, scales: Tensor) -> tuple[int, int, str, int]:
+    """Of a W in kernel order: its rows and columns, its format by name (tiling.py), and its group_size."""
+    strips, tiles, lanes = w_packed.shape[:3]
+    groups, of_group = scales.shape[1:]  # 64 in place of 32 of int8, and of scales with minima
+    is_format = lanes in (32, 64) and of_group in (32, 64) and groups > 0 and tiles * STRIP % groups == 0
+    if not is_format or len(scales) != strips:
+        shown = f"{tuple(w_packed.shape)} and {tuple(scales.shape)}"
+        raise ProblemError(f"codes and scales of {shown} are no packed matrix")
+    weights = ("int4" if lanes == 32 else "int8") + ("" if of_group == 32 else "_min")
+    return strips * STRIP, tiles * STRIP, weights, tiles * STRIP // groups
 
 
 def dequantize(weight_packed: Tensor, weight_scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -137,6 +137,7 @@ def _calls(world: World, tokens: int, hidden: int, dtype: str, *peers: Any) -> d
     import torch.distributed as dist
 
     from kerngen.runtime.executors.collectives import Distributed
+    from kerngen.runtime.ops import dense_weights
     from kerngen.runtime.ops.fallbacks import logit_of
     from kerngen.templates.add_norm.op import add_norm
     from kerngen.templates.common.rows.torch_rows import Draw
@@ -163,7 +164,7 @@ def _calls(world: World, tokens: int, hidden: int, dtype: str, *peers: Any) -> d
         norm()
 
     def choice() -> None:
-        collectives.best_of_ranks(logit_of(x, head, rows), rows + first)
+        collectives.best_of_ranks(logit_of(x, dense_weights(head), rows), rows + first)
 
     found: dict[str, Callable[[], object]] = {"add_norm": norm}
     if peers:
@@ -179,7 +180,9 @@ def _calls(world: World, tokens: int, hidden: int, dtype: str, *peers: Any) -> d
             _check(world, call, expected_of(call.problem, given))
             found[name] = _loaded(asked())
         call = exchange_best(x, head, rows, first, of_choices)
-        _check(world, call, best(_of_ranks(world, logit_of(x, head, rows)), _of_ranks(world, rows + first)))
+        _check(
+            world, call, best(_of_ranks(world, logit_of(x, dense_weights(head), rows)), _of_ranks(world, rows + first))
+        )
         found["exchange_best"] = _loaded(call)
     return found | {"NCCL and add_norm": nccl, "a choice by NCCL": choice}
 

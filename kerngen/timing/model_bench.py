@@ -49,7 +49,7 @@ def step_bytes(model: Gemma4, context: int, batch: int = 1) -> tuple[int, int]:
             total += w.ple.gate.num_bytes + w.ple.projection.num_bytes
         visible = min(context, layer.window) if layer.window else context
         form = KV_FORMATS[config.kv_format_of(config.layers[layer.kv_source])]
-        kv += form.page_bytes(layer.num_kv_heads, visible, layer.head_dim, weights.embed.dtype)
+        kv += form.page_bytes(layer.num_kv_heads, visible, layer.head_dim, model.ops.dtype)
     return total, batch * kv
 
 

@@ -13,7 +13,7 @@ from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.footprint import footprint
 from kerngen.runtime.media.input import MediaInput
 from kerngen.runtime.model import Gemma4
-from kerngen.runtime.ops import Ops
+from kerngen.runtime.ops import Ops, dense_weights
 from kerngen.runtime.weights.synthetic import SyntheticSource, synthetic_drafter, synthetic_model
 
 
@@ -40,7 +40,7 @@ def generated_model(
         require_memory(name, config, drafter_config)
     if own_head:
         source, rows = SyntheticSource(config, ops, seed + 2), config.vocab_span
-        head = source.head(source.rows("head", rows, config.hidden_size), rows)
+        head = source.head(dense_weights(source.rows("head", rows, config.hidden_size)), rows)
         weights = replace(synthetic_model(config, ops, seed), head=head)
     else:
         weights = synthetic_model(config, ops, seed)

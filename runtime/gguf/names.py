@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from kerngen.errors import CheckpointError
 from kerngen.runtime.gguf.container import GgufModel
 from kerngen.runtime.gguf.ggml_types import PACKINGS, known
-from kerngen.templates.common.w4.tiling import Packing
+from kerngen.templates.common.w4.tiling import STRIP, Packing
 
 PREFIX = "model."
+EMBEDDING = f"{PREFIX}embed_tokens.weight"
 ROPE_FREQS = "rope_freqs.weight"  # no weight: config.py reads it
 _LAYER = re.compile(r"blk\.(\d{1,9})\.(.*)")
 _ROOT = {
-    "token_embd.weight": f"{PREFIX}embed_tokens.weight",
+    "token_embd.weight": EMBEDDING,
     "output_norm.weight": f"{PREFIX}norm.weight",
     "output.weight": "lm_head.weight",
     "per_layer_token_embd.weight": f"{PREFIX}embed_tokens_per_layer.weight",
@@ -63,7 +64,8 @@ _OTHERS = {
 @dataclass(frozen=True, slots=True)
 class Place:
     """What a tensor is. name: transformers', whose `.*.` stands for the number of each expert, where they are stored
-    together and transformers has them apart. joined: of a linear, the matrix that it becomes a part of, else "".
+    together and transformers has them apart. joined: of a linear, and of the embedding, the matrix that it becomes a
+    part of, else "".
     """
 
     name: str
@@ -81,7 +83,7 @@ class Place:
 def place_of(name: str) -> Place | None:
     """What the tensor `name` is in Gemma-4, None where it is nothing."""
     if (root := _ROOT.get(name)) is not None:
-        return Place(root, root if root.endswith("projection.weight") else "")
+        return Place(root, root if root == EMBEDDING or root.endswith("projection.weight") else "")
     if (found := _LAYER.fullmatch(name)) is None:
         return None
     layer, rest = f"{PREFIX}layers.{int(found[1])}", found[2]
@@ -116,11 +118,15 @@ def placed(model: GgufModel) -> dict[str, Place]:
 
 def packings(model: GgufModel, found: Mapping[str, Place]) -> dict[str, Packing]:
     """The modules that stay packed, and how: all that one of kerngen's matrices is made of are quantised, and of
-    experts all are Q4_0, since no kernel takes others. found: see `placed`.
+    experts all are Q4_0, since no kernel takes others. The embedding does where it is the output head, too, and has
+    whole strips of rows. found: see `placed`.
     """
     owners = model.head.integer("gemma4.block_count", 0) - model.head.integer("gemma4.attention.shared_kv_layers", 0)
     types: dict[str, set[str]] = {}
     for name, where in found.items():
+        is_table = where.name == EMBEDDING
+        if is_table and ("output.weight" in found or model.info(name).shape[0] % STRIP):
+            continue
         if where.joined and not _is_dead(where, owners):
             types.setdefault(where.joined, set()).add(model.info(name).type.name)
     return {

@@ -3,6 +3,7 @@
 A matrix that kernels multiply as it is packed is a `weight_packed`, a `weight_scale` and, where its groups have minima,
 a `weight_minimum`, made of the blocks as they are read (ggml_types.PACKINGS): 4 bits in compressed-tensors' order, 8
 as int8. What kernels multiply with is several of these, as q, k and v; where one of them is of floats all are dense.
+So is the embedding, which is the output head, too.
 Whatever else is quantised is dense fp32, of which loading makes the run's dtype. Blocks go to the device as they are
 stored, and are decoded there.
 """
@@ -22,7 +23,7 @@ from torch import Tensor
 from kerngen.runtime.gguf.blocks import FLOAT_TYPES, decode, q4_0_words, take_apart
 from kerngen.runtime.gguf.container import GgufFile, TensorInfo, open_gguf
 from kerngen.runtime.gguf.ggml_types import PACKINGS
-from kerngen.runtime.gguf.names import Place, packings, placed
+from kerngen.runtime.gguf.names import EMBEDDING, Place, packings, placed
 from kerngen.runtime.weights.mapped import DTYPES, Box, Decode, Entry, MappedFile
 from kerngen.runtime.weights.packed import codes_layout
 from kerngen.runtime.weights.safetensors import Checkpoint
@@ -37,10 +38,13 @@ _AS_STORED = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL"}  # blocks begin 
 
 @dataclass(frozen=True, slots=True)
 class Stored(Entry):
-    """A tensor, or a part of one, that blocks of `info` are made into. start: byte in the file."""
+    """A tensor, or a part of one, that blocks of `info` are made into. start: byte in the file. scales_in: what its
+    scales and minima are kept in, at least where activations are in bf16.
+    """
 
     info: TensorInfo
     part: str
+    scales_in: torch.dtype
 
     @property
     def unit(self) -> int:
@@ -54,8 +58,8 @@ class GgufTensors(MappedFile):
     def __init__(self, file: GgufFile, entries: dict[str, Entry]) -> None:
         self.path, self.stat, self.digest = file.path, file.stat, file.digest
         self.entries = entries
-        # Of what was read, scales and minima: of Q4_0, and how many bf16 would round; of others, and fp16. Counts stay
-        # where they were made until they are told: to wait for each would stop what is on its way to the device.
+        # Of what was read, scales and minima: of Q4_0's matrices, and how many bf16 would round; of others, and fp16.
+        # Counts stay where they were made until they are told: waiting for each would stop what is on its way there.
         self.num_scales = [0, 0]
         self._inexact: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._keep(file.map)
@@ -102,10 +106,9 @@ class GgufTensors(MappedFile):
         if part == _CODES:
             return _codes(kind, raw)[..., within]
         found = raw if kind in _AS_STORED else getattr(take_apart(kind, raw), part)
-        found, is_q4_0 = found[..., within], kind == "Q4_0"
-        kept = found.bfloat16() if is_q4_0 else found.half()
-        self.num_scales[not is_q4_0] += found.numel()
-        self._inexact[not is_q4_0].append((kept.float() != found.float()).sum())
+        found, which = found[..., within], entry.scales_in == torch.float16
+        self.num_scales[which] += found.numel()
+        self._inexact[which].append((found.to(entry.scales_in).float() != found.float()).sum())
         return found
 
     @property
@@ -202,7 +205,7 @@ def _unit(kind: str, part: str) -> int:
 
 def _counted(types: Iterable[str]) -> str:
     """ "tensors 30 of Q4_K, 1 of Q6_K"."""
-    each = [f"{count} of {name}" for name, count in Counter(types).most_common()]
+    each = [f"{count} of {name}" for name, count in sorted(Counter(types).items(), key=lambda t: (-t[1], t[0]))]
     return f"tensors {', '.join(each)}"
 
 
@@ -231,6 +234,7 @@ def _stored(
         raise file.error(f"{name} is {info.type.name} of one dimension; only matrices are read quantised")
     module = named.removesuffix(".weight")
     kind = info.type.name
+    scales_in = torch.bfloat16 if kind == "Q4_0" and named != EMBEDDING else torch.float16
     parts = [(named, _VALUES)]
     if is_packed:
         parts = [(f"{module}.weight_packed", _CODES), (f"{module}.weight_scale", _SCALES)]
@@ -242,4 +246,4 @@ def _stored(
             dtype, _ = codes_layout(PACKINGS[kind])
         elif part != _VALUES and kind in _AS_STORED:
             dtype = "F16"
-        yield what, Stored(dtype, made, start, prod(made) * DTYPES[dtype].itemsize, info, part)
+        yield what, Stored(dtype, made, start, prod(made) * DTYPES[dtype].itemsize, info, part, scales_in)

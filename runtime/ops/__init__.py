@@ -6,7 +6,7 @@ computes on activations.
 
 Tensors are row-major and contiguous. T is num_tokens, H the hidden size, d the head dim, nq and nkv the
 numbers of query and KV heads. Activations are `ops.dtype`; the residual stream is `ops.residual_dtype`;
-norm weights, embedding tables and dense matrices are `ops.dtype`. ids and positions are int64, slot_mapping
+norm weights and dense matrices are `ops.dtype`. ids and positions are int64, slot_mapping
 is int64, block tables, kv_lens and cu_seqlens are int32.
 
 Where `supports_graphs` is true the decode step is captured in one CUDA graph: no method but attn_prefill
@@ -33,6 +33,7 @@ from kerngen.runtime.ops.values import (
     dense_weights,
     grouped_weights,
     int4_weights,
+    rows_of_table,
 )
 from kerngen.templates.values import AttnBatch, HeadNorms, KVView, PageLimits, PagesInUse
 
@@ -61,6 +62,7 @@ __all__ = [
     "int4_weights",
     "positions_of",
     "residual_dtype",
+    "rows_of_table",
     "slots_of",
 ]
 
@@ -189,13 +191,14 @@ class Ops(Protocol):
         [B, q_len + 2] int64: how many count, tokens, and whether hidden is finite.
         """
 
-    def embed(self, ids: Tensor, table: Tensor, scale: float) -> Tensor:
-        """table[ids] * scale. ids [T] int64, table [vocab, H], scale already rounded to the table's dtype.
+    def embed(self, ids: Tensor, table: Linear, scale: float) -> Tensor:
+        """table[ids] * scale. ids [T] int64, table [vocab, H] as `prepare` gave it, its values rounded to dtype; scale
+        already rounded to dtype.
 
         Returns [T, H] in residual_dtype (rounded to dtype first where they differ).
         """
 
-    def draft_inputs(self, ids: Tensor, hidden: Tensor, table: Tensor, scale: float) -> Tensor:
+    def draft_inputs(self, ids: Tensor, hidden: Tensor, table: Linear, scale: float) -> Tensor:
         """[table[ids] * scale, hidden], what a drafter's first projection reads. ids, table and scale as for embed,
         hidden [T, C] in dtype.
 

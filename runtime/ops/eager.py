@@ -118,11 +118,11 @@ class TorchOps:
         torch.minimum(lengths + count, limits, out=lengths)
         return torch.cat((count[:, None], tokens, hidden.isfinite().all(-1, keepdim=True).long()), dim=1)
 
-    def embed(self, ids: Tensor, table: Tensor, scale: float) -> Tensor:
-        return (table[ids] * scale).to(self.residual_dtype)
+    def embed(self, ids: Tensor, table: Linear, scale: float) -> Tensor:
+        return (table.weight[ids] * scale).to(self.residual_dtype)
 
-    def draft_inputs(self, ids: Tensor, hidden: Tensor, table: Tensor, scale: float) -> Tensor:
-        return torch.cat(((table[ids] * scale).to(self.dtype), hidden), dim=-1)
+    def draft_inputs(self, ids: Tensor, hidden: Tensor, table: Linear, scale: float) -> Tensor:
+        return torch.cat(((table.weight[ids] * scale).to(self.dtype), hidden), dim=-1)
 
     def rmsnorm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         return rms_norm(x, weight, eps).to(self.dtype)

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kerngen.runtime.ops.values import Linear
+from kerngen.templates.common.w4.pack import rows_of
+
 GATHERED_ROWS = 64  # of dense experts, tokens times experts of each: more wait for the host
 
 
@@ -44,11 +47,14 @@ def routed_sum(routed: Tensor, topk_weights: Tensor) -> Tensor:
     return (routed.float() * topk_weights[..., None]).sum(1).to(routed.dtype)
 
 
-def logit_of(h: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    """The product of each h [n, H] with row ids [n] of weight [rows, H], rounded as a dense product is: [n] fp32."""
+def logit_of(h: Tensor, head: Linear, ids: Tensor) -> Tensor:
+    """The product of each h [n, H] with row ids [n] of the head [rows, H], whose values are of h's dtype, rounded as a
+    dense product is: [n] fp32.
+    """
     if h.is_meta:
         return torch.empty(len(h), dtype=torch.float32, device=h.device)
-    return (h.float() * weight[ids].float()).sum(-1).to(h.dtype).float()
+    rows = head.weight[ids] if head.is_dense else rows_of(head.packed, head.scales, ids).to(h.dtype)
+    return (h.float() * rows.float()).sum(-1).to(h.dtype).float()
 
 
 def capped(logits: Tensor, ids: Tensor, cap: float) -> Tensor:

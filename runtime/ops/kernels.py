@@ -43,8 +43,8 @@ from kerngen.templates.call import Call
 from kerngen.templates.centroid_head.op import centroid_greedy, centroid_logits
 from kerngen.templates.check_pages.op import check_pages
 from kerngen.templates.common.rows.spec import VEC, apart_format, is_rotated
-from kerngen.templates.common.screen.screen import head_screen
-from kerngen.templates.common.screen.screen_spec import screen_bytes
+from kerngen.templates.common.screen.screen import head_screen, packed_head_screen
+from kerngen.templates.common.screen.screen_spec import least_bytes, screen_bytes
 from kerngen.templates.decode_advance.op import decode_advance
 from kerngen.templates.decode_inputs.op import decode_inputs
 from kerngen.templates.decode_layers import spec as layers_spec
@@ -55,15 +55,15 @@ from kerngen.templates.decode_layers.op import (
     decode_layers,
     decode_layers_over_ranks,
 )
-from kerngen.templates.draft_inputs.op import draft_inputs
-from kerngen.templates.embed.op import embed
-from kerngen.templates.exchange_best.op import exchange_best, exchange_best_logits
+from kerngen.templates.draft_inputs.op import draft_inputs, draft_inputs_packed
+from kerngen.templates.embed.op import embed, embed_packed
+from kerngen.templates.exchange_best.op import exchange_best, exchange_best_logits, exchange_best_packed
 from kerngen.templates.exchange_best.spec import POSTED
 from kerngen.templates.exchange_norm.op import exchange_norm, exchange_pair_norm
 from kerngen.templates.gather_kv.op import gather_kv, gathered, keys_seen
 from kerngen.templates.gelu_gate.op import gelu_mul
 from kerngen.templates.greedy_head import spec as head_spec
-from kerngen.templates.greedy_head.op import greedy_head
+from kerngen.templates.greedy_head.op import greedy_head, greedy_head_packed
 from kerngen.templates.key_means.op import key_means
 from kerngen.templates.moe_combine.op import moe_combine
 from kerngen.templates.moe_router.op import moe_router
@@ -106,10 +106,13 @@ def has_room(size: int, free_bytes: int) -> bool:
 
 
 def screen_of(head: Linear, *, likely: bool = False) -> int:
-    """Bytes that `KernelOps.screen` takes for `head`, 0 where it makes none of it."""
-    if not head.is_dense or head.in_features % VEC or head.in_features > head_spec.MAX_HIDDEN:
+    """Bytes that `KernelOps.screen` takes for `head`, 0 where it makes none of it: of a packed head, where what is read
+    of a screen is no less than the head, as of int4.
+    """
+    if head.in_features % VEC or head.in_features > head_spec.MAX_HIDDEN:
         return 0
-    return screen_bytes(head.out_features, head.in_features, head_spec.bits_for(head.in_features, likely=likely))
+    size = head.out_features, head.in_features, head_spec.bits_for(head.in_features, likely=likely)
+    return screen_bytes(*size) if head.is_dense or least_bytes(*size) < head.num_bytes else 0
 
 
 def heads_at_once(queries: int, kv: KVView, batch: AttnBatch) -> int:
@@ -213,11 +216,16 @@ class KernelOps:
         call = decode_advance(tokens, drafts, states, token, lengths, limits, hidden)
         return self.executor.run(call, "end of step")
 
-    def embed(self, ids: Tensor, table: Tensor, scale: float) -> Tensor:
-        return self.run(embed(ids, table, scale, self.residual_dtype), "embedding")
+    def embed(self, ids: Tensor, table: Linear, scale: float) -> Tensor:
+        if table.is_dense:
+            return self.run(embed(ids, table.weight, scale, self.residual_dtype), "embedding")
+        call = embed_packed(ids, table.packed, table.scales, scale, self.dtype, self.residual_dtype)
+        return self.run(call, "embedding")
 
-    def draft_inputs(self, ids: Tensor, hidden: Tensor, table: Tensor, scale: float) -> Tensor:
-        return self.run(draft_inputs(ids, hidden, table, scale), "embedding")
+    def draft_inputs(self, ids: Tensor, hidden: Tensor, table: Linear, scale: float) -> Tensor:
+        if table.is_dense:
+            return self.run(draft_inputs(ids, hidden, table.weight, scale), "embedding")
+        return self.run(draft_inputs_packed(ids, hidden, table.packed, table.scales, scale), "embedding")
 
     def rmsnorm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         return self.run(rmsnorm(x, weight, eps, self.dtype), "norm")
@@ -380,7 +388,11 @@ class KernelOps:
             return None
         if (rows := head.rows) is not None:
             excluded = [token - rows.start for token in excluded if rows.start <= token < rows.stop]
-        made = head_screen(head.weight, excluded, head_spec.bits_for(head.in_features, likely=likely), likely)
+        bits = head_spec.bits_for(head.in_features, likely=likely)
+        if head.is_dense:
+            made = head_screen(head.weight, excluded, bits, likely)
+        else:
+            made = packed_head_screen(head.packed, head.scales, self.dtype, excluded, bits, likely)
         return HeadScreen(*made, head_spec.most_tokens(self.executor.target))
 
     def _all_have_room(self, size: int) -> bool:
@@ -404,7 +416,11 @@ class KernelOps:
     ) -> Tensor:
         logits: Tensor | None = None
         if screen is not None:
-            ids = self.run(greedy_head(h, head.weight, screen.codes, screen.bounds), "greedy token")
+            if head.is_dense:
+                call = greedy_head(h, head.weight, screen.codes, screen.bounds)
+            else:
+                call = greedy_head_packed(h, head.packed, head.scales, screen.codes, screen.bounds)
+            ids = self.run(call, "greedy token")
         else:
             logits = self.linear(h, head)
             if excluded is not None:
@@ -415,15 +431,15 @@ class KernelOps:
         if (peers := self._peers(h, POSTED, 1)) is not None:
             if logits is not None:
                 best = exchange_best_logits(logits, ids, logit_cap, head.rows.start, peers)
-            else:
+            elif head.is_dense:
                 best = exchange_best(h, head.weight, ids, head.rows.start, peers)
+            else:
+                best = exchange_best_packed(h, head.packed, head.scales, ids, head.rows.start, peers)
             return self.run(best, "best token of the ranks")[1]
         self.went_outside("the chosen token's logit")
-        if logits is not None:
-            values = fallbacks.capped(logits, ids, logit_cap)
-        else:  # the screen was read in place of the head
-            values = fallbacks.logit_of(h, head.weight, ids)
-        return best_token(self.collectives, values, ids, head.rows)
+        # without logits the screen was read in place of the head
+        of_ids = fallbacks.logit_of(h, head, ids) if logits is None else fallbacks.capped(logits, ids, logit_cap)
+        return best_token(self.collectives, of_ids, ids, head.rows)
 
     def ple_inputs(
         self,

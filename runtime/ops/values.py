@@ -5,12 +5,13 @@ Each backend has a table from a format's name to its code for it. A new format i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kerngen.runtime.world import Span
+from kerngen.templates.common.w4.tiling import STRIP
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,17 @@ Experts = WeightView  # one an expert
 def dense_weights(weight: Tensor) -> WeightView:
     """weight: [out_features, in_features] in `ops.dtype`, or [E, out_features, in_features] of experts."""
     return WeightView(DENSE, (weight,), *weight.shape[-2:])
+
+
+def rows_of_table(table: WeightView, rows: Span) -> WeightView:
+    """Those rows of a table that a backend has prepared, which share its memory, as an output head. table: the whole
+    one, or these rows of it. Rows of a packed one are whole strips.
+    """
+    tensors = table.tensors
+    if table.out_features != rows.size:
+        each = 1 if table.is_dense else STRIP
+        tensors = tuple(t[rows.start // each : rows.stop // each] for t in tensors)
+    return replace(table, tensors=tensors, out_features=rows.size, name="head", rows=None if rows.is_whole else rows)
 
 
 def int4_weights(

@@ -1,7 +1,7 @@
 """A checkpoint as a folder of safetensors in the order that loading takes: `kerngen convert`.
 
 Packed matrices are what `find_packed` names (weight_packed, weight_scale, weight_minimum), and config.json says by
-module how they are packed. What is dense in memory, as the embedding table of a GGUF file, is stored in bf16.
+module how they are packed. What is dense in memory, as per-layer embeddings of a GGUF file, is stored in bf16.
 config.json is written last: a folder without it is no model.
 """
 

@@ -62,9 +62,9 @@ class PleWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """embed [vocab, H]; head is a linear [vocab, H] and shares embed's memory where the two are tied."""
+    """embed [vocab, H], dense or packed; head [vocab, H], which shares embed's memory where the two are tied."""
 
-    embed: Tensor
+    embed: Linear
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: Linear

@@ -95,10 +95,8 @@ def find_prefix(checkpoint: Checkpoint) -> str:
     """What the names of the text model's tensors begin with. Raises CheckpointError where it has no embedding table."""
     known = ("model.language_model.", "model.", "language_model.model.")
     for prefix in known:
-        if f"{prefix}embed_tokens.weight" in checkpoint:
+        if any(f"{prefix}embed_tokens.{part}" in checkpoint for part in ("weight", "weight_packed", "qweight")):
             return prefix
-        if f"{prefix}embed_tokens.weight_packed" in checkpoint or f"{prefix}embed_tokens.qweight" in checkpoint:
-            raise CheckpointError(f"{checkpoint.folder}: the embedding table is packed, which is not implemented")
     names = ", ".join(f"{prefix}embed_tokens.weight" for prefix in known)
     raise CheckpointError(f"{checkpoint.folder} holds no embedding table; looked for {names}")
 
@@ -107,7 +105,7 @@ def build_model(source: WeightSource, prefix: str) -> ModelWeights:
     """Everything the target needs, asked of `source` tensor by tensor."""
     config = source.config
     hidden = config.hidden_size
-    embed = source.tensor(f"{prefix}embed_tokens.weight", config.vocab_size, hidden)
+    embed = source.table(f"{prefix}embed_tokens", config.vocab_size, hidden)
     ple = None
     if config.ple_size:
         width = len(config.layers) * config.ple_size
@@ -196,7 +194,7 @@ def build_drafter(source: WeightSource, config: DrafterConfig) -> DrafterWeights
     text = config.text
     hidden, vocab, count = text.hidden_size, text.vocab_size, config.num_centroids
     rows = text.vocab_span
-    head = source.head(source.rows("model.embed_tokens.weight", rows, hidden), rows)
+    head = source.head(dense_weights(source.rows("model.embed_tokens.weight", rows, hidden)), rows)
     if not head.is_dense:
         raise CheckpointError("the drafter's lm_head is packed, which is not implemented: it must be dense")
     centroids = None

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kerngen.runtime.config import ModelConfig
 from kerngen.runtime.ops import WeightView, grouped_weights
 from kerngen.templates.common.w4.pack import dequantize, nibbles
-from kerngen.templates.common.w4.tiling import Packing
+from kerngen.templates.common.w4.tiling import STRIP, Packing
 
 
 def scale_dtype(packing: Packing, dtype: torch.dtype) -> torch.dtype:
@@ -19,6 +20,21 @@ def scale_dtype(packing: Packing, dtype: torch.dtype) -> torch.dtype:
     """
     is_int4 = packing == Packing(packing.group_size)
     return torch.float16 if dtype == torch.bfloat16 and not is_int4 else dtype
+
+
+def table_scale_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What an embedding's scales and minima are kept in: fp16, which holds those of nearly all types without loss, so
+    that a row has the values that it would have decoded.
+    """
+    return torch.float16 if dtype == torch.bfloat16 else dtype
+
+
+def table_is_packed(packing: Packing, config: ModelConfig) -> bool:
+    """Whether an embedding that is stored so stays packed, in w4a16_gemm's order: in whole strips, also of the rows of
+    the head that a rank of a divided model has.
+    """
+    rows, width = config.vocab_span, config.hidden_size
+    return all(n % STRIP == 0 for n in (rows.whole, rows.start, rows.size, width)) and width % packing.group_size == 0
 
 
 def codes_layout(packing: Packing) -> tuple[str, int]:

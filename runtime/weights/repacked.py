@@ -22,7 +22,16 @@ from torch import Tensor
 import kerngen
 from kerngen.errors import CheckpointError
 from kerngen.runtime.config import ModelConfig
-from kerngen.runtime.ops import Experts, Linear, Ops, WeightView, dense_weights, grouped_weights, int4_weights
+from kerngen.runtime.ops import (
+    Experts,
+    Linear,
+    Ops,
+    WeightView,
+    dense_weights,
+    grouped_weights,
+    int4_weights,
+    rows_of_table,
+)
 from kerngen.runtime.weights.mapped import DTYPES, PIECE_BYTES
 from kerngen.runtime.weights.packed import codes_layout, scale_dtype
 from kerngen.runtime.weights.safetensors import Checkpoint, SafetensorsFile
@@ -33,7 +42,7 @@ from kerngen.runtime.world import Span
 from kerngen.system.files import publish_with
 from kerngen.templates.common.w4.tiling import Packing
 
-LAYOUT = 1  # of the file and of what `seal` adds up
+LAYOUT = 2  # of the file and of what `seal` adds up
 FP16_RANGE = 1  # of what fp16_range.py makes of an MLP: a file of another one, or of none, is not read
 _BLOCK = 4096  # int64 words that are summed before their order counts
 _SPELLING = {dtype: name for name, dtype in DTYPES.items()}
@@ -67,8 +76,14 @@ class Planned:
     def unpacked(self, module: str, out_features: int, in_features: int) -> Linear:
         return self.dry.unpacked(module, out_features, in_features)
 
-    def head(self, embed: Tensor, rows: Span) -> Linear:
-        return self.ops.prepare(self.dry.head(embed, rows))
+    def table(self, module: str, rows: int, width: int) -> Linear:
+        return self.dry.table(module, rows, width)
+
+    def head(self, embed: Linear, rows: Span) -> Linear:
+        tied = rows_of_table(embed, rows)
+        if (own := self.dry.own_head(tied, rows)) is None:
+            return tied
+        return self.ops.prepare(own if rows.is_whole else replace(own, rows=rows))
 
     def experts(self, name: str, norm: Tensor) -> tuple[Experts, Experts]:
         return self.ops.prepare_experts(*self.dry.experts(name, norm))

@@ -15,12 +15,18 @@ from torch import Tensor
 
 from kerngen.errors import CheckpointError
 from kerngen.runtime.config import LayerConfig, ModelConfig
-from kerngen.runtime.ops import Experts, Linear, Ops, WeightView, dense_weights, int4_weights
+from kerngen.runtime.ops import Experts, Linear, Ops, WeightView, dense_weights, int4_weights, rows_of_table
 from kerngen.runtime.quant import joined_packing
 from kerngen.runtime.weights.fp16_range import mlp_exponents, times_power
 from kerngen.runtime.weights.int4 import becomes_int4, to_int4
 from kerngen.runtime.weights.mapped import DTYPES, Box
-from kerngen.runtime.weights.packed import PackedTensors, codes_layout, scale_dtype
+from kerngen.runtime.weights.packed import (
+    PackedTensors,
+    codes_layout,
+    scale_dtype,
+    table_is_packed,
+    table_scale_dtype,
+)
 from kerngen.runtime.weights.quantized import FLOATS, IgnoreList, Packed, find_packed
 from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.weights.tensors import Advance, TensorSource
@@ -57,6 +63,9 @@ class WeightSource(Protocol):
     def rows(self, name: str, rows: Span, width: int) -> Tensor:
         """Those rows of a float table [rows.whole, width], in `ops.dtype`."""
 
+    def table(self, module: str, rows: int, width: int) -> Linear:
+        """The embedding table [rows, width], prepared for the backend: packed where it is stored so."""
+
     def linear(self, parts: Parts, in_features: Span) -> Linear:
         """The linears called `parts`, one under the other, repacked for the backend."""
 
@@ -66,9 +75,9 @@ class WeightSource(Protocol):
     def unpacked(self, module: str, out_features: int, in_features: int) -> Linear:
         """A small linear that kernels want in floats, however it is stored."""
 
-    def head(self, embed: Tensor, rows: Span) -> Linear:
+    def head(self, embed: Linear, rows: Span) -> Linear:
         """Those rows of the output matrix [vocab, H]; shares `embed`'s memory where the two are tied. embed: the whole
-        table, or these rows of it.
+        table, as it is prepared, or these rows of it.
         """
 
     def experts(self, name: str, norm: Tensor) -> tuple[Experts, Experts]:
@@ -121,6 +130,22 @@ class CheckpointSource(TensorSource):
         if self.is_dry:
             self.absent.append(name)
         return self._allocate((1,), self.ops.dtype).fill_(1.0)
+
+    def table(self, module: str, rows: int, width: int) -> Linear:
+        """Packed where a kernel's order serves lookups and the rank's part of the head: see table_is_packed."""
+        quant, named = self.config.quant, self.config.quant is not None and self.config.quant.packings is not None
+        if not named and any(f"{module}.{part}" in self.checkpoint for part in ("weight_packed", "qweight")):
+            raise CheckpointError(f"{self.checkpoint.folder}: the embedding table is packed, which is not implemented")
+        packed = self._find(module, (rows, width)) if quant is not None and named else None
+        if packed is None:
+            return dense_weights(self.tensor(f"{module}.weight", rows, width))
+        if not table_is_packed(packed.packing, self.config):
+            dense = self._allocate((rows, width), self.ops.dtype)
+            self._fill_dense([(module, Span.of(rows))], Span.of(width), dense)
+            return dense_weights(dense)
+        made = self._allocate_packed(packed.packing, rows, width, table_scale_dtype(self.ops.dtype))
+        self._copy_packed(packed, made, (Span.of(rows),), Span.of(width))
+        return self.ops.prepare(made.view("embedding"))
 
     def linear(self, parts: Parts, in_features: Span) -> Linear:
         """The linears called `parts`, one under the other, repacked for the backend.
@@ -221,14 +246,17 @@ class CheckpointSource(TensorSource):
         self._fill_dense([(module, Span.of(out_features))], Span.of(in_features), dense)
         return dense_weights(dense)
 
-    def head(self, embed: Tensor, rows: Span) -> Linear:
+    def head(self, embed: Linear, rows: Span) -> Linear:
         """lm_head. Tied models may store it too (the W4A16 releases do): a copy of the table shares its memory, a head
         with other values is used and warned of, as transformers does.
         """
-        made = self._head(embed if len(embed) == rows.size else embed[rows.slice], rows)
-        return made if rows.is_whole else replace(made, rows=rows)
+        tied = rows_of_table(embed, rows)
+        if (own := self.own_head(tied, rows)) is None:
+            return tied
+        return own if rows.is_whole else replace(own, rows=rows)
 
-    def _head(self, tied: Tensor, rows: Span) -> Linear:
+    def own_head(self, tied: Linear, rows: Span) -> Linear | None:
+        """None where it is `tied`, those rows of the table."""
         config, checkpoint = self.config, self.checkpoint
         stored, hidden = [("lm_head", rows)], Span.of(config.hidden_size)
         if not config.tied or self._find("lm_head", (rows.whole, hidden.whole)):
@@ -236,14 +264,15 @@ class CheckpointSource(TensorSource):
         if "lm_head.weight" in checkpoint:
             self.used.add("lm_head.weight")
             checkpoint.require("lm_head.weight", (rows.whole, hidden.whole), FLOATS)
-            if not self.is_dry and not self._is_copy("lm_head.weight", tied, (rows, hidden)):
+            is_copy = self.is_dry or (tied.is_dense and self._is_copy("lm_head.weight", tied.weight, (rows, hidden)))
+            if not is_copy:
                 warnings.warn(
                     f"{checkpoint.folder}: config.json says tie_word_embeddings, but lm_head.weight differs from "
                     "embed_tokens.weight; both are used as they are stored",
                     stacklevel=2,
                 )
                 return self.linear(stored, hidden)
-        return dense_weights(tied) if self.is_dry else self.ops.prepare(dense_weights(tied))
+        return None
 
     def experts(self, name: str, norm: Tensor) -> tuple[Experts, Experts]:
         """gate_up [E, 2 I, H] and down [E, H, I] of the layer `name`, prepared for the backend.

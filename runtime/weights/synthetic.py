@@ -15,13 +15,22 @@ from torch import Tensor
 from kerngen.runtime.config import DrafterConfig, ModelConfig
 from kerngen.runtime.media.config import MediaConfig
 from kerngen.runtime.media.towers.dispatch import Towers
-from kerngen.runtime.ops import Experts, Linear, Ops, WeightView, dense_weights, grouped_weights, int4_weights
+from kerngen.runtime.ops import (
+    Experts,
+    Linear,
+    Ops,
+    WeightView,
+    dense_weights,
+    grouped_weights,
+    int4_weights,
+    rows_of_table,
+)
 from kerngen.runtime.quant import joined_packing
 from kerngen.runtime.weights.int4 import becomes_int4
 from kerngen.runtime.weights.layout import DrafterWeights, ModelWeights
 from kerngen.runtime.weights.loader import build_drafter, build_model
 from kerngen.runtime.weights.mapped import DTYPES
-from kerngen.runtime.weights.packed import codes_layout, scale_dtype
+from kerngen.runtime.weights.packed import codes_layout, scale_dtype, table_is_packed, table_scale_dtype
 from kerngen.runtime.weights.quantized import IgnoreList
 from kerngen.runtime.weights.source import Parts, fused_name
 from kerngen.runtime.weights.towers import build_towers
@@ -76,6 +85,14 @@ class SyntheticSource(SyntheticTensors):
     def rows(self, name: str, rows: Span, width: int) -> Tensor:
         return self._normal((), [rows], Span.of(width))
 
+    def table(self, module: str, rows: int, width: int) -> Linear:
+        quant, spans = self.config.quant, [Span.of(rows)]
+        packing = None if quant is None or quant.packings is None else quant.packing_of(module)
+        if packing is None or not table_is_packed(packing, self.config):
+            return dense_weights(self._normal((), spans, Span.of(width)))
+        made = self._packed(packing, (), spans, Span.of(width), table_scale_dtype(self.ops.dtype))
+        return self.ops.prepare(replace(made, name="embedding"))
+
     def linear(self, parts: Parts, in_features: Span, *, gated: bool = False) -> Linear:
         rows = [out for _, out in parts]
         made = self._weights([module for module, _ in parts], (), rows, in_features)
@@ -102,12 +119,18 @@ class SyntheticSource(SyntheticTensors):
         mine = sum(span.size for span in rows)
         if (packing := self._packing(modules, mine, cols.size)) is None:
             return dense_weights(self._normal(leading, rows, cols))
+        return self._packed(packing, leading, rows, cols, scale_dtype(packing, self.ops.dtype))
+
+    def _packed(
+        self, packing: Packing, leading: tuple[int, ...], rows: list[Span], cols: Span, dtype_of_scales: torch.dtype
+    ) -> WeightView:
+        mine = sum(span.size for span in rows)
         is_int8, (dtype, each) = packing.bits == 8, codes_layout(packing)
         fill = self._random_bytes if is_int8 else self._random_words
         codes = self._part(leading, rows, cols.over(each), DTYPES[dtype], fill)
         value = 1.0 / ((_BYTE_STD if is_int8 else _NIBBLE_STD) * cols.whole**0.5)  # which keeps the scale of the input
         shape = (*leading, mine, cols.size // packing.group_size)
-        scales = torch.full(shape, value, dtype=scale_dtype(packing, self.ops.dtype), device=self.ops.device)
+        scales = torch.full(shape, value, dtype=dtype_of_scales, device=self.ops.device)
         if leading:
             return int4_weights(codes, scales, mine, cols.size, packing.group_size)
         return grouped_weights(codes, scales, scales * (0.5 if is_int8 else -7.5) if packing.has_minima else None)
@@ -115,9 +138,8 @@ class SyntheticSource(SyntheticTensors):
     def unpacked(self, module: str, out_features: int, in_features: int) -> Linear:
         return dense_weights(self._matrix(out_features, in_features))
 
-    def head(self, embed: Tensor, rows: Span) -> Linear:
-        made = self.ops.prepare(dense_weights(embed if len(embed) == rows.size else embed[rows.slice]))
-        return made if rows.is_whole else replace(made, rows=rows)
+    def head(self, embed: Linear, rows: Span) -> Linear:
+        return rows_of_table(embed, rows)
 
     def experts(self, name: str, norm: Tensor) -> tuple[Experts, Experts]:
         inner, hidden, num = self.config.expert_span, Span.of(self.config.hidden_size), (self.config.num_experts,)

@@ -16,7 +16,9 @@ from torch import Tensor
 from kerngen.runtime.gguf.blocks import decode
 from kerngen.runtime.gguf.config import config_json
 from kerngen.runtime.gguf.ggml_types import GGML_TYPES
+from kerngen.runtime.gguf.names import EMBEDDING
 from kerngen.runtime.gguf.weights import GgufCheckpoint
+from kerngen.templates.common.w4.pack import dequantize
 
 NUMBERS = {t.name: number for number, t in GGML_TYPES.items()}
 TYPES = {t.name: t for t in GGML_TYPES.values()}
@@ -264,9 +266,14 @@ def gguf_of(folder: Path, choose: Choose, *, split_experts: bool = False) -> Ggu
 
 
 def as_compressed_tensors(path: Path, folder: Path) -> None:
-    """Writes to `folder` what a GGUF file of Q4_0 is as a checkpoint of compressed-tensors, of the same bits."""
+    """Writes to `folder` what a GGUF file of Q4_0 is as a checkpoint of compressed-tensors, of the same bits, but for
+    the embedding, which is dense there.
+    """
     checkpoint = GgufCheckpoint(path)
     tensors = {name: checkpoint.tensor(name).contiguous() for name in checkpoint.names}
+    table = EMBEDDING.removesuffix(".weight")
+    words, scales = (tensors.pop(f"{table}.weight_{part}") for part in ("packed", "scale"))
+    tensors[EMBEDDING] = dequantize(words, scales)
     save_file(tensors, folder / "model.safetensors")
     config = config_json(path)
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}

@@ -24,6 +24,7 @@ from gguf_files import (
     keys_of,
     rope_freqs,
 )
+from safetensors.torch import load_file
 from tiny_gemma import BASE, CPU, VARIANTS, config_of, hf_greedy, load, make_target
 from torch import Tensor
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
@@ -39,6 +40,7 @@ from kerngen.runtime.gguf.names import place_of
 from kerngen.runtime.gguf.place import files_wanted, place_of_model
 from kerngen.runtime.gguf.weights import GgufCheckpoint, GgufTensors
 from kerngen.runtime.model import Gemma4
+from kerngen.runtime.ops import dense_weights, fallbacks
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.session import find_drafter, gguf_stem
@@ -48,7 +50,7 @@ from kerngen.runtime.weights.loader import load_model, planned_model
 from kerngen.runtime.weights.opened import open_tensors
 from kerngen.runtime.weights.repacked import leaves
 from kerngen.runtime.world import Span, World
-from kerngen.templates.common.w4.pack import dequantize
+from kerngen.templates.common.w4.pack import dequantize, unpack
 from kerngen.templates.common.w4.tiling import Packing
 from kerngen.workload.workload import find_model
 
@@ -174,7 +176,7 @@ def test_a_file_of_the_package_gguf_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variant", ["k_eq_v", "moe"])
 def test_kernels_get_what_a_release_in_int4_gives_them(tmp_path: Path, variant: str) -> None:
-    """The same codes and scales in the kernels' order, and so the same tokens."""
+    """The same codes and scales in the kernels' order, and so the same tokens. Such a release's embedding is dense."""
     (tmp_path / "ct").mkdir()
     make(tmp_path, variant)
     path = gguf_of(tmp_path, all_of("Q4_0")).write(tmp_path / "m.gguf")
@@ -186,7 +188,9 @@ def test_kernels_get_what_a_release_in_int4_gives_them(tmp_path: Path, variant: 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             models.append(load_model(place, config, ops))
-    ours, theirs = (list(leaves(weights)) for weights in models)
+    ours, theirs = (
+        [leaf for leaf in leaves(weights) if not leaf[0].startswith(("embed.", "head."))] for weights in models
+    )
     assert [name for name, _ in ours] == [name for name, _ in theirs]
     assert any(name.endswith("packed") for name, _ in ours)
     for (name, mine), (_, other) in zip(ours, theirs, strict=True):
@@ -202,7 +206,7 @@ def test_experts_of_two_forms_are_dense(tmp_path: Path) -> None:
     layers = planned(path).layers
     forms = [(layer.moe.gate_up.format.name, layer.moe.down.format.name) for layer in layers if layer.moe]
     assert forms == [("int4", "int4"), ("dense", "dense"), ("int4", "int4"), ("int4", "int4")]
-    with pytest.warns(UserWarning, match=r"tensors 2 of Q4_0, 1 of Q4_1; kept as they are: tensors 34 of Q4_0"):
+    with pytest.warns(UserWarning, match=r"tensors 1 of Q4_0, 1 of Q4_1; kept as they are: tensors 35 of Q4_0"):
         assert torch.equal(logits(load(path)), logits(load(tmp_path)))
 
 
@@ -218,8 +222,7 @@ def test_matrices_of_several_types_are_packed_as_all_of_them(tmp_path: Path) -> 
     assert model.config.quant is not None
     assert model.config.quant.packing_of("model.layers.0.self_attn.k_proj") == Packing(32)
     (said,) = [str(w.message) for w in caught]
-    assert said == ("m.gguf: decoded to float32, which takes 0.00 GB: tensors 1 of Q4_0; "
-                    "kept as they are: tensors 24 of Q4_0, 4 of Q5_0")  # fmt: skip
+    assert said == "m.gguf: kept as they are: tensors 25 of Q4_0, 4 of Q5_0"
 
 
 def q4_k_m_of_qkv(name: str, values: Tensor) -> str:
@@ -330,6 +333,108 @@ def test_a_divided_model_reads_its_parts(tmp_path: Path) -> None:
         assert torch.equal(layer.out.weight, whole.out.weight[:, part.slice])
 
 
+# ---- the embedding -------------------------------------------------------------------------------------------------
+
+
+def embedding_of(kind: str) -> Choose:
+    return lambda name, values: kind if name.startswith("token_embd") else "Q8_0" if values.dim() == 2 else "F32"
+
+
+def on_kernels(path: Path, dtype: torch.dtype = torch.bfloat16, world: World | None = None) -> ModelWeights:
+    """As the kernels' backend has it."""
+    config = read_model_config(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = config if world is None else config.divided(world)
+        return load_model(path, config, KernelOps(Reference(), dtype))
+
+
+def decoded_embedding(weights: ModelWeights, folder: Path, dtype: torch.dtype) -> ModelWeights:
+    """The same with the table that the file's blocks are decoded to."""
+    dense = dense_weights(load_file(folder / "model.safetensors")[EMBED].to(dtype))
+    return replace(weights, embed=dense, head=dense)
+
+
+@pytest.mark.parametrize(("kind", "form", "is_exact", "is_screened"), [
+    ("Q6_K", ("int8", 16), False, True), ("Q8_0", ("int8", 32), True, True), ("Q5_1", ("int8_min", 32), True, True),
+    ("Q4_0", ("int4", 32), True, False), ("Q4_K", ("int4_min", 32), False, False),
+])  # fmt: skip
+def test_an_embedding_stays_packed_for_lookup_and_head(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    form: tuple[str, int],
+    is_exact: bool,
+    is_screened: bool,
+) -> None:
+    """Its rows are what the blocks decode to, but for what fp16 rounds of scales, and its tokens the same."""
+    monkeypatch.setitem(BASE, "global_head_dim", 128)  # that kernels take
+    make(tmp_path, "dense", head_dim=128, num_attention_heads=4)
+    path = gguf_of(tmp_path, embedding_of(kind)).write(tmp_path / "m.gguf")
+    config, ids = read_model_config(path), torch.arange(96)
+    weights = on_kernels(path)
+    assert (weights.embed.format.name, weights.embed.format.group_size) == form
+    assert all(ours is theirs for ours, theirs in zip(weights.embed.tensors, weights.head.tensors, strict=True))
+    assert weights.embed.scales.dtype == torch.float16
+    ours, theirs = (
+        Gemma4(config, each, KernelOps(Reference(), torch.bfloat16), suppressed_ids=[5])
+        for each in (weights, decoded_embedding(weights, tmp_path, torch.bfloat16))
+    )
+    assert (ours.screen is not None) == is_screened
+    rows, wanted = ours.embed(ids), theirs.embed(ids)
+    assert torch.equal(rows, wanted) == is_exact
+    assert torch.allclose(rows.float(), wanted.float(), rtol=2**-7, atol=2**-7 * float(wanted.std()))
+    hidden = torch.randn(7, config.hidden_size, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    assert torch.equal(ours.greedy(hidden), theirs.greedy(hidden))
+    assert torch.equal(ours.greedy(hidden, screened=False), theirs.greedy(hidden, screened=False))
+    bits, of_group = (8 if form[0].startswith("int8") else 4), 4 if form[0].endswith("min") else 2
+    assert weights.embed.num_bytes == 96 * (256 * bits // 8 + 256 // form[1] * of_group)
+    if is_exact:
+        tokens = greedy(ours, 6)
+        assert len(set(tokens)) > 2
+        assert tokens == greedy(theirs, 6)
+
+
+def test_a_ranks_head_is_some_strips_of_a_packed_embedding(tmp_path: Path) -> None:
+    make(tmp_path, "dense", num_key_value_heads=2, vocab_size=128)
+    path = gguf_of(tmp_path, embedding_of("Q6_K")).write(tmp_path / "m.gguf")
+    whole = on_kernels(path)
+    for rank in range(2):
+        weights = on_kernels(path, world=World(rank, 2))
+        assert torch.equal(weights.embed.packed, whole.embed.packed), "all of it is looked up"
+        assert weights.head.rows == Span(64 * rank, 64, 128)
+        assert torch.equal(weights.head.packed, whole.head.packed[2 * rank : 2 * rank + 2])
+        assert torch.equal(weights.head.scales, whole.head.scales[2 * rank : 2 * rank + 2])
+        assert weights.head.packed.untyped_storage().data_ptr() == weights.embed.packed.untyped_storage().data_ptr()
+        dense = dense_weights(dequantize(*unpack(weights.head.packed, weights.head.scales), torch.bfloat16))
+        hidden, ids = torch.ones(3, 256, dtype=torch.bfloat16), torch.tensor([3, 63, 32])
+        assert torch.equal(fallbacks.logit_of(hidden, weights.head, ids), fallbacks.logit_of(hidden, dense, ids))
+
+
+def test_where_strips_do_not_serve_an_embedding_is_decoded(tmp_path: Path) -> None:
+    """Rows of ranks that begin within a strip, and a file with a head of its own."""
+    make(tmp_path, "dense", num_key_value_heads=2)
+    made = gguf_of(tmp_path, embedding_of("Q8_0"))
+    path = made.write(tmp_path / "m.gguf")
+    rank = on_kernels(path, world=World(1, 2))  # 48 of 96 rows
+    assert rank.embed.is_dense
+    assert torch.equal(rank.embed.weight, load_file(tmp_path / "model.safetensors")[EMBED].bfloat16())
+    assert torch.equal(rank.head.weight, rank.embed.weight[48:])
+    (table,) = [tensor for tensor in made.tensors if tensor[0] == "token_embd.weight"]
+    made.tensors.append(("output.weight", *table[1:]))
+    weights = on_kernels(made.write(tmp_path / "own.gguf"))
+    assert weights.embed.is_dense
+    assert weights.head.weight is weights.embed.weight, "a copy"
+
+
+def test_a_plan_counts_a_packed_embedding_once(tmp_path: Path) -> None:
+    make(tmp_path, "dense")
+    path = gguf_of(tmp_path, embedding_of("Q6_K")).write(tmp_path / "m.gguf")
+    weights = on_kernels(path)
+    stored = {t.untyped_storage().data_ptr(): t.numel() * t.element_size() for _, t in leaves(weights)}
+    assert plan(read_model_config(path), None, torch.bfloat16).weight_bytes == sum(stored.values())
+
+
 # ---- keys ----------------------------------------------------------------------------------------------------------
 
 
@@ -393,11 +498,7 @@ def test_a_file_of_the_26b_in_q4_k_m_is_sized(tmp_path: Path) -> None:
     assert {k: kinds.count(k) for k in set(kinds)} == {"Q8_0": 206, "Q4_K": 30, "Q5_1": 30, "F32": 392}
     found = find_model(str(made.write_sparse(tmp_path / "m.gguf")))
     as_bf16 = plan(read_model_config(RELEASED / "gemma-4-26b-a4b"), None, torch.bfloat16, dense=True)
-    packed = sum(
-        shape[0] * shape[1]
-        for name, kind, shape, _ in made.tensors
-        if kind == "Q8_0" and not name.startswith("token_embd")
-    )
+    packed = sum(shape[0] * shape[1] for _, kind, shape, _ in made.tensors if kind == "Q8_0")
     saved = packed * 2 - packed - packed // 32 * 2  # int8 and fp16 scales in place of bf16
     assert plan(found.target, None, torch.bfloat16).weight_bytes == as_bf16.weight_bytes - saved
 

@@ -93,7 +93,7 @@ def test_a_second_start_reads_the_repacked_weights(
             assert torch.equal(want, got), path
     head = second.weights.head
     assert head.is_dense
-    assert head.weight is second.weights.embed, "a tied head shares the table's memory"
+    assert head.weight is second.weights.embed.weight, "a tied head shares the table's memory"
     if make_ops is torch_ops:  # the kernels have no heads of 32
         assert torch.equal(logits(second), logits(before))
 
@@ -208,7 +208,7 @@ SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
     "metadata that is text": (rewrite(lambda h: h.update(__metadata__="x")), "AttributeError"),
     "another shape": (rewrite(reshape), "layers.0.qkv.weight is not what config.json implies"),
     "an alias to another tensor": (
-        rewrite(lambda h: h["__metadata__"].update(aliases='{"norm": "embed", "head.weight": "embed"}')),
+        rewrite(lambda h: h["__metadata__"].update(aliases='{"norm": "embed.weight", "head.weight": "embed.weight"}')),
         "norm is not what config.json implies",
     ),
 }

@@ -156,7 +156,7 @@ def put_together(ranks: list[tuple[ModelConfig, ModelWeights]], like: ModelWeigh
         for made, its in zip(nan, _matrices(want), strict=True):
             assert torch.equal(made, its)
     for config, weights in ranks:
-        assert torch.equal(weights.embed, like.embed)
+        assert torch.equal(weights.embed.weight, like.embed.weight)
         assert torch.equal(weights.head.weight, like.head.weight[config.vocab_span.slice])
         assert weights.head.rows == config.vocab_span
 

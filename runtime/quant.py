@@ -39,7 +39,8 @@ METHODS = {
     "modelopt_fp4": "NVIDIA ModelOpt's nvfp4", "modelopt_mixed": "NVIDIA ModelOpt's mixture", "mxfp4": "4-bit floats",
     "mxfp8": "8-bit floats", "nvfp4": "4-bit floats", "petit_nvfp4": "4-bit floats",
     "ptpc_fp8": "8-bit floats", "quanto": "Quanto", "quark": "AMD Quark", "quip": "QuIP#'s codebooks",
-    "sinq": "SINQ, with two scales", "spqr": "SpQR, with outliers apart", "torchao": "torchao", "tpu_int8": "int8",
+    "sinq": "SINQ, with two scales", "spqr": "SpQR, with outliers apart", "tpu_int8": "int8",
+    "torchao": "tensors of its classes, in the orders of its kernels, or pickled",
     "vptq": "VPTQ's codebooks",
 }  # fmt: skip
 # The int4 releases of Gemma-4, by hidden_size and num_hidden_layers.

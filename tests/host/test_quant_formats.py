@@ -82,7 +82,7 @@ FORMATS: dict[str, tuple[Any, str]] = {
     "QuIP#": ({"quant_method": "quip"}, "QuIP#"),
     "SINQ": ({"quant_method": "sinq"}, "SINQ"),
     "SpQR": ({"quant_method": "spqr"}, "SpQR"),
-    "torchao": ({"quant_method": "torchao", "quant_type": {"default": {}}}, "torchao"),
+    "torchao": ({"quant_method": "torchao", "quant_type": {"default": {}}}, "tensors of its classes"),
     "VPTQ": ({"quant_method": "vptq"}, "VPTQ"),
     "what nobody knows": ({"quant_method": "\x1b[31mnew"}, "is not implemented"),
     "no name": ({"load_in_4bit": True}, "field 'quant_method' is missing"),

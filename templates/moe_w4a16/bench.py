@@ -13,11 +13,16 @@ from kerngen.templates.kernel import Case
 from kerngen.templates.moe_w4a16.cases import case_for
 from kerngen.templates.moe_w4a16.spec import Problem
 
-BENCH_CASES = tuple(case_for(Problem(128, 8, 2816, 704, 32, "bf16", t)) for t in (1, 4, 16, 32, 128, 2048))
+_FORMATS = ("int4_min", "int8_min"), ("int8", "int8")  # of Q4_K_M and of Q8_0
+BENCH_CASES = (
+    *(case_for(Problem(128, 8, 2816, 704, 32, "bf16", t)) for t in (1, 4, 16, 32, 128, 2048)),
+    *(case_for(Problem(128, 8, 2816, 704, 32, "bf16", t, *formats, fp16_scales=True))
+      for formats in _FORMATS for t in (1, 16, 128, 2048)),
+)  # fmt: skip
 
 
 def baselines(case: Case, inputs: dict[str, Any]) -> dict[str, Callable[[], object]]:
-    """The chosen experts' dense matrices gathered and multiplied: four times the bytes, for up to 8 tokens."""
+    """The chosen experts' dense matrices gathered and multiplied: of int4 four times the bytes, for up to 8 tokens."""
     p, x, ids = case.problem, inputs["x"], inputs["topk_ids"].long()
     if p.num_tokens > 8:
         return {}

@@ -1,4 +1,5 @@
-"""moe_w4a16: each token through its chosen experts' int4 MLPs, from one token to thousands, without a host wait.
+"""moe_w4a16: each token through its chosen experts' MLPs in int4 or int8, from one token to thousands, without a host
+wait.
 
 y[t, i] = down[e] (gelu_tanh(gate) * up), gate | up = gate_up[e] x[t], for the i-th expert e of token t. The sum with
 the router's weights is the next kernel's. Launches:
@@ -10,18 +11,18 @@ the router's weights is the next kernel's. Launches:
 Without a plan every route is a tile of one row: weights that two tokens share are read twice, the second time from L2.
 One token reads only the chosen experts' weights. gate_up triggers `down` only after its own PDL wait, so `down` may
 read the table, and load weights by it, before gate_up has completed. Tilings: common/w4/tiling.py, common/w4/gemm.cuh,
-common/w4/gemv.cuh.
+common/w4/gemv.cuh. gate_up and down are each in a weight format of w4a16_gemm's, whose scales are of one dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kerngen.arch import Arch, Target
 from kerngen.templates.common.rows.spec import require, require_tokens
 from kerngen.templates.common.w4 import limits
-from kerngen.templates.common.w4.tiling import BODIES_AS_FILED, Packing, Tiling, matrix_bytes, require_matrix
+from kerngen.templates.common.w4.tiling import BODIES_AS_FILED, STRIP, Packing, Tiling, packing_of, require_matrix
 from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, TokenProblem, args
 
 MAX_EXPERTS = 256
@@ -32,7 +33,11 @@ ALONE_TOKENS = 4  # up to so many tokens each route is a tile of its own, and no
 @dataclass(frozen=True, slots=True)
 class Problem(TokenProblem):
     """x [num_tokens, hidden] dtype, topk_ids [num_tokens, top_k] int32, per expert gate | up [2 inner, hidden] and down
-    [hidden, inner] int4, scales by group_size in dtype -> y [num_tokens, top_k, hidden] dtype.
+    [hidden, inner] -> y [num_tokens, top_k, hidden] dtype.
+
+    up_weights, down_weights: formats of gate | up and of down, as w4a16_gemm's `weights`; group_size and
+    down_group_size: weights along K that share a scale, down's 0 for as many as gate | up's. fp16_scales: all scales
+    and minima are fp16, though dtype is bf16.
     """
 
     num_experts: int
@@ -42,13 +47,31 @@ class Problem(TokenProblem):
     group_size: int = 32
     dtype: str = "bf16"
     num_tokens: int = 1
+    up_weights: str = "int4"
+    down_weights: str = "int4"
+    down_group_size: int = 0
+    fp16_scales: bool = False
 
     def __post_init__(self) -> None:
         require(0 < self.num_experts <= MAX_EXPERTS, f"num_experts={self.num_experts} is not in 1..{MAX_EXPERTS}")
         require(0 < self.top_k <= self.num_experts, f"top_k={self.top_k} is not in 1..{self.num_experts}")
-        require_matrix(2 * self.inner, self.hidden, self.group_size, self.dtype)
-        require_matrix(self.hidden, self.inner, self.group_size, self.dtype)
+        same = self.down_group_size == self.group_size  # one problem has one spelling
+        require(not same, f"down_group_size={self.down_group_size} is group_size: 0 says that")
+        require(not self.fp16_scales or self.dtype != "fp16", "fp16_scales=True: with dtype=fp16 they are so")
+        for phase in PHASES:
+            require_matrix(*shape(self, phase), self.groups(phase), self.dtype, self.weights(phase))
         require_tokens(self.num_tokens * self.top_k)
+
+    def weights(self, phase: str) -> str:
+        """phase: up or down."""
+        return self.up_weights if phase == "up" else self.down_weights
+
+    def groups(self, phase: str) -> int:
+        """Weights of a row that share a scale."""
+        return self.group_size if phase == "up" else self.down_group_size or self.group_size
+
+    def packing(self, phase: str) -> Packing:
+        return packing_of(self.weights(phase), self.groups(phase))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +166,16 @@ MAX_SPILL_BYTES = 16  # as w4a16_gemm
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
-    return {"PLAN_THREADS": PLAN_THREADS, "ALONE_TOKENS": ALONE_TOKENS}
+    found = {"PLAN_THREADS": PLAN_THREADS, "ALONE_TOKENS": ALONE_TOKENS}
+    found["SCALES_BF16"] = problem.dtype == "bf16" and not problem.fp16_scales
+    for phase, packing in ((phase.upper(), problem.packing(phase)) for phase in PHASES):
+        found |= {f"{phase}_BITS": packing.bits, f"{phase}_HAS_MINIMA": packing.has_minima}
+    return found | {"DOWN_GROUP_SIZE": problem.groups("down")}
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
     """The largest launch's. The products' is dynamic, plan's (counts by warp and expert, two tables) static."""
-    products = max(config.tiling(phase).smem_bytes(Packing(problem.group_size)) for phase in PHASES)
+    products = max(config.tiling(phase).smem_bytes(problem.packing(phase)) for phase in PHASES)
     if problem.num_tokens <= ALONE_TOKENS:
         return products
     plan = 4 * (PLAN_THREADS // 32 * problem.num_experts + 2 * (problem.num_experts + 1))
@@ -157,8 +184,9 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     for phase in PHASES:
-        tiling, k = config.tiling(phase), shape(problem, phase)[1]
-        why = limits.why_invalid(tiling, config.block_m, k, Packing(problem.group_size), target.arch)
+        tiling, packing, k = config.tiling(phase), problem.packing(phase), shape(problem, phase)[1]
+        why = limits.why_invalid(tiling, config.block_m, k, packing, target.arch)
+        why = why or limits.why_too_many_sums(tiling, packing, problem.fp16_scales, target.arch)
         if tiling.blocks_per_sm and config.body != "gemv":
             why = f"blocks_per_sm={tiling.blocks_per_sm}: where shared tiles are cut depends on all tokens; 0 cuts none"
         if why is not None:
@@ -186,13 +214,14 @@ def num_blocks(problem: Problem, config: Config, target: Target, phase: str) -> 
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
     pdl = target.arch.has_pdl
-    packing, made = Packing(problem.group_size), []
+    made = []
     if problem.num_tokens > ALONE_TOKENS:
         made.append(Launch("plan", (1, 1, 1), (PLAN_THREADS, 1, 1), 0, pdl=pdl))
     for entry, phase in (("gate_up", "up"), ("down", "down")):
         tiling = config.tiling(phase)
         grid = (num_blocks(problem, config, target, phase), 1, 1)
-        made.append(Launch(entry, grid, (32 * tiling.num_warps, 1, 1), tiling.smem_bytes(packing), pdl=pdl))
+        smem = tiling.smem_bytes(problem.packing(phase))
+        made.append(Launch(entry, grid, (32 * tiling.num_warps, 1, 1), smem, pdl=pdl))
     return tuple(made)
 
 
@@ -211,7 +240,7 @@ def cost(problem: Problem) -> Cost:
     """Weights of as many experts as the routes may meet, each once; h stays in L2."""
     p = problem
     routes = p.num_tokens * p.top_k
-    each = sum(matrix_bytes(*shape(p, phase), p.group_size) for phase in PHASES)
+    each = sum(p.packing(phase).bytes_of(*shape(p, phase)) for phase in PHASES)
     return Cost(
         bytes=min(routes, p.num_experts) * each + 2 * p.num_tokens * p.hidden + 2 * routes * p.hidden + 4 * routes,
         flops=6 * routes * p.hidden * p.inner,
@@ -222,32 +251,58 @@ def candidates(problem: Problem, target: Target) -> Sequence[Config]:
     """A tile has about as many rows as an expert, or the fewest that there are; the last fits everywhere."""
     arch = target.arch
     if problem.num_tokens <= ALONE_TOKENS and arch.has_ldmatrix:
-        return (
+        found = [
             Config(8, 32, 1, "gemv", 32, 384, 4, 1, 0, 32, 256, 4, 1, 0),
             Config(8, 64, 1, "gemv", 64, 512, 4, 1, 0, 64, 256, 4, 1, 0),
-            Config(8, 32, 1, "gemv", 32, 32, 1, 1, 0, 32, 32, 1, 1, 0),
-        )
-    rows = problem.num_tokens * problem.top_k / problem.num_experts
-    deep = 4 if arch.has_cp_async else 2
-    block_ms = [m for m in (8, 16, 32, 64, 128) if min(rows, 127) / 4 < m < max(4 * rows, 16)]
-    found = [config for m in block_ms for config in _tiles(m, deep, arch)]
-    return (*found, _tiles(8, 2, arch)[-1])
+        ]
+        last = Config(8, 32, 1, "gemv", 32, 32, 1, 1, 0, 32, 32, 1, 1, 0)
+    else:
+        rows = problem.num_tokens * problem.top_k / problem.num_experts
+        deep = 4 if arch.has_cp_async else 2
+        block_ms = [m for m in (8, 16, 32, 64, 128) if min(rows, 127) / 4 < m < max(4 * rows, 16)]
+        found = [config for m in block_ms for config in _tiles(m, deep, arch)]
+        last = _tiles(8, 2, arch)[-1]
+    return (*(_with_bytes_of_int4(problem, config) for config in found), last)
+
+
+def _with_bytes_of_int4(problem: Problem, c: Config) -> Config:
+    """`c` with half the columns of a matrix of 8-bit codes on their way, where the weights are most of what is on its
+    way, and no fewer than a step of each warp, of stages than 64.
+    """
+    if c.block_m > 16:
+        return c
+
+    def columns(phase: str) -> int:
+        tiling = c.tiling(phase)
+        if problem.packing(phase).bits == 4:
+            return tiling.block_k
+        if c.body == "gemv":
+            steps = tiling.block_k // STRIP // tiling.warps_k
+            return STRIP * tiling.warps_k * -(-steps // 2)
+        return min(tiling.block_k, max(2 * STRIP, tiling.block_k // 2))
+
+    return replace(c, up_block_k=columns("up"), down_block_k=columns("down"))
 
 
 def expected_registers(problem: Problem, config: Config, target: Target) -> dict[str, int]:
     """About, by the ptxas reports."""
     c = config
 
-    def of(block_k: int, warps_k: int) -> int:
-        k = block_k // warps_k  # that a warp multiplies at a time
+    def of(phase: str) -> int:
+        tiling, packing = c.tiling(phase), problem.packing(phase)
+        k = tiling.block_k // tiling.warps_k  # that a warp multiplies at a time
+        if c.body == "gemv" and not packing.is_int4:
+            need, given = limits.registers(tiling, (columns := shape(problem, phase)[1]), packing, target.arch)
+            return min(2 * need - 50, given) if tiling.block_k < columns else need - 30  # of a loop the next loads, too
+        if c.body == "mma" and c.block_m > 8 and not packing.is_int4:
+            return 64 + c.warp_n * (c.block_m // c.warps_m) // 16
         if c.body == "wgmma":
             return 120 + c.block_m
         if c.body == "gemv":
             return min(255, 64 + k * c.warp_n // 32)
         return 48 + 4 * c.warp_n // 5 + k // 3 if c.block_m == 8 else 85 + k // 12
 
-    up, down = of(c.up_block_k, c.up_warps_k), of(c.down_block_k, c.down_warps_k)
-    return {"plan": 32, "gate_up": up, "down": down}
+    return {"plan": 32, "gate_up": of("up"), "down": of("down")}
 
 
 def _tiles(block_m: int, deep: int, arch: Arch) -> list[Config]:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from kerngen.arch import Target
 from kerngen.templates.common.w4.counts import Product
 from kerngen.templates.common.w4.counts import traffic as of_product
-from kerngen.templates.common.w4.tiling import Packing, Tiling, matrix_bytes
+from kerngen.templates.common.w4.tiling import Tiling
 from kerngen.templates.kernel import Traffic
 from kerngen.templates.moe_w4a16.spec import ALONE_TOKENS, PHASES, Config, Problem, num_blocks, shape
 
@@ -40,13 +40,13 @@ def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, 
     row_tiles = max(1, round(tiles))
     found = [] if alone else [Traffic(4 * routes, 0, l2_bytes=8 * routes, cuda_ops=40 * routes, waits=4)]
     for phase in PHASES:
-        tiling, (n, k) = config.tiling(phase), shape(p, phase)
+        tiling, packing, (n, k) = config.tiling(phase), p.packing(phase), shape(p, phase)
         gated = phase == "up"
         read = p.num_tokens * p.hidden * 2 if gated else 0  # h stays in L2
         written = 0 if gated else routes * p.hidden * 2
-        dram = round(experts * matrix_bytes(n, k, p.group_size)) + read + written
+        dram = round(experts * packing.bytes_of(n, k)) + read + written
         blocks = min(row_tiles * -(-n // tiling.block_n), num_blocks(p, config, target, phase))
-        product = Product(n, k, Packing(p.group_size), p.dtype, routes, row_tiles, dram, gated)
+        product = Product(n, k, packing, p.dtype, routes, row_tiles, dram, gated)
         found.append(replace(of_product(product, tiling, target, blocks), fit=_fit(config, tiling, alone)))
     return tuple(found)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from kerngen.templates.call import Call, op
 from kerngen.templates.common.rows.spec import require
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, empty
+from kerngen.templates.common.w4.pack import format_of
 from kerngen.templates.common.w4.tiling import STRIP
 from kerngen.templates.w4a16_gemm.spec import Problem
 
@@ -37,10 +38,7 @@ def _call(x: Tensor, w_packed: Tensor, scales: Tensor, gated: bool, row_invarian
     n = w_packed.shape[0] * STRIP
     groups = scales.shape[1]
     require(groups > 0 and k % groups == 0, f"K = {k} is not a multiple of {groups} groups")
-    lanes, rows = w_packed.shape[2], scales.shape[2]  # 64 in place of 32 of int8, and of scales with minima
-    is_format = lanes in (32, 64) and rows in (32, 64)
-    require(is_format, f"w_packed and scales of {tuple(w_packed.shape)} and {tuple(scales.shape)} are no format")
-    weights = ("int4" if lanes == 32 else "int8") + ("" if rows == 32 else "_min")
+    weights = format_of(w_packed, scales)
     dtype, of_scales = DTYPE_NAME[x.dtype], DTYPE_NAME.get(scales.dtype)
     require(of_scales in (dtype, "fp16"), f"scales is {scales.dtype}; it takes x's {x.dtype}, or torch.float16")
     out = empty(x, tokens, n // 2 if gated else n)

@@ -67,7 +67,6 @@ _MAPS = Arg("x_map", "map", of="x"), Arg("w_map", "map", of="w_packed"), Arg("sc
 _TEMPLATES = {
     "mma": "kernel", "wgmma": "kernel", "tma_warp": "stream", "tma_mma": "stream", "tma_block": "block_stream",
 }  # fmt: skip
-MOST_SUMS = 64  # of a lane with mma.sync, where weights take more registers than int4 with scales of x's dtype
 UNPROVEN = ("tma_mma",)  # that no GPU has run yet: nothing chooses them
 BODIES = tuple(
     Body(f"{_TEMPLATES.get(name, name)}.cu.jinja", {"w4a16_gemm": (*_ARGS, *_MAPS) if name == "wgmma_ws" else _ARGS},
@@ -136,9 +135,7 @@ def why_invalid(p: Problem, c: Config, target: Target) -> str | None:
     why = limits.why_invalid(c, p.num_tokens, p.k, p.packing, target.arch)
     if c.has_limbs and p.fp16_scales:
         why = why or f"fp16_scales=True: limbs of body={c.body} have scales in {p.dtype}; body=tma_mma serves"
-    sums = c.warp_n * (c.block_m // c.warps_m) // 32  # of a lane, with mma
-    if c.body == "mma" and sums > MOST_SUMS and not p.has_limbs and target.arch.has_ldmatrix:
-        why = why or f"{sums} sums a lane leave no registers to unpack {p.weights}: at most {MOST_SUMS}"
+    why = why or limits.why_too_many_sums(c, p.packing, p.fp16_scales, target.arch)
     if why := why or target.arch.why_too_large(smem_bytes(p, c, target), max(1, c.blocks_per_sm)):
         return why
     if p.row_invariant and c.blocks_per_sm and p.num_tokens > c.block_m:

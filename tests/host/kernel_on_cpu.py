@@ -14,7 +14,9 @@ import ctypes
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ CTYPES: Mapping[str, Any] = {
     "ptr": ctypes.c_void_p, "i32": ctypes.c_int, "i64": ctypes.c_int64, "f32": ctypes.c_float,
 }  # fmt: skip
 COMPILER = shutil.which("g++") or shutil.which("clang++")
+_OPTIONS = "-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-fPIC", "-pthread"
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
 
 # What inline PTX does, by function. Words are read and written one by one, as `relaxed` allows.
 _BODIES = {
@@ -79,7 +83,7 @@ template <> struct Half<false> {
     }
 };
 """
-_HOST = r"""
+_HEADERS = """
 #include <algorithm>
 #include <atomic>
 #include <barrier>
@@ -88,10 +92,16 @@ _HOST = r"""
 #include <thread>
 #include <vector>
 #include <functional>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <mutex>
 #include <sched.h>
 #include <setjmp.h>
 #include <ucontext.h>
 #include <unistd.h>
+"""
+_HOST = r"""
 #define __device__
 #define __global__
 #define __forceinline__ inline
@@ -99,6 +109,8 @@ _HOST = r"""
 using std::min, std::max;
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
+struct int4 { int x, y, z, w; };
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
@@ -147,7 +159,7 @@ typedef std::barrier<> Barrier;
 struct Eight : Barrier { Eight() : Barrier(8) {} };
 struct Warp { Barrier all{32}; Eight eight[4]; unsigned word[32]; bool vote[32]; };
 struct Block {
-    explicit Block(int threads) : all(threads), warps(threads / 32), shared(1 << 14) {}
+    explicit Block(int threads) : all(threads), warps(threads / 32), shared(1 << 15) {}
     Barrier all; std::vector<Warp> warps; std::vector<char> shared; int pause_us = 0;
 };
 // The first inline PTX that ran and that means nothing here: run() returns it, which is an error.
@@ -194,6 +206,19 @@ template <typename T> static T __shfl_sync(unsigned lanes, T x, int from) {
         w.all.arrive_and_wait();
         return __builtin_bit_cast(T, found);
     }
+}
+static int __shfl_up_sync(unsigned lanes, int x, int lower) {
+    const int lane = threadIdx.x % 32;
+    return __shfl_sync(lanes, x, lane < lower ? lane : lane - lower);
+}
+static unsigned __match_any_sync(unsigned, int x) {
+    Warp& w = warp_here();
+    w.word[threadIdx.x % 32] = x;
+    w.all.arrive_and_wait();
+    unsigned same = 0;
+    for (int i = 0; i < 32; i++) same |= unsigned(w.word[i] == unsigned(x)) << i;
+    w.all.arrive_and_wait();
+    return same;
 }
 static bool __any_sync(unsigned, bool mine) {
     Warp& w = warp_here();
@@ -284,9 +309,6 @@ template <typename Run> static void grid_of(int blocks, int threads, int pause_u
 """
 
 _TENSOR_CORES = r"""
-#include <cstring>
-#include <map>
-#include <mutex>
 // What lanes of a warp give each other in tensor-core instructions.
 struct Lanes { unsigned a[32][4], b[32][2]; const char* row[32]; };
 static std::mutex guard_of_lanes;
@@ -378,7 +400,7 @@ def _launching(source: str, entry: str, name: str) -> str:
     names = ", ".join(re.findall(r"(\w+)(?:,|$)", arguments[1]))
     return (
         f'extern "C" const char* {name}(int blocks, int threads, int pause_us, {arguments[1]}) '
-        f"{{ grid_of(blocks, threads, pause_us, [=] {{ {entry}({names}); }}); return unknown_ptx.exchange(nullptr); }}"
+        f"{{ grid_of(blocks, threads, pause_us, [=] {{ ::{entry}({names}); }}); return unknown_ptx.exchange(nullptr); }}"
     )
 
 
@@ -408,6 +430,9 @@ def on_cpu(
         source = source[: asm.start()] + _stand_in(source[asm.end() : end]) + source[end:]
     source = re.sub(r"__shared__ alignas\(16\) float scratch((?:\[[^;]*\])+);",
                     r"auto& scratch = *reinterpret_cast<float(*)\1>(block_here->shared.data());", source)  # fmt: skip
+    source = re.sub(
+        r"__shared__ (\w+) (\w+\[[^;,]*\]), (\w+\[[^;,]*\]);", r"__shared__ \1 \2; __shared__ \1 \3;", source
+    )
     arrays = re.findall(r"__shared__ (?:alignas\(\d+\) )?(\w+) (\w+)((?:\[[^;]*\])+);", source)
     for i, (of, name, sizes) in enumerate(arrays):  # each with room of its own
         source = re.sub(rf"__shared__ (?:alignas\(\d+\) )?{of} {name}\[[^;]*;",
@@ -418,24 +443,25 @@ def on_cpu(
     call = "\n".join(_launching(source, name, f"run_{name}" if i else "run") for i, name in enumerate((entry, *others)))
     (folder / "kernel.cpp").write_text(f"{_HOST}\n{source}\n{call}\n")
     assert COMPILER is not None
-    command = [
-        COMPILER,
-        "-std=c++20",
-        "-O1",
-        "-w",
-        "-fno-strict-aliasing",
-        "-ffp-contract=off",
-        "-shared",
-        "-fPIC",
-        "-pthread",
-        *(["-DFIBERS"] if fibers else []),
-    ]
+    options = [*_OPTIONS, *(["-DFIBERS"] if fibers else [])]
+    command = [COMPILER, *options, "-shared", "-include", f"{_headers(COMPILER, *options)}/host.hpp"]
     subprocess.run([*command, str(folder / "kernel.cpp"), "-o", str(folder / "kernel.so")], check=True)
     library = ctypes.CDLL(str(folder / "kernel.so"))
     for name in ("run", *(f"run_{other}" for other in others)):
         run = getattr(library, name)
         run.restype, run.errcheck = ctypes.c_char_p, _refuse_unknown
     return library
+
+
+@cache
+def _headers(compiler: str, *options: str) -> str:
+    """A folder with the host's headers, compiled: they are half of what a kernel takes."""
+    folder = tempfile.TemporaryDirectory(prefix="kerngen-on-cpu-")
+    _FOLDERS.append(folder)
+    header = Path(folder.name) / "host.hpp"
+    header.write_text(_HEADERS)
+    subprocess.run([compiler, *options, "-x", "c++-header", str(header), "-o", f"{header}.gch"], check=True)
+    return folder.name
 
 
 def _stand_in(asm: str) -> str:

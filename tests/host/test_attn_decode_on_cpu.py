@@ -36,8 +36,6 @@ _BODIES = {
     " return (lo >> row % 2 * 16 & 0xffff) | (hi >> row % 2 * 16) << 16;",
 }
 _HOST = """
-#include <cstring>
-#include <cstdint>
 static void __threadfence() {}
 static void __syncwarp() { warp_here().all.arrive_and_wait(); }
 alignas(128) static uint16_t smem[1 << 17];

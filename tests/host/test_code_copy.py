@@ -23,11 +23,8 @@ NUM_WARPS, LINE_BYTES = 4, 128
 
 # Shared memory is an array; stages of codes lie at its begin. A warp's steps write one behind the other.
 _HOST = """
-#include <cstring>
-#include <cstdint>
 static unsigned char arena[1 << 25];
 static void __syncwarp() { warp_here().all.arrive_and_wait(); }
-static int __shfl_up_sync(unsigned, int, int) { return 0; }
 """
 _BODIES = {
     "copy16_at": "if (valid) memcpy(arena + to, from, 16); else memset(arena + to, 0, 16);",

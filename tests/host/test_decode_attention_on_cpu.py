@@ -27,10 +27,6 @@ KERNEL, H200 = find_kernel("decode_layers"), Target.of(find_arch("sm90"))
 NO_COMPILER = pytest.mark.skipif(kernel_on_cpu.COMPILER is None, reason="neither g++ nor clang++ is on the PATH")
 
 _HOST = r"""
-#include <cstdint>
-#include <cstring>
-#include <map>
-#include <mutex>
 #define __constant__
 #define __align__(x)
 using std::uint64_t;

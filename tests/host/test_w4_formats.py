@@ -7,7 +7,6 @@ become operands is seen there. Of wgmma_ws the boxes of its bulk copies are comp
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import kernel_on_cpu
 import pytest
 import torch
+import w4_on_cpu
 from torch import Tensor
 
 from kerngen.arch import ARCHES, Arch, Target, find_arch, find_device
@@ -225,43 +225,6 @@ def test_bulk_copies_bring_a_stage(weights: str, group: int) -> None:
         assert torch.equal(_box(tensor, made, (0, at, strip, 0)), wanted)
 
 
-_ON_CPU = r"""
-#include <cstdint>
-static inline float __int_as_float(int i) { return __builtin_bit_cast(float, i); }
-static inline int __float_as_int(float f) { return __builtin_bit_cast(int, f); }
-static char dynamic_shared[1 << 18] __attribute__((aligned(1024)));
-"""
-_BODIES = {
-    "and_or": "return (a & MASK) | BITS;",
-    "and_xor": "return (a & MASK) ^ BITS;",
-    "w4_words": "return valid ? *p : uint4{};",
-    "w4_scales": "return valid ? *p : std::decay_t<decltype(*p)>{};",
-    "w4_token": "return valid ? *p : 0u;",
-    "copy16": "memcpy(dst, src, 16);",
-    "copy16_or_zero": "if (valid) memcpy(dst, src, 16); else memset(dst, 0, 16);",
-    "exp2_fast": "return exp2f(x);",
-    # A word is the phase in its upper half, and bytes that are on their way.
-    "barrier_init": "*barrier = 0;",
-    "barrier_expect": "*barrier += bytes; if (!bytes) *barrier += 1ull << 32;",
-    "copy_bulk": "if ((uintptr_t(dst) | uintptr_t(src) | bytes) % 16) __builtin_trap(); memcpy(dst, src, bytes);"
-    " *barrier -= bytes; if (!uint32_t(*barrier)) *barrier += 1ull << 32;",
-    "barrier_wait": "while ((*barrier >> 32 & 1) == parity) pass_on();",
-    "evict_first": "return 0;",
-    "max_abs2": "__builtin_trap();",
-    "max_nan": "__builtin_trap();",
-}  # fmt: skip
-
-
-def _by_its_source(problem: Problem, config: Config, target: Target, inputs: dict[str, Any], folder: Path) -> None:
-    source = kernel_on_cpu.with_tensor_cores(str(render(KERNEL, problem, config, target)))
-    source = re.sub(r"extern __shared__ __align__\(\d+\) (\w+) (\w+)\[\];",
-                    r"\1* const \2 = reinterpret_cast<\1*>(dynamic_shared);", source)  # fmt: skip
-    library = kernel_on_cpu.on_cpu(_ON_CPU + source, "w4a16_gemm", folder, bodies=_BODIES, fibers=True)
-    (launch,), (args,) = KERNEL.launches(problem, config, target), KERNEL.body(config, target.arch).args.values()
-    inputs = inputs | {"workspace": torch.zeros(16)}
-    library.run(launch.grid[0], launch.block[0], 0, *kernel_on_cpu.arguments_of(args, inputs))
-
-
 GEMV = Config(8, 32, 128, 32, 1, 2, 1, 0, "gemv")
 MMA = Config(16, 64, 64, 32, 1, 1, 2, 0)
 SCALED_PRODUCTS = replace(MMA, block_m=8, block_k=64, warps_k=2)
@@ -309,7 +272,7 @@ def test_products_are_the_references(
     problem = Problem(**({"n": 128, "k": 192, "num_tokens": tokens} | fields))
     assert spec.why_invalid(problem, config, target) is None
     inputs = cases.inputs(cases.case_for(problem), "cpu")
-    _by_its_source(problem, config, target, inputs, tmp_path)
+    w4_on_cpu.run(KERNEL, problem, config, target, inputs, tmp_path)
     want, tolerance = reference.expected(problem, inputs)["out"].float(), reference.tolerance(problem)
     torch.testing.assert_close(inputs["out"].float(), want, atol=tolerance.atol, rtol=tolerance.rtol)
 

@@ -9,6 +9,7 @@ from kerngen.templates.common.w4.tiling import SPACES, STRIP, Packing, Tiling
 
 MOST_PAIRS, MOST_QUADS = 6, 14  # tiles of one and of four tokens, whose limbs a warp keeps beside their sums' start
 MOST_GROUP = 128  # weights of a row that share a scale, with tma_*
+MOST_SUMS = 64  # of a lane with mma.sync, where weights take more registers than int4 with scales of x's dtype
 _NEEDS = {
     "gemv": "ldmatrix", "tma_warp": "tma", "tma_block": "tma", "tma_mma": "tma", "wgmma": "wgmma", "wgmma_ws": "wgmma",
 }  # fmt: skip
@@ -77,6 +78,15 @@ def registers(c: Tiling, k: int, packing: Packing, arch: Arch) -> tuple[int, int
     return 60 + tiles * (2 if many else 6), given
 
 
+def why_too_many_sums(c: Tiling, packing: Packing, fp16_scales: bool, arch: Arch) -> str | None:
+    """Why mma has no registers to unpack W beside so many sums, or None. fp16_scales: they are not in x's dtype."""
+    sums = c.warp_n * (c.block_m // c.warps_m) // 32  # of a lane
+    is_plain = packing.is_int4 and not fp16_scales
+    if c.body != "mma" or sums <= MOST_SUMS or is_plain or not arch.has_ldmatrix:
+        return None
+    return f"{sums} sums a lane leave no registers to unpack {packing.name}: at most {MOST_SUMS}"
+
+
 def why_invalid(c: Tiling, rows: int, k: int, packing: Packing, arch: Arch) -> str | None:
     """Why no product of K = k by a W that is packed so can be cut so on `arch`, or None.
 
@@ -85,7 +95,7 @@ def why_invalid(c: Tiling, rows: int, k: int, packing: Packing, arch: Arch) -> s
     group_size = packing.group_size
     if not serves(c.body, arch):
         return f"body={c.body}: {arch} has no {_NEEDS[c.body]}; body=mma serves every arch"
-    if c.has_limbs and packing != Packing(group_size):
+    if c.has_limbs and not packing.is_int4:
         kind = f"{packing.bits}-bit codes" + (" with minima" if packing.has_minima else "")
         return f"body={c.body} multiplies int4 without minima as integers, not {kind}; body=tma_mma serves"
     if c.stream and group_size > MOST_GROUP:

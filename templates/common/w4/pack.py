@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from kerngen.errors import ProblemError
+from kerngen.templates.common.rows.spec import require
 from kerngen.templates.common.rows.torch_rows import TORCH_DTYPE, Draw
-from kerngen.templates.common.w4.tiling import STRIP, packing_of
+from kerngen.templates.common.w4.tiling import STRIP, Packing, packing_of
 
 
 def _order() -> Tensor:
@@ -128,18 +129,27 @@ def rounded_scales(scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
     return made, int((made.double() != scales.double()).sum())
 
 
+def format_of(w_packed: Tensor, scales: Tensor) -> str:
+    """The format, by its name in tiling.WEIGHTS, of what `pack` or `pack_experts` gives. Raises ProblemError where they
+    are of none.
+    """
+    lanes, of_group = w_packed.shape[-2], scales.shape[-1]
+    is_format = lanes in (STRIP, 2 * STRIP) and of_group in (STRIP, 2 * STRIP)
+    require(is_format, f"codes and scales of {tuple(w_packed.shape)} and {tuple(scales.shape)} are no format")
+    return Packing(0, 4 * lanes // STRIP, of_group > STRIP).name
+
+
 def pack_experts(weight_packed: Tensor, weight_scale: Tensor, *, gated: bool) -> tuple[Tensor, Tensor]:
     """`pack` of each expert's matrix, one behind the other: an expert is a number of strips of 32 rows.
 
-    weight_packed: [E, N, K / 8] int32; weight_scale: [E, N, K / group_size]. gated: the rows are gate's, then up's, and
-    `interleave` goes before. Returns [E, N / 32, K / 32, 32, 4] int32 and [E, N / 32, K / group_size, 32]. Raises
-    ProblemError as those two.
+    Both as `pack` takes them, with a dimension of E experts before. gated: the rows are gate's, then up's, and
+    `interleave` goes before. Returns what `pack` does, [E, ...] each. Raises ProblemError as those two.
     """
     tensors = weight_packed, weight_scale
     if gated:
         of_gate_up = interleave(*(t.transpose(0, 1) for t in tensors))
         tensors = of_gate_up[0].transpose(0, 1), of_gate_up[1].transpose(0, 1)
-    packed, scales = pack(*(t.reshape(-1, t.shape[-1]) for t in tensors))
+    packed, scales = pack(*(t.reshape(-1, *t.shape[2:]) for t in tensors))
     num_experts = len(weight_packed)
     return packed.view(num_experts, -1, *packed.shape[1:]), scales.view(num_experts, -1, *scales.shape[1:])
 

@@ -41,6 +41,16 @@ class Packing:
     has_minima: bool = False
 
     @property
+    def name(self) -> str:
+        """As in WEIGHTS."""
+        return f"int{self.bits}" + ("_min" if self.has_minima else "")
+
+    @property
+    def is_int4(self) -> bool:
+        """Whether it is symmetric int4, as W4A16 releases are."""
+        return self.bits == 4 and not self.has_minima
+
+    @property
     def tile_bytes(self) -> int:
         return STRIP * STRIP * self.bits // 8
 

@@ -1,0 +1,109 @@
+"""moe_w4a16's weight formats without a GPU: what is refused, what the op reads, and products by the kernels' own source."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import kernel_on_cpu
+import pytest
+import torch
+import w4_on_cpu
+
+from kerngen.arch import ARCHES, Target, find_device
+from kerngen.errors import ProblemError
+from kerngen.templates import find_kernel
+from kerngen.templates.common.rows.torch_rows import Draw
+from kerngen.templates.common.w4.pack import drawn, format_of, pack, pack_experts
+from kerngen.templates.common.w4.tiling import WEIGHTS
+from kerngen.templates.moe_w4a16 import cases, reference, spec
+from kerngen.templates.moe_w4a16.op import moe_w4a16
+from kerngen.templates.moe_w4a16.spec import Config, Problem
+
+KERNEL = find_kernel("moe_w4a16")
+SIZES = {"num_experts": 128, "top_k": 8, "hidden": 2816, "inner": 704}
+Q4_K_M = {"up_weights": "int4_min", "down_weights": "int8_min", "fp16_scales": True}
+Q8_0 = {"up_weights": "int8", "down_weights": "int8", "fp16_scales": True}
+Q6_K_Q8_0 = Q8_0 | {"group_size": 16, "down_group_size": 32}
+
+
+@pytest.mark.parametrize(("fields", "says"), [
+    ({"up_weights": "int3"}, "weights=int3 is not one of int4, int4_min, int8, int8_min"),
+    ({"group_size": 16}, "group_size=16 is not one of (32, 64, 128)"),
+    ({"down_weights": "int8", "down_group_size": 48}, "group_size=48 is not one of (16, 32, 64, 128, 704)"),
+    ({"group_size": 128}, "k=704 is not a positive multiple of group_size=128"),
+    ({"down_group_size": 32}, "down_group_size=32 is group_size: 0 says that"),
+    ({"dtype": "fp16", "fp16_scales": True}, "fp16_scales=True: with dtype=fp16 they are so"),
+])  # fmt: skip
+def test_what_no_pair_of_formats_has_is_refused(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ProblemError) as caught:
+        Problem(**(SIZES | fields))
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("board", ["V100", "T4", "A100", "RTX3090", "RTX4090", "H100", "B200", "RTX5090"])
+@pytest.mark.parametrize("formats", [Q4_K_M, Q8_0, Q6_K_Q8_0], ids=str)
+def test_every_arch_and_number_of_tokens_has_a_default(board: str, formats: dict[str, Any]) -> None:
+    """It is valid, and what is asked for of memory is what the format takes."""
+    target = Target.of(find_device(board))
+    formats = formats | {"fp16_scales": target.arch.has_bf16}
+    for tokens in (1, 4, 5, 16, 128, 2048):
+        problem = Problem(**SIZES, dtype=target.arch.dtype, num_tokens=tokens, **formats)
+        config = KERNEL.default_config(problem, target)
+        assert spec.why_invalid(problem, config, target) is None
+        if tokens <= spec.ALONE_TOKENS:
+            each = sum(problem.packing(phase).bytes_of(*spec.shape(problem, phase)) for phase in spec.PHASES)
+            assert 8 * tokens * each < KERNEL.cost(problem).bytes < 8 * tokens * each * 1.01
+            up, down = (Config.tiling(config, phase) for phase in spec.PHASES)
+            assert (up.body, down.body) == (("gemv", "gemv") if target.arch.has_ldmatrix else ("mma", "mma"))
+
+
+def test_the_op_reads_both_formats_from_its_tensors() -> None:
+    x, ids = torch.zeros(3, 192, dtype=torch.bfloat16), torch.zeros(3, 2, dtype=torch.int32)
+
+    def experts(n: int, k: int, weights: str, group: int, dtype: str, *, gated: bool = False) -> Any:
+        codes, scales = zip(*(drawn(Draw(e, "cpu"), n, k, group, dtype, weights) for e in range(4)), strict=True)
+        made = pack_experts(torch.stack(codes), torch.stack(scales), gated=gated)
+        assert format_of(*made) == weights
+        if not gated:
+            for e in range(4):
+                assert all(torch.equal(t[e], one) for t, one in zip(made, pack(codes[e], scales[e]), strict=True))
+        return made
+
+    for up in WEIGHTS:
+        for down, group, of in (("int4", 32, "bf16"), ("int8_min", 64, "fp16"), ("int8", 128, "fp16")):
+            gate_up = experts(256, 192, up, 64, of, gated=True)
+            problem = moe_w4a16(x, ids, *gate_up, *experts(192, 128, down, group, of)).problem
+            own = 0 if group == 64 else group
+            assert problem == Problem(4, 2, 192, 128, 64, "bf16", 3, up, down, own, of == "fp16")
+    with pytest.raises(ProblemError, match="both take x"):
+        moe_w4a16(x, ids, *gate_up, *experts(192, 128, "int4", 32, "bf16"))
+
+
+GEMV = Config(8, 32, 1, "gemv", 32, 128, 2, 1, 0, 32, 64, 2, 1, 0)
+FEW = Config(8, 32, 1, "mma", 64, 64, 2, 2, 0, 64, 32, 1, 2, 0)
+MMA = Config(16, 32, 1, "mma", 64, 64, 1, 2, 0, 64, 64, 1, 2, 0)
+VOLTA = replace(MMA, warp_n=64)
+# (arch, configuration, tokens, fields): alone, and planned
+RUNS: tuple[tuple[str, Config, int, dict[str, Any]], ...] = (
+    ("sm80", MMA, 9, {}),  # that what stands for the GPU is right
+    ("sm80", GEMV, 3, Q4_K_M),
+    ("sm80", FEW, 7, Q8_0 | {"group_size": 16, "down_group_size": 96}),
+    ("sm80", MMA, 9, Q8_0 | {"up_weights": "int8_min", "group_size": 192, "down_group_size": 16}),
+    ("sm70", VOLTA, 6, {"down_weights": "int8_min", "group_size": 64, "down_group_size": 32, "dtype": "fp16"}),
+)
+
+
+@pytest.mark.skipif(kernel_on_cpu.COMPILER is None, reason="neither g++ nor clang++ is on the PATH")
+@pytest.mark.parametrize(("arch", "config", "tokens", "fields"), RUNS, ids=lambda x: x if isinstance(x, str) else "")
+def test_products_are_the_references(
+    arch: str, config: Config, tokens: int, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    target = Target.of(ARCHES[arch])
+    problem = Problem(**({"num_experts": 4, "top_k": 2, "hidden": 192, "inner": 96, "num_tokens": tokens} | fields))
+    assert spec.why_invalid(problem, config, target) is None
+    inputs = cases.inputs(cases.case_for(problem), "cpu")
+    w4_on_cpu.run(KERNEL, problem, config, target, inputs, tmp_path)
+    want, tolerance = reference.expected(problem, inputs)["y"].float(), reference.tolerance(problem)
+    torch.testing.assert_close(inputs["y"].float(), want, atol=tolerance.atol, rtol=tolerance.rtol)

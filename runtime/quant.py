@@ -107,11 +107,11 @@ class QuantConfig:
 
     def packing_of(self, module: str) -> Packing | None:
         """How the module is packed, None where it is dense; `ignore` aside, and a group of another size."""
-        if self.scheme is not None:  # no kernel takes such experts
-            return None if ".experts." in module else self.scheme.packing
+        if self.scheme is not None:
+            return self.scheme.packing
         if self.packings is None:
             return Packing(self.group_size)
-        return self.packings.get(_short(module))
+        return self.packings.get(module_key(module))
 
     @property
     def group_sizes(self) -> set[int]:
@@ -127,8 +127,10 @@ class QuantConfig:
         return list(dict.fromkeys(self.packings.values()))
 
 
-def _short(module: str) -> str:
-    """A module's name without what the text model's begin with, which files spell differently."""
+def module_key(module: str) -> str:
+    """A module's name in `packings`: without what the text model's begin with, which files spell differently, and of
+    experts the first one's.
+    """
     return _EXPERT.sub(".experts.0.", _PREFIX.sub("", module))
 
 
@@ -330,7 +332,7 @@ def _gguf(quant: Fields) -> QuantConfig:
     packings = quant.values.get("packings")
     if not isinstance(packings, dict) or not all(isinstance(packing, Packing) for packing in packings.values()):
         raise quant.error("quant_method is 'gguf', and weights in llama.cpp's blocks lie in a GGUF file: name that")
-    return QuantConfig(32, (), packings={_short(name): packing for name, packing in packings.items()})
+    return QuantConfig(32, (), packings={module_key(name): packing for name, packing in packings.items()})
 
 
 def _kerngen(quant: Fields) -> QuantConfig:
@@ -346,7 +348,7 @@ def _kerngen(quant: Fields) -> QuantConfig:
         bits = _one_of(fields, "bits", (4, 8))
         size = _one_of(fields, "group_size", GROUP_SIZES if bits == 4 else (16, *GROUP_SIZES))
         packing = Packing(size, bits, _one_of(fields, "has_minima", (True, False)))
-        found |= {_short(module): packing for module in modules}
+        found |= {module_key(module): packing for module in modules}
     return QuantConfig(32, (), packings=found)
 
 

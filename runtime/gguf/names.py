@@ -38,7 +38,7 @@ _LINEARS = {
     "ffn_gate_up_exps": ("experts.gate_up_proj", "experts"),
     "ffn_gate_exps": ("experts.*.gate_proj", "experts"),
     "ffn_up_exps": ("experts.*.up_proj", "experts"),
-    "ffn_down_exps": ("experts.down_proj", "experts"),  # no kernel has one form of gate and up and another of down
+    "ffn_down_exps": ("experts.down_proj", "experts"),  # where one of gate, up and down is dense kernels want all so
 }
 _OTHERS = {
     "attn_norm.weight": "input_layernorm.weight",
@@ -70,10 +70,6 @@ class Place:
 
     name: str
     joined: str = ""
-
-    @property
-    def is_of_experts(self) -> bool:
-        return ".experts." in self.name
 
     @property
     def module(self) -> str:
@@ -117,9 +113,8 @@ def placed(model: GgufModel) -> dict[str, Place]:
 
 
 def packings(model: GgufModel, found: Mapping[str, Place]) -> dict[str, Packing]:
-    """The modules that stay packed, and how: all that one of kerngen's matrices is made of are quantised, and of
-    experts all are Q4_0, since no kernel takes others. The embedding does where it is the output head, too, and has
-    whole strips of rows. found: see `placed`.
+    """The modules that stay packed, and how: all that one of kerngen's matrices is made of are quantised. The embedding
+    does where it is the output head, too, and has whole strips of rows. found: see `placed`.
     """
     owners = model.head.integer("gemma4.block_count", 0) - model.head.integer("gemma4.attention.shared_kv_layers", 0)
     types: dict[str, set[str]] = {}
@@ -132,8 +127,7 @@ def packings(model: GgufModel, found: Mapping[str, Place]) -> dict[str, Packing]
     return {
         where.module: PACKINGS[kind]
         for name, where in found.items()
-        if (kind := model.info(name).type.name) in PACKINGS
-        and types.get(where.joined, {""}) <= ({"Q4_0"} if where.is_of_experts else PACKINGS.keys())
+        if (kind := model.info(name).type.name) in PACKINGS and types.get(where.joined, {""}) <= PACKINGS.keys()
     }
 
 

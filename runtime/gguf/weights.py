@@ -144,10 +144,12 @@ class GgufCheckpoint(Checkpoint):
         return self._model.digest
 
     def num_bytes(self, name: str) -> int:
+        """In the file: codes have all of their blocks', scales and minima none."""
         entry = self._files[name].entries[name]
-        if not isinstance(entry, Stored) or entry.part != _VALUES:
+        if not isinstance(entry, Stored):
             return entry.num_bytes
-        return prod(entry.shape) // entry.info.type.block * entry.info.type.block_bytes
+        kind, num_values = entry.info.type, prod(entry.shape) * entry.unit
+        return num_values // kind.block * kind.block_bytes if entry.part in (_VALUES, _CODES) else 0
 
     def beside(self, name: str) -> Path:
         return self.folder.with_name(f"{self.folder.stem}.{name}")

@@ -306,10 +306,9 @@ class TorchOps:
         return ids, (rows @ y[:, :, None]).squeeze(-1).float()
 
 
-def _of_groups(weights: WeightView, dtype: torch.dtype | None) -> WeightView:
+def _of_groups(weights: WeightView, dtype: torch.dtype) -> WeightView:
     """From the order in which they are loaded, of experts one after the other."""
     packed, scales = weights.packed, weights.scales
-    dtype = dtype or scales.dtype
     if packed.ndim == 2:
         return dense_weights(dequantize(packed, scales, dtype))
     out = scales.new_empty(len(packed), weights.out_features, weights.in_features, dtype=dtype)
@@ -318,15 +317,13 @@ def _of_groups(weights: WeightView, dtype: torch.dtype | None) -> WeightView:
     return dense_weights(out)
 
 
-_UNPACK: dict[str, Callable[[WeightView, torch.dtype | None], WeightView]] = {
+_UNPACK: dict[str, Callable[[WeightView, torch.dtype], WeightView]] = {
     "dense": lambda weights, dtype: weights, **dict.fromkeys(("int4", "int4_min", "int8", "int8_min"), _of_groups),
 }  # fmt: skip
 
 
-def unpacked(weights: WeightView, dtype: torch.dtype | None = None) -> WeightView:
-    """The same matrix, or every expert's, dense: from the order in which it is loaded. dtype: of one that is packed,
-    where that is not its scales' own.
-    """
+def unpacked(weights: WeightView, dtype: torch.dtype) -> WeightView:
+    """The same matrix, or every expert's, dense: from the order in which it is loaded. dtype: of one that is packed."""
     made = _UNPACK[weights.format.name](weights, dtype)
     return replace(made, rows=weights.rows, is_summand=weights.is_summand)
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from kerngen.errors import ProblemError
 from kerngen.runtime.ops import fallbacks
 from kerngen.runtime.ops.values import Experts, Linear, ResidualNorms
 from kerngen.templates.call import Call
@@ -70,7 +69,7 @@ class Dense:
 
 
 class Int4:
-    """Symmetric int4 with a scale a group, repacked in strips of 32 rows."""
+    """Symmetric int4 with a scale a group, repacked in strips of 32 rows. Of experts down may be in another format."""
 
     def prepare(self, weights: Linear) -> Linear:
         """Raises ProblemError for shapes that w4a16_gemm does not take."""
@@ -109,11 +108,7 @@ class Int4:
 
 
 class Grouped(Int4):
-    """int8, and int4 or int8 with minima: w4a16_gemm's other formats. No kernel has such experts, or norms behind."""
-
-    def prepare_experts(self, gate_up: Experts, down: Experts) -> tuple[Experts, Experts]:
-        raise ProblemError(f"experts in {gate_up.format.name}: moe_w4a16 multiplies int4 without minima",
-                           hint="unpack them to dense weights as they are loaded")  # fmt: skip
+    """int8, and int4 or int8 with minima: the other formats of w4a16_gemm and moe_w4a16. No kernel has norms behind."""
 
     def norm_call(
         self, residual: Tensor, x: Tensor, weights: Linear, norms: ResidualNorms, peers: Peers | None

@@ -190,9 +190,9 @@ class KernelOps:
         return FORMATS[weights.format.name].prepare(weights)
 
     def prepare_experts(self, gate_up: Experts, down: Experts) -> tuple[Experts, Experts]:
-        """In the kernel's order. Where the two are in different formats, both become dense."""
-        if gate_up.format.name != down.format.name:
-            gate_up, down = unpacked(gate_up), unpacked(down)
+        """In the kernel's order. Where one of the two is dense, both become so."""
+        if gate_up.is_dense != down.is_dense:
+            gate_up, down = unpacked(gate_up, self.dtype), unpacked(down, self.dtype)
         return FORMATS[gate_up.format.name].prepare_experts(gate_up, down)
 
     def decode_inputs(
@@ -459,7 +459,7 @@ class KernelOps:
         return self.run(moe_router(residual, *weights, top_k, eps), "router")
 
     def experts(self, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor) -> Tensor:
-        if gate_up.format.name != down.format.name:
+        if gate_up.is_dense != down.is_dense:
             raise TypeError("prepare_experts makes both dense where one is")
         return FORMATS[gate_up.format.name].experts(self, x, gate_up, down, topk_ids)
 

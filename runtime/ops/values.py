@@ -106,7 +106,7 @@ def int4_weights(
     """Symmetric int4: W[o, j] = (nibble - 8) * scale[o, j / group_size].
 
     As loaded (compressed-tensors order): packed int32 [out_features, in_features / 8], element j of a row in word j /
-    8, bits 4 * (j % 8); scales [out_features, in_features / group_size] in `ops.dtype`. Of experts [E, ...] each.
+    8, bits 4 * (j % 8); scales [out_features, in_features / group_size] in `ops.dtype`.
     """
     made = WeightFormat("int4", ("packed", "scales"), group_size)
     return WeightView(made, (packed, scales), out_features, in_features, name, gated)
@@ -115,7 +115,8 @@ def int4_weights(
 def grouped_weights(
     packed: Tensor, scales: Tensor, minima: Tensor | None = None, *, name: str = "linear", gated: bool = False
 ) -> WeightView:
-    """W[o, j] = code * scale[o, j / group_size], plus minimum[o, j / group_size] where there are minima.
+    """W[o, j] = code * scale[o, j / group_size], plus minimum[o, j / group_size] where there are minima. Of experts all
+    tensors have one dimension more.
 
     As loaded: packed int8 [out_features, in_features], or int32 [out_features, in_features / 8] with element j of a row
     in word j / 8, bits 4 * (j % 8), a nibble being its code with minima, and code + 8 without. scales and minima
@@ -123,9 +124,9 @@ def grouped_weights(
     last dimension 2. The format is int4, int4_min, int8 or int8_min.
     """
     is_int8 = packed.dtype == torch.int8
-    out_features, in_features = packed.shape[0], packed.shape[1] * (1 if is_int8 else 8)
+    out_features, in_features = packed.shape[-2], packed.shape[-1] * (1 if is_int8 else 8)
     made = ("int8" if is_int8 else "int4") + ("" if minima is None else "_min")
-    form = WeightFormat(made, ("packed", "scales"), in_features // scales.shape[1])
+    form = WeightFormat(made, ("packed", "scales"), in_features // scales.shape[-1])
     both = scales if minima is None else torch.stack((scales, minima), dim=-1)
     return WeightView(form, (packed, both), out_features, in_features, name, gated)
 

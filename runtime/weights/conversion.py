@@ -21,6 +21,7 @@ from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime.config import ModelConfig, read_model_config
 from kerngen.runtime.config_fields import is_gguf, read_config
 from kerngen.runtime.hub import FILES
+from kerngen.runtime.quant import module_key
 from kerngen.runtime.text import TextCodec
 from kerngen.runtime.weights.mapped import DTYPES
 from kerngen.runtime.weights.opened import open_tensors
@@ -125,7 +126,7 @@ def _config(place: Path, config: ModelConfig, checkpoint: Checkpoint) -> dict[st
     if quant.scheme is None and quant.packings is None:  # as it lies
         return read_config(place)
     named: Mapping[str, Packing] = quant.packings or {
-        name.removesuffix(".weight_packed"): quant.scheme.packing
+        module_key(name.removesuffix(".weight_packed")): quant.scheme.packing
         for name in checkpoint.names
         if quant.scheme is not None and name.endswith(".weight_packed")
     }

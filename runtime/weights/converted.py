@@ -2,7 +2,7 @@
 
 Of a module there are `weight_packed`, `weight_scale` and, with zero points, `weight_minimum`, as `find_packed` names
 them. A stored code n stands for (n - zero) * scale: codes of 8 bits become n - 128, the minimum is what 0 stands for
-then, and a scale of a whole row is given to groups of it. Experts are dense, since no kernel takes them so.
+then, and a scale of a whole row is given to groups of it.
 
 compressed-tensors (vllm-project/compressed-tensors, compressors/pack_quantized): weight_packed int32 [out, in / e], e =
 32 / bits elements in a word, the lowest first; weight_scale [out, groups]; weight_zero_point int32 [out / e, groups].
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
@@ -31,7 +30,7 @@ from kerngen.runtime.world import Span
 from kerngen.templates.common.w4.pack import pack_nibbles
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word the elements are
-_CODES, _SCALES, _MINIMA, _VALUES = "weight_packed", "weight_scale", "weight_minimum", "weight"
+_CODES, _SCALES, _MINIMA = "weight_packed", "weight_scale", "weight_minimum"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +82,11 @@ class ConvertedCheckpoint(Checkpoint):
         entry = self._files[name].entries[name]
         return self._base.path(entry.module.codes) if isinstance(entry, _Made) else self._base.path(name)
 
-    def is_decoded(self, name: str) -> bool:
-        entry = self._files[name].entries[name]
-        return isinstance(entry, _Made) and entry.part == _VALUES
-
     def said(self, used: Iterable[str], dtype: torch.dtype) -> list[str]:
-        entries = [entry for name in used if isinstance(entry := self._files[name].entries[name], _Made)]
-        lines, kind = [], str(dtype).removeprefix("torch.")
-        if dense := [prod(entry.shape) for entry in entries if entry.part == _VALUES]:
-            lines.append(f"{self.folder}: {len(dense)} experts' matrices are decoded to {kind}, which takes "
-                         f"{sum(dense) * dtype.itemsize / 1e9:.2f} GB")  # fmt: skip
-        if self._made.num_inexact and dtype != torch.float32:
-            lines.append(f"{self.folder}: {self._made.num_inexact:,} of {self._made.num_floats:,} scales and minima "
-                         "are no float16 and were rounded")  # fmt: skip
-        return lines
+        if not self._made.num_inexact or dtype == torch.float32:
+            return []
+        return [f"{self.folder}: {self._made.num_inexact:,} of {self._made.num_floats:,} scales and minima "
+                "are no float16 and were rounded"]  # fmt: skip
 
 
 class _Tensors(MappedFile):
@@ -111,9 +101,6 @@ class _Tensors(MappedFile):
 
     def _entries(self, module: Module) -> Iterator[_Made]:
         packing, out, columns = self._scheme.packing, module.out_features, module.in_features
-        if ".experts." in module.name:
-            yield _Made("F32", (out, columns), 0, out * columns * 4, module, _VALUES)
-            return
         dtype, each = codes_layout(packing)
         made = [(_CODES, dtype, columns // each), (_SCALES, "F32", columns // packing.group_size)]
         if packing.has_minima:
@@ -141,11 +128,6 @@ class _Tensors(MappedFile):
             _, each = codes_layout(self._scheme.packing)
             codes = self._codes(module, rows, slice(width.start * each, width.stop * each))
             return pack_nibbles(codes) if bits == 4 else (codes ^ 128).view(torch.int8)
-        if part == _VALUES:
-            codes, (scales, zeros) = self._codes(module, rows, width), self._groups(module, rows)
-            grouped = codes.float().view(len(codes), -1)
-            index = torch.arange(width.start, width.stop) // module.group_size
-            return (grouped - zeros[:, index]) * scales[:, index]
         scales, zeros = self._groups(module, rows)
         found = scales if part == _SCALES else (128.0 * (bits == 8) - zeros) * scales
         self.num_floats += found.numel()

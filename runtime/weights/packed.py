@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +14,13 @@ from kerngen.templates.common.w4.pack import dequantize, nibbles
 from kerngen.templates.common.w4.tiling import STRIP, Packing
 
 
-def scale_dtype(packing: Packing, dtype: torch.dtype) -> torch.dtype:
-    """What scales and minima are kept in where activations are in `dtype`. bf16 would round what no bf16 weights were
-    made into: other forms than symmetric int4, whose scales are released in bf16, keep fp16.
+def scale_dtype(dtype: torch.dtype, *packings: Packing | None) -> torch.dtype:
+    """What scales and minima of matrices that share a dtype are kept in where activations are in `dtype`. bf16 would
+    round what no bf16 weights were made into: other forms than symmetric int4, whose scales are released in bf16, keep
+    fp16. None: a matrix that is dense.
     """
-    is_int4 = packing == Packing(packing.group_size)
-    return torch.float16 if dtype == torch.bfloat16 and not is_int4 else dtype
+    has_others = any(packing is not None and not packing.is_int4 for packing in packings)
+    return torch.float16 if dtype == torch.bfloat16 and has_others else dtype
 
 
 def table_scale_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -45,7 +46,7 @@ def codes_layout(packing: Packing) -> tuple[str, int]:
 @dataclass(frozen=True, slots=True)
 class PackedTensors:
     """codes: int32 [rows, in / 8] or int8 [rows, in], as `codes_layout` says. scales, and minima where groups
-    have some, [rows, in / group_size].
+    have some, [rows, in / group_size]. Of experts [E, ...] each.
     """
 
     packing: Packing
@@ -58,9 +59,17 @@ class PackedTensors:
 
     def split(self, sizes: list[int]) -> Iterator[PackedTensors]:
         """Parts of so many rows, which share its memory."""
-        minima = [None] * len(sizes) if self.minima is None else self.minima.split(sizes)
-        for codes, scales, its in zip(self.codes.split(sizes), self.scales.split(sizes), minima, strict=True):
-            yield PackedTensors(self.packing, codes, scales, its)
+        yield from self._parts(lambda t: t.split(sizes, -2))
+
+    def each(self) -> Iterator[PackedTensors]:
+        """Every expert's, which share its memory."""
+        yield from self._parts(lambda t: t.unbind())
+
+    def _parts(self, cut: Callable[[Tensor], Sequence[Tensor]]) -> Iterator[PackedTensors]:
+        codes, scales = cut(self.codes), cut(self.scales)
+        minima = [None] * len(codes) if self.minima is None else cut(self.minima)
+        for of_part in zip(codes, scales, minima, strict=True):
+            yield PackedTensors(self.packing, *of_part)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """[rows, in] in `dtype`."""
@@ -70,7 +79,7 @@ class PackedTensors:
     def take(self, other: PackedTensors) -> None:
         """Fills this with the rows of `other`, whose packing goes into this one's (quant.joined_packing)."""
         theirs, own = other.packing, self.packing
-        zero = 8 if theirs == Packing(theirs.group_size) else 0  # what a code is stored with more, of 4 bits
+        zero = 8 if theirs.is_int4 else 0  # what a code is stored with more, of 4 bits
         if theirs.bits == own.bits:
             self.codes.copy_(other.codes)
         else:

@@ -29,7 +29,6 @@ from kerngen.runtime.ops import (
     WeightView,
     dense_weights,
     grouped_weights,
-    int4_weights,
     rows_of_table,
 )
 from kerngen.runtime.weights.mapped import DTYPES, PIECE_BYTES
@@ -242,25 +241,22 @@ def _order(config: ModelConfig, ops: Ops) -> str:
     def dense(*shape: int) -> Tensor:
         return (ramp[: torch.Size(shape).numel()].view(shape) % 251 - 125).to(ops.dtype)
 
-    def packed(packing: Packing, *shape: int) -> tuple[Tensor, Tensor]:
+    def packed(packing: Packing, *shape: int) -> WeightView:
         dtype, each = codes_layout(packing)
         words = ramp[: torch.Size(shape).numel() // each].view(*shape[:-1], shape[-1] // each)
-        scales = dense(*shape[:-1], shape[-1] // packing.group_size).to(scale_dtype(packing, ops.dtype))
-        return (words * 40503 % (1 << 31)).to(torch.int32).to(DTYPES[dtype]), scales
+        scales = dense(*shape[:-1], shape[-1] // packing.group_size).to(scale_dtype(ops.dtype, packing))
+        codes = (words * 40503 % (1 << 31)).to(torch.int32).to(DTYPES[dtype])
+        return grouped_weights(codes, scales, scales if packing.has_minima else None)
 
     made: list[Any] = [ops.prepare(dense_weights(dense(2 * size, size)))]
     if config.num_experts:
         gate_up, down = dense_weights(dense(experts, 2 * size, size)), dense_weights(dense(experts, size, size))
         made.append(ops.prepare_experts(gate_up, down))
     for packing in config.quant.all_packings if config.quant else ():
-        codes, scales = packed(packing, 2 * size, size)
-        for gated in (False, True):
-            minima = scales if packing.has_minima else None
-            made.append(ops.prepare(grouped_weights(codes, scales, minima, gated=gated)))
-        if config.num_experts and packing == Packing(group := packing.group_size):
-            w4_gate_up = int4_weights(*packed(packing, experts, 2 * size, size), 2 * size, size, group)
-            w4_down = int4_weights(*packed(packing, experts, size, size), size, size, group)
-            made.append(ops.prepare_experts(w4_gate_up, w4_down))
+        made += (ops.prepare(replace(packed(packing, 2 * size, size), gated=gated)) for gated in (False, True))
+        if config.num_experts:
+            both = packed(packing, experts, 2 * size, size), packed(packing, experts, size, size)
+            made.append(ops.prepare_experts(*both))
     for path, tensor in leaves(tuple(made)):
         digest.update(f"{path} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())

@@ -7,7 +7,8 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -143,7 +144,7 @@ class CheckpointSource(TensorSource):
             dense = self._allocate((rows, width), self.ops.dtype)
             self._fill_dense([(module, Span.of(rows))], Span.of(width), dense)
             return dense_weights(dense)
-        made = self._allocate_packed(packed.packing, rows, width, table_scale_dtype(self.ops.dtype))
+        made = self._allocate_packed(packed.packing, (rows,), width, table_scale_dtype(self.ops.dtype))
         self._copy_packed(packed, made, (Span.of(rows),), Span.of(width))
         return self.ops.prepare(made.view("embedding"))
 
@@ -195,7 +196,7 @@ class CheckpointSource(TensorSource):
         rows, cols = sum(out.size for _, out in parts), in_features.size
         packing = joined_packing([p.packing if p else None for p in self._found([parts], in_features)])
         if packing is not None:
-            packed = self._allocate_packed(packing, rows, cols, dtype)
+            packed = self._allocate_packed(packing, (rows,), cols, scale_dtype(dtype, packing))
             self._fill_packed(parts, in_features, packed)
             return packed.view(fused_name(parts))
         dense = self._allocate((rows, cols), dtype)
@@ -277,52 +278,61 @@ class CheckpointSource(TensorSource):
     def experts(self, name: str, norm: Tensor) -> tuple[Experts, Experts]:
         """gate_up [E, 2 I, H] and down [E, H, I] of the layer `name`, prepared for the backend.
 
-        Each stays packed where every expert's is; a mixture becomes dense. In fp16 as `mlp`.
+        Each stays packed where every expert's is, in a form that has each one's without loss; a mixture becomes dense.
+        In fp16 as `mlp`.
         """
         inner, hidden = self.config.expert_span, Span.of(self.config.hidden_size)
-        gate_up, of_gate_up = self._experts(
-            f"{name}.experts", "gate_up_proj", (("gate_proj", inner), ("up_proj", inner)), hidden
-        )
-        down, of_down = self._experts(f"{name}.experts", "down_proj", (("down_proj", hidden),), inner)
-        gate_up, down = self._in_range(gate_up, down, norm, of_gate_up, of_down)
+        both = [
+            self._stored_experts(f"{name}.experts", fused, parts, in_features)
+            for fused, parts, in_features in (
+                ("gate_up_proj", (("gate_proj", inner), ("up_proj", inner)), hidden),
+                ("down_proj", (("down_proj", hidden),), inner),
+            )
+        ]
+        packings = [stored.packing for stored in both]
+        gate_up, down = (self._experts(stored, packings) for stored in both)
+        gate_up, down = self._in_range(gate_up, down, norm, *(stored.floats for stored in both))
         if not self.is_dry:
             gate_up, down = self.ops.prepare_experts(gate_up, down)
         return gate_up, replace(down, is_summand=not inner.is_whole)
 
-    def _experts(self, name: str, fused: str, parts: Parts, in_features: Span) -> tuple[Experts, list[str]]:
-        """One matrix an expert: a single tensor called `fused`, dense or packed, or linears that each expert has. And
-        the tensors that its weights or scales come from.
-        """
-        num, rows, cols = self.config.num_experts, sum(out.size for _, out in parts), in_features.size
-        together, stored_rows = f"{name}.{fused}", sum(out.whole for _, out in parts)
-        boxes = _under_each_other(parts, Span.of(num))
+    def _stored_experts(self, name: str, fused: str, parts: Parts, in_features: Span) -> _StoredExperts:
+        """One matrix an expert: a single tensor called `fused`, dense or packed, or linears that each expert has."""
+        num, together = self.config.num_experts, f"{name}.{fused}"
+        made = partial(_StoredExperts, parts, in_features)
         if together in self.checkpoint:
-            dense = self._allocate((num, rows, cols), self._mlp_dtype(together))
-            for part, box in zip(dense.split([box[1].size for box in boxes], 1), boxes, strict=True):
-                self._copy(together, part, FLOATS, box=(*box, in_features))
-            return dense_weights(dense), [together]
-        if packed := self._find(together, (num, stored_rows, in_features.whole)):
-            words = self._allocate((num, rows, cols // 8), torch.int32)
-            group = _int4_group(packed)
-            scales = self._allocate((num, rows, cols // group), self._mlp_dtype(packed.scales))
-            sizes = [box[1].size for box in boxes]
-            for box, w, s in zip(boxes, words.split(sizes, 1), scales.split(sizes, 1), strict=True):
-                self._copy_packed(packed, PackedTensors(packed.packing, w, s), box, in_features)
-            return int4_weights(words, scales, rows, cols, group), [packed.scales]
+            return made([together], None, together=together)
+        if packed := self._find(together, (num, sum(out.whole for _, out in parts), in_features.whole)):
+            return made([packed.scales], packed.packing, packed=packed)
         each = [[(f"{name}.{e}.{part}", out) for part, out in parts] for e in range(num)]
-        names = [self._floats_of(module, out, in_features) for modules in each for module, out in modules]
-        found = self._found(each, in_features)
-        if None not in found and len({_int4_group(packed) for packed in found if packed}) == 1:
-            packing = Packing(next(_int4_group(packed) for packed in found if packed))
-            words = self._allocate((num, rows, cols // 8), torch.int32)
-            scales = self._allocate((num, rows, cols // packing.group_size), self._mlp_dtype(*names))
-            for modules, w, s in zip(each, words, scales, strict=True):
-                self._fill_packed(modules, in_features, PackedTensors(packing, w, s))
-            return int4_weights(words, scales, rows, cols, packing.group_size), names
-        dense = self._allocate((num, rows, cols), self._mlp_dtype(*names))
-        for modules, matrix in zip(each, dense, strict=True):
-            self._fill_dense(modules, in_features, matrix)
-        return dense_weights(dense), names
+        floats = [self._floats_of(module, out, in_features) for modules in each for module, out in modules]
+        packing = joined_packing([p.packing if p else None for p in self._found(each, in_features)])
+        return made(floats, packing, each=each)
+
+    def _experts(self, stored: _StoredExperts, packings: Sequence[Packing | None]) -> Experts:
+        """As they are stored, but for the type of floats. packings: of gate_up and of down, whose scales share it."""
+        num, cols = self.config.num_experts, stored.in_features
+        sizes, dtype = [out.size for _, out in stored.parts], self._mlp_dtype(*stored.floats)
+        boxes = _under_each_other(stored.parts, Span.of(num))
+        if len(boxes) == 1:
+            sizes = [sum(sizes)]
+        if stored.packing is None:
+            dense = self._allocate((num, sum(sizes), cols.size), dtype)
+            if stored.together is not None:
+                for part, box in zip(dense.split(sizes, 1), boxes, strict=True):
+                    self._copy(stored.together, part, FLOATS, box=(*box, cols))
+            else:
+                for modules, matrix in zip(stored.each, dense, strict=True):
+                    self._fill_dense(modules, cols, matrix)
+            return dense_weights(dense)
+        made = self._allocate_packed(stored.packing, (num, sum(sizes)), cols.size, scale_dtype(dtype, *packings))
+        if stored.packed is not None:
+            for packed_part, box in zip(made.split(sizes), boxes, strict=True):
+                self._copy_packed(stored.packed, packed_part, box, cols)
+        else:
+            for modules, packed_matrix in zip(stored.each, made.each(), strict=True):
+                self._fill_packed(modules, cols, packed_matrix)
+        return made.view(fused_name(stored.parts))
 
     def _find(self, module: str, shape: tuple[int, ...]) -> Packed | None:
         """As find_packed, looked at once."""
@@ -336,13 +346,13 @@ class CheckpointSource(TensorSource):
         """How each of these modules is packed."""
         return [self._find(module, (out.whole, in_features.whole)) for parts in linears for module, out in parts]
 
-    def _allocate_packed(self, packing: Packing, rows: int, cols: int, dtype: torch.dtype) -> PackedTensors:
-        dtype = scale_dtype(packing, dtype)
-        shape = (rows, cols // packing.group_size)
+    def _allocate_packed(self, packing: Packing, rows: tuple[int, ...], cols: int, dtype: torch.dtype) -> PackedTensors:
+        """rows: all dimensions but the last. dtype: of scales and minima."""
+        shape = (*rows, cols // packing.group_size)
         codes, each = codes_layout(packing)
         return PackedTensors(
             packing,
-            self._allocate((rows, cols // each), DTYPES[codes]),
+            self._allocate((*rows, cols // each), DTYPES[codes]),
             self._allocate(shape, dtype),
             self._allocate(shape, dtype) if packing.has_minima else None,
         )
@@ -355,7 +365,7 @@ class CheckpointSource(TensorSource):
             if packed.packing == into.packing:
                 self._copy_packed(packed, part, (out,), in_features)
                 continue
-            own = self._allocate_packed(packed.packing, out.size, in_features.size, into.scales.dtype)
+            own = self._allocate_packed(packed.packing, (out.size,), in_features.size, into.scales.dtype)
             self._copy_packed(packed, own, (out,), in_features)
             if not self.is_dry:
                 part.take(own)
@@ -376,17 +386,28 @@ class CheckpointSource(TensorSource):
             if (packed := self._find(module, (rows.whole, cols.whole))) is None:
                 self._copy(f"{module}.weight", part, FLOATS, box=(rows, cols))
                 continue
-            own = self._allocate_packed(packed.packing, rows.size, cols.size, self._mlp_dtype(packed.scales))
+            dtype = scale_dtype(self._mlp_dtype(packed.scales), packed.packing)
+            own = self._allocate_packed(packed.packing, (rows.size,), cols.size, dtype)
             self._copy_packed(packed, own, (rows,), cols)
             if not self.is_dry:
                 part.copy_(own.dense(out.dtype))
 
 
-def _int4_group(packed: Packed) -> int:
-    """Of experts: kernels take them in int4 without minima, in groups of one size."""
-    if packed.packing != Packing(packed.packing.group_size):
-        raise TypeError(f"{packed.codes}: experts are int4 without minima")
-    return packed.packing.group_size
+@dataclass(frozen=True, slots=True)
+class _StoredExperts:
+    """How one matrix of every expert is stored. parts: what each is made of, one under the other. floats: the tensors
+    that weights or scales come from, each as many rows as the next. packing: None where all become dense.
+
+    together: a dense tensor of all experts, or packed: packed ones, or each: the modules of every expert.
+    """
+
+    parts: Parts
+    in_features: Span
+    floats: list[str]
+    packing: Packing | None
+    together: str | None = None
+    packed: Packed | None = None
+    each: Sequence[Parts] = ()
 
 
 def _under_each_other(parts: Parts, first: Span) -> list[tuple[Span, Span]]:

@@ -22,7 +22,6 @@ from kerngen.runtime.ops import (
     WeightView,
     dense_weights,
     grouped_weights,
-    int4_weights,
     rows_of_table,
 )
 from kerngen.runtime.quant import joined_packing
@@ -95,7 +94,8 @@ class SyntheticSource(SyntheticTensors):
 
     def linear(self, parts: Parts, in_features: Span, *, gated: bool = False) -> Linear:
         rows = [out for _, out in parts]
-        made = self._weights([module for module, _ in parts], (), rows, in_features)
+        packing = self._packing([module for module, _ in parts], sum(out.size for out in rows), in_features.size)
+        made = self._weights(packing, (), rows, in_features, scale_dtype(self.ops.dtype, packing))
         if not made.is_dense:
             made = replace(made, name=fused_name(parts), gated=gated)
         return replace(self.ops.prepare(made), is_summand=not in_features.is_whole)
@@ -114,15 +114,16 @@ class SyntheticSource(SyntheticTensors):
         is_dense = quant.on_load and not becomes_int4(quant, rows, in_features, self.ops.dtype)
         return None if is_dense else packing
 
-    def _weights(self, modules: list[str], leading: tuple[int, ...], rows: list[Span], cols: Span) -> WeightView:
-        """The rank's rows and columns of as many matrices as `leading` says, as the modules are stored."""
-        mine = sum(span.size for span in rows)
-        if (packing := self._packing(modules, mine, cols.size)) is None:
+    def _weights(
+        self, packing: Packing | None, leading: tuple[int, ...], rows: list[Span], cols: Span, of_scales: torch.dtype
+    ) -> WeightView:
+        """The rank's rows and columns of as many matrices as `leading` says, packed so or dense."""
+        if packing is None:
             return dense_weights(self._normal(leading, rows, cols))
-        return self._packed(packing, leading, rows, cols, scale_dtype(packing, self.ops.dtype))
+        return self._packed(packing, leading, rows, cols, of_scales)
 
     def _packed(
-        self, packing: Packing, leading: tuple[int, ...], rows: list[Span], cols: Span, dtype_of_scales: torch.dtype
+        self, packing: Packing, leading: tuple[int, ...], rows: list[Span], cols: Span, of_scales: torch.dtype
     ) -> WeightView:
         mine = sum(span.size for span in rows)
         is_int8, (dtype, each) = packing.bits == 8, codes_layout(packing)
@@ -130,9 +131,7 @@ class SyntheticSource(SyntheticTensors):
         codes = self._part(leading, rows, cols.over(each), DTYPES[dtype], fill)
         value = 1.0 / ((_BYTE_STD if is_int8 else _NIBBLE_STD) * cols.whole**0.5)  # which keeps the scale of the input
         shape = (*leading, mine, cols.size // packing.group_size)
-        scales = torch.full(shape, value, dtype=dtype_of_scales, device=self.ops.device)
-        if leading:
-            return int4_weights(codes, scales, mine, cols.size, packing.group_size)
+        scales = torch.full(shape, value, dtype=of_scales, device=self.ops.device)
         return grouped_weights(codes, scales, scales * (0.5 if is_int8 else -7.5) if packing.has_minima else None)
 
     def unpacked(self, module: str, out_features: int, in_features: int) -> Linear:
@@ -143,9 +142,12 @@ class SyntheticSource(SyntheticTensors):
 
     def experts(self, name: str, norm: Tensor) -> tuple[Experts, Experts]:
         inner, hidden, num = self.config.expert_span, Span.of(self.config.hidden_size), (self.config.num_experts,)
-        names = [f"{name}.experts.0.{part}_proj" for part in ("gate", "up")]
-        gate_up = self._weights(names, num, [inner, inner], hidden)
-        down = self._weights([f"{name}.experts.0.down_proj"], num, [hidden], inner)
+        names = [f"{name}.experts.0.{part}_proj" for part in ("gate", "up", "down")]
+        of_up = self._packing(names[:2], 2 * inner.size, hidden.size)
+        of_down = self._packing(names[2:], hidden.size, inner.size)
+        of_scales = scale_dtype(self.ops.dtype, of_up, of_down)
+        gate_up = self._weights(of_up, num, [inner, inner], hidden, of_scales)
+        down = self._weights(of_down, num, [hidden], inner, of_scales)
         gate_up, down = self.ops.prepare_experts(gate_up, down)
         return gate_up, replace(down, is_summand=not inner.is_whole)
 

@@ -30,8 +30,8 @@ def moe_w4a16(
     """down[e] (gelu_tanh(gate) * up), gate | up = gate_up[e] x, for each expert e of each token.
 
     Returns [T, R, H] in x's dtype. x [T, H]; topk_ids [T, R] int32 in 0..E - 1. gate_up [E, 2 I / 32, H / 32, 32, 4]
-    int32, or of int8 [..., 64, 4]: each expert's `pack(*interleave(gate | up))`; down [E, H / 32, I / 32, 32, 4], or 64:
-    each one's `pack`; scales as those two give, with minima or without, both in x's dtype or both in fp16.
+    int32: each expert's `pack(*interleave(gate | up))`; down [E, H / 32, I / 32, 32, 4]: each one's `pack`; of int8
+    [..., 64, 4]. Scales as those two give, with minima or without, both in x's dtype or both in fp16.
     """
     tokens, hidden = x.shape
     top_k = topk_ids.shape[1]

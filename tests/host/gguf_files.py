@@ -250,13 +250,13 @@ def gguf_of(folder: Path, choose: Choose, *, split_experts: bool = False) -> Ggu
     tensors, decoded = load_file(folder / "model.safetensors"), {}
     for name, tensor in tensors.items():
         named = gguf_name(name)
-        kind = "F32" if tensor.dim() == 1 or "ffn_gate_inp" in named else choose(named, tensor)
         parts = {named: tensor}
         if split_experts and "gate_up_exps" in named:
             parts = dict(zip((named.replace("gate_up", "gate"), named.replace("gate_up", "up")), tensor.chunk(2, 1),
                              strict=True))  # fmt: skip
         again = []
         for part, values in parts.items():
+            kind = "F32" if tensor.dim() == 1 or "ffn_gate_inp" in named else choose(part, values)
             raw = blocks_of(values, kind, generator)
             made.tensors.append((part, kind, tuple(values.shape), raw))
             again.append(decoded_of(raw, kind, values.shape))

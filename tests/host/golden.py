@@ -104,6 +104,15 @@ def _products() -> Iterator[str]:
     yield "n=5376,k=8192,num_tokens=1,fp16_scales=True"
 
 
+def _experts() -> Iterator[str]:
+    """The 26B-A4B's in int4, in Q4_K_M, and in Q8_0."""
+    yield from (f"num_experts=128,top_k=8,hidden=2816,inner=704,num_tokens={tokens}" for tokens in (1, 4, 8, 512, 2048))
+    for up, down in (("int4_min", "int8_min"), ("int8", "int8")):
+        for tokens in (1, 4, 8, 64, 2048):
+            yield (f"num_experts=128,top_k=8,hidden=2816,inner=704,num_tokens={tokens},up_weights={up},"
+                   f"down_weights={down},fp16_scales=True")  # fmt: skip
+
+
 def _heads() -> Iterator[str]:
     for hidden, tokens, bits in (
         (2816, 8, 7), (2816, 16, 7), (3840, 8, 7), (5376, 1, 7), (5376, 5, 7), (5376, 8, 7), (2560, 1, 6),
@@ -118,6 +127,7 @@ PROBLEMS = {
     "w4a16_norm": (
         tuple(f"n=5376,k=21504,num_tokens={m},has_scalar=True" for m in (1, 4, 5, 8)), ("H200", "H100", "RTX5090"),
     ),
+    "moe_w4a16": (tuple(_experts()), ("H200", "RTX5090")),
     "greedy_head": (tuple(_heads()), ("H200", "H100")),
     "moe_combine": (
         ("num_tokens=8", "num_tokens=2048", "has_norms=False,num_tokens=1", "has_norms=False,num_tokens=2048"),

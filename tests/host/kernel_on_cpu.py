@@ -400,7 +400,8 @@ def _launching(source: str, entry: str, name: str) -> str:
     names = ", ".join(re.findall(r"(\w+)(?:,|$)", arguments[1]))
     return (
         f'extern "C" const char* {name}(int blocks, int threads, int pause_us, {arguments[1]}) '
-        f"{{ grid_of(blocks, threads, pause_us, [=] {{ ::{entry}({names}); }}); return unknown_ptx.exchange(nullptr); }}"
+        f"{{ grid_of(blocks, threads, pause_us, [=] {{ ::{entry}({names}); }});"
+        " return unknown_ptx.exchange(nullptr); }"
     )
 
 

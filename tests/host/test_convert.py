@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from gguf_files import gguf_of
 from safetensors.torch import load_file
 from test_converted_weights import WAYS, stored_as
-from test_gguf_model import all_of, make, q4_k_m_of_qkv, quiet_load
+from test_gguf_model import all_of, make, q4_k_m_26b, q4_k_m_of_qkv, quiet_load
 from tiny_gemma import load, make_target
 from torch import Tensor
 
@@ -38,7 +38,8 @@ def of_a_model(name: str, values: Tensor) -> str:
 @pytest.mark.parametrize("variant", ["dense", "moe", "shared_ple"])
 def test_a_gguf_file_is_the_same_model_as_a_folder(tmp_path: Path, variant: str) -> None:
     make(tmp_path / "m", variant)
-    path = gguf_of(tmp_path / "m", of_a_model if variant == "dense" else all_of("Q4_0")).write(tmp_path / "m.gguf")
+    choose = {"dense": of_a_model, "moe": q4_k_m_26b}.get(variant, all_of("Q4_0"))
+    path = gguf_of(tmp_path / "m", choose).write(tmp_path / "m.gguf")
     done = convert(path, tmp_path / "out")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -51,7 +52,7 @@ def test_a_gguf_file_is_the_same_model_as_a_folder(tmp_path: Path, variant: str)
 
 @pytest.mark.parametrize("case", WAYS)
 def test_other_orders_become_the_one(tmp_path: Path, case: str) -> None:
-    make_target(tmp_path / "q", "dense", **WIDE)
+    make_target(tmp_path / "q", "moe" if case == "AWQ" else "dense", **WIDE, moe_intermediate_size=128)
     stored_as(tmp_path / "q", WAYS[case][0])
     convert(tmp_path / "q", tmp_path / "out")
     with warnings.catch_warnings():

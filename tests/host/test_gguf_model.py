@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from kerngen.runtime.engine import Engine
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.footprint import plan
+from kerngen.runtime.gguf.ggml_types import PACKINGS
 from kerngen.runtime.gguf.names import place_of
 from kerngen.runtime.gguf.place import files_wanted, place_of_model
 from kerngen.runtime.gguf.weights import GgufCheckpoint, GgufTensors
@@ -119,6 +121,7 @@ FILES: dict[str, tuple[str, Choose]] = {
     "K = V, Q4_K_M": ("k_eq_v", q4_k_m_12b),
     "experts, Q4_0": ("moe", all_of("Q4_0")),
     "experts, Q4_K_M": ("moe", q4_k_m_26b),
+    "experts, Q6_K": ("moe", all_of("Q6_K")),
     "per-layer embeddings, Q4_0": ("shared_ple", all_of("Q4_0")),
     "per-layer embeddings, Q8_0": ("shared_ple", all_of("Q8_0")),
     "Q4_0 with an importance matrix": ("dense", imatrix_q4_0),
@@ -139,15 +142,29 @@ def test_tokens_are_those_of_the_same_weights_in_safetensors(tmp_path: Path, cas
     assert tokens == hf_greedy(Gemma4ForCausalLM.from_pretrained(tmp_path).eval(), PROMPT, len(tokens))
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "BF16"])
-def test_experts_whose_gate_and_up_are_apart(tmp_path: Path, kind: str) -> None:
+def up_in_q6_k(name: str, values: Tensor) -> str:
+    return "Q6_K" if "ffn_up_exps" in name else q4_k_m_26b(name, values)
+
+
+def forms_of_experts(path: Path) -> list[tuple[str, int, str, int]]:
+    """Of each layer's gate and up, and down: format and group size."""
+    each = [(moe.gate_up.format, moe.down.format) for layer in planned(path).layers if (moe := layer.moe)]
+    return [(up.name, up.group_size, down.name, down.group_size) for up, down in each]
+
+
+@pytest.mark.parametrize(("choose", "form"), [
+    (all_of("Q4_0"), ("int4", 32, "int4", 32)), (all_of("Q8_0"), ("int8", 32, "int8", 32)),
+    (all_of("BF16"), ("dense", 0, "dense", 0)), (up_in_q6_k, ("int8_min", 16, "int8_min", 32)),
+])  # fmt: skip
+def test_experts_whose_gate_and_up_are_apart(
+    tmp_path: Path, choose: Choose, form: tuple[str, int, str, int]
+) -> None:  # fmt: skip
     make(tmp_path, "moe")
-    made = gguf_of(tmp_path, all_of(kind), split_experts=True)
+    made = gguf_of(tmp_path, choose, split_experts=True)
     assert any("ffn_gate_exps" in name for name, *_ in made.tensors)
     path = made.write(tmp_path / "m.gguf")
     assert torch.equal(logits(quiet_load(path)), logits(load(tmp_path)))
-    (experts,) = {layer.moe.gate_up.format.name for layer in planned(path).layers if layer.moe}
-    assert experts == ("int4" if kind == "Q4_0" else "dense")
+    assert set(forms_of_experts(path)) == {form}
 
 
 def test_a_file_of_the_package_gguf_is_read(tmp_path: Path) -> None:
@@ -197,16 +214,20 @@ def test_kernels_get_what_a_release_in_int4_gives_them(tmp_path: Path, variant: 
         assert torch.equal(mine, other), name
 
 
-def test_experts_of_two_forms_are_dense(tmp_path: Path) -> None:
-    """Of Q4_0 with an importance matrix, some layers' ffn_down are Q4_1."""
+def test_down_of_experts_has_a_form_of_its_own(tmp_path: Path) -> None:
+    """Of Q4_0 with an importance matrix, some layers' ffn_down are Q4_1: scales of both are fp16 there. Where down is
+    of floats all is dense.
+    """
     make(tmp_path, "moe")
-    path = gguf_of(tmp_path, lambda name, _: "Q4_1" if name == "blk.1.ffn_down_exps.weight" else "Q4_0").write(
-        tmp_path / "m.gguf"
-    )
-    layers = planned(path).layers
-    forms = [(layer.moe.gate_up.format.name, layer.moe.down.format.name) for layer in layers if layer.moe]
-    assert forms == [("int4", "int4"), ("dense", "dense"), ("int4", "int4"), ("int4", "int4")]
-    with pytest.warns(UserWarning, match=r"tensors 1 of Q4_0, 1 of Q4_1; kept as they are: tensors 35 of Q4_0"):
+    kinds = {"blk.1.ffn_down_exps.weight": "Q4_1", "blk.2.ffn_down_exps.weight": "F16"}
+    path = gguf_of(tmp_path, lambda name, _: kinds.get(name, "Q4_0")).write(tmp_path / "m.gguf")
+    forms = [(up, down) for up, _, down, _ in forms_of_experts(path)]
+    assert forms == [("int4", "int4"), ("int4", "int4_min"), ("dense", "dense"), ("int4", "int4")]
+    dtypes = [
+        {moe.gate_up.tensors[-1].dtype, moe.down.tensors[-1].dtype} for x in planned(path).layers if (moe := x.moe)
+    ]
+    assert dtypes == [{torch.bfloat16}, {torch.float16}, {torch.bfloat16}, {torch.bfloat16}]
+    with pytest.warns(UserWarning, match=r"tensors 1 of Q4_0; kept as they are: tensors 34 of Q4_0, 1 of Q4_1"):
         assert torch.equal(logits(load(path)), logits(load(tmp_path)))
 
 
@@ -297,6 +318,23 @@ def test_an_mlp_beyond_the_range_of_fp16_is_moved_into_it(tmp_path: Path, kind: 
     assert apart.abs().max() < 0.05 * logits(theirs).abs().max()
 
 
+def test_experts_beyond_the_range_of_fp16_are_moved_into_it(tmp_path: Path) -> None:
+    make(tmp_path, "moe")
+    name = "model.layers.0.experts.gate_up_proj"
+    edit_tensors(tmp_path, lambda tensors: tensors.update({name: tensors[name] * 4096}))
+    path = gguf_of(tmp_path, q4_k_m_26b).write(tmp_path / "m.gguf")
+    ours, theirs = quiet_load(path, torch.float16), quiet_load(path)
+    of_ours, of_theirs = ours.weights.layers[0].moe, theirs.weights.layers[0].moe
+    assert of_ours is not None
+    assert of_theirs is not None
+    gate, same = (moe.gate_up.weight[:, :256].float() for moe in (of_ours, of_theirs))
+    up, raised = (moe.gate_up.weight[:, 256:].float() for moe in (of_ours, of_theirs))
+    assert (gate - same).abs().max() < 0.01 * same.abs().max()
+    assert up.abs().max() < raised.abs().max() / 2
+    apart = logits(ours).float() - logits(theirs)
+    assert apart.abs().max() < 0.05 * logits(theirs).abs().max()
+
+
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q6_K"])
 def test_parts_are_those_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Boxes that ranks ask for, in pieces, also where they begin within a block."""
@@ -317,9 +355,10 @@ def test_parts_are_those_of_the_whole(tmp_path: Path, monkeypatch: pytest.Monkey
     assert any(isinstance(file, GgufTensors) for file in checkpoint.files)
 
 
-def test_a_divided_model_reads_its_parts(tmp_path: Path) -> None:
-    make(tmp_path, "dense", num_key_value_heads=2)
-    path = gguf_of(tmp_path, all_of("Q4_0")).write(tmp_path / "m.gguf")
+@pytest.mark.parametrize(("variant", "choose"), [("dense", all_of("Q4_0")), ("moe", q4_k_m_26b)])
+def test_a_divided_model_reads_its_parts(tmp_path: Path, variant: str, choose: Choose) -> None:
+    make(tmp_path, variant, num_key_value_heads=2)
+    path = gguf_of(tmp_path, choose).write(tmp_path / "m.gguf")
     whole = quiet_load(path).weights.layers[0]
     config = read_model_config(path)
     for rank in range(2):
@@ -331,6 +370,11 @@ def test_a_divided_model_reads_its_parts(tmp_path: Path) -> None:
         assert part.size == 128
         assert torch.equal(layer.qkv.weight[: part.size], whole.qkv.weight[part.slice])
         assert torch.equal(layer.out.weight, whole.out.weight[:, part.slice])
+        if layer.moe is not None and whole.moe is not None:
+            inner = mine.expert_span
+            halves = [half[:, inner.slice] for half in whole.moe.gate_up.weight.chunk(2, 1)]
+            assert torch.equal(layer.moe.gate_up.weight, torch.cat(halves, 1))
+            assert torch.equal(layer.moe.down.weight, whole.moe.down.weight[..., inner.slice])
 
 
 # ---- the embedding -------------------------------------------------------------------------------------------------
@@ -498,9 +542,14 @@ def test_a_file_of_the_26b_in_q4_k_m_is_sized(tmp_path: Path) -> None:
     assert {k: kinds.count(k) for k in set(kinds)} == {"Q8_0": 206, "Q4_K": 30, "Q5_1": 30, "F32": 392}
     found = find_model(str(made.write_sparse(tmp_path / "m.gguf")))
     as_bf16 = plan(read_model_config(RELEASED / "gemma-4-26b-a4b"), None, torch.bfloat16, dense=True)
-    packed = sum(shape[0] * shape[1] for _, kind, shape, _ in made.tensors if kind == "Q8_0")
-    saved = packed * 2 - packed - packed // 32 * 2  # int8 and fp16 scales in place of bf16
-    assert plan(found.target, None, torch.bfloat16).weight_bytes == as_bf16.weight_bytes - saved
+    saved = sum(
+        prod(shape) * 2 - PACKINGS[kind].bytes_of(prod(shape[:-1]), shape[-1])  # in place of bf16
+        for _, kind, shape, _ in made.tensors
+        if kind in PACKINGS
+    )
+    takes = plan(found.target, None, torch.bfloat16).weight_bytes
+    assert takes == as_bf16.weight_bytes - saved
+    assert 20.6e9 < takes < 20.7e9
 
 
 def test_minima_of_a_mixture_are_counted(tmp_path: Path) -> None:

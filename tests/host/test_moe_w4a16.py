@@ -1,4 +1,4 @@
-"""moe_w4a16's weight formats without a GPU: what is refused, what the op reads, and products by the kernels' own source."""
+"""moe_w4a16's weight formats without a GPU: what is refused, what the op reads, products by the kernels' own source."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ import w4_on_cpu
 
 from kerngen.arch import ARCHES, Target, find_device
 from kerngen.errors import ProblemError
+from kerngen.runtime.executors.reference import Reference
+from kerngen.runtime.ops import WeightView, dense_weights, grouped_weights
+from kerngen.runtime.ops.eager import TorchOps
+from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.templates import find_kernel
 from kerngen.templates.common.rows.torch_rows import Draw
 from kerngen.templates.common.w4.pack import drawn, format_of, pack, pack_experts
@@ -79,6 +83,33 @@ def test_the_op_reads_both_formats_from_its_tensors() -> None:
             assert problem == Problem(4, 2, 192, 128, 64, "bf16", 3, up, down, own, of == "fp16")
     with pytest.raises(ProblemError, match="both take x"):
         moe_w4a16(x, ids, *gate_up, *experts(192, 128, "int4", 32, "bf16"))
+
+
+@pytest.mark.parametrize(("up", "down"), [("int4_min", "int8_min"), ("int8", "int4"), ("int8", "dense")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_backends_multiply_them(up: str, down: str, dtype: torch.dtype) -> None:
+    """Scales in fp16 whatever activations are; where one of both is dense all is."""
+    draw = Draw(7, "cpu")
+
+    def experts(n: int, k: int, weights: str) -> WeightView:
+        if weights == "dense":
+            return dense_weights((draw.normal(4, n, k, dtype="fp32") * k**-0.5).to(dtype))
+        codes, scales = zip(*(drawn(draw, n, k, 32, "fp16", weights) for _ in range(4)), strict=True)
+        parts = torch.stack(scales).unbind(-1) if "min" in weights else (torch.stack(scales),)
+        view = grouped_weights(torch.stack(codes), *parts)
+        assert (view.format.name, view.out_features, view.in_features) == (weights, n, k)
+        return view
+
+    loaded = experts(128, 96, up), experts(96, 64, down)
+    x, ids = draw.normal(5, 96, dtype="fp32").to(dtype), torch.stack([draw.permutation(4)[:2] for _ in range(5)]).int()
+    kernels, oracle = KernelOps(Reference(), dtype), TorchOps(torch.device("cpu"), dtype)
+    made = kernels.prepare_experts(*loaded)
+    assert [view.format.name for view in made] == (["dense"] * 2 if down == "dense" else [up, down])
+    assert {view.tensors[-1].dtype for view in made} == {dtype if down == "dense" else torch.float16}
+    got, want = kernels.experts(x, *made, ids), oracle.experts(x, *oracle.prepare_experts(*loaded), ids)
+    assert got.dtype == want.dtype == dtype
+    tolerance = 1e-4 if dtype == torch.float32 else 2.0**-5
+    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
 
 
 GEMV = Config(8, 32, 1, "gemv", 32, 128, 2, 1, 0, 32, 64, 2, 1, 0)

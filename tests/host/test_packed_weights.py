@@ -63,10 +63,13 @@ def test_what_a_joined_matrix_is() -> None:
 
 
 def test_scales_that_were_made_in_fp16_stay_so() -> None:
-    assert scale_dtype(Packing(32), torch.bfloat16) == torch.bfloat16
-    assert scale_dtype(Packing(32, has_minima=True), torch.bfloat16) == torch.float16
-    assert scale_dtype(Packing(16, 8), torch.bfloat16) == torch.float16
-    assert scale_dtype(Packing(16, 8), torch.float32) == torch.float32
+    assert scale_dtype(torch.bfloat16, Packing(32)) == torch.bfloat16
+    assert scale_dtype(torch.bfloat16, Packing(32, has_minima=True)) == torch.float16
+    assert scale_dtype(torch.bfloat16, Packing(16, 8)) == torch.float16
+    assert scale_dtype(torch.float32, Packing(16, 8)) == torch.float32
+    assert scale_dtype(torch.bfloat16, Packing(32), Packing(64)) == torch.bfloat16
+    assert scale_dtype(torch.bfloat16, Packing(32), Packing(32, 8)) == torch.float16  # experts' gate and up, and down
+    assert scale_dtype(torch.bfloat16, None, Packing(32)) == torch.bfloat16
 
 
 def test_parts_share_the_matrix() -> None:

@@ -298,14 +298,6 @@ def test_both_backends_multiply_it(weights: str, gated: bool, dtype: torch.dtype
         torch.testing.assert_close(want, x @ dequantize(packed, scales).T, atol=1e-5, rtol=1e-5)
 
 
-def test_experts_in_these_formats_are_refused_with_the_way_on() -> None:
-    packed, scales = _pieces("int8")
-    view = grouped_weights(packed, scales)
-    with pytest.raises(ProblemError, match="experts in int8: moe_w4a16 multiplies int4") as caught:
-        KernelOps(Reference(), torch.float32).prepare_experts(view, view)
-    assert "dense" in caught.value.hint
-
-
 def test_a_scale_in_fp16_is_not_rounded_to_bf16() -> None:
     """Of the reference: a weight of 1 + 1 / 512 in fp16 is 1 in bf16."""
     codes, scale = torch.full((32, 32), 1, dtype=torch.int8), torch.full((32, 1), 1 + 2.0**-9, dtype=torch.float16)

@@ -65,7 +65,8 @@ def registers(c: Tiling, k: int, packing: Packing, arch: Arch) -> tuple[int, int
         base = 44 + 3 * packing.bits + 12 * packing.has_minima
         return c.block_k // STRIP // c.warps_k * step + 8 * strips + base, given
     if not c.stream:  # without cp.async also what is on its way to shared memory
-        carried = 0 if arch.has_cp_async else 4 * -(-c.stage_bytes(packing) // (512 * c.num_warps)) + 44
+        chunks = -(-c.stage_bytes(packing) // (512 * c.num_warps))
+        carried = 0 if arch.has_cp_async else 4 * chunks + 44 + 12 * packing.has_minima
         return c.warp_n * (c.block_m // c.warps_m) // 32 + carried + 56, given
     tiles = stream_tiles(c, k, packing.group_size)
     many, pairs = stream_has_many(c, tiles), ceil(tiles / 2)

@@ -11,7 +11,7 @@ stored, and are decoded there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -24,7 +24,7 @@ from kerngen.runtime.gguf.blocks import FLOAT_TYPES, decode, q4_0_words, take_ap
 from kerngen.runtime.gguf.container import GgufFile, TensorInfo, open_gguf
 from kerngen.runtime.gguf.ggml_types import PACKINGS
 from kerngen.runtime.gguf.names import EMBEDDING, Place, packings, placed
-from kerngen.runtime.weights.mapped import DTYPES, Box, Decode, Entry, MappedFile
+from kerngen.runtime.weights.mapped import DTYPES, Box, Decode, Entry, Made, MappedFile
 from kerngen.runtime.weights.packed import codes_layout
 from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.world import Span
@@ -77,27 +77,39 @@ class GgufTensors(MappedFile):
             yield row, raw if made_of is None else made_of(raw)
 
     def stored_pieces(self, name: str, box: Box = (), rows: int = 1) -> Iterator[tuple[int, Tensor, Decode | None]]:
-        """Blocks [rows, ..., blocks, bytes], all that the box has a part of, and what decodes them; scales and
-        minima that blocks begin with [rows, ..., blocks] by themselves.
-        """
+        """Blocks [rows, ..., blocks, bytes], all that the box has a part of, and what decodes them."""
         entry = self.entries[name]
         if not isinstance(entry, Stored):
             yield from super().stored_pieces(name, box)
             return
-        kind, unit = entry.info.type, entry.unit
-        inner = entry.shape[1:-1]
-        row_blocks = entry.shape[-1] * unit // kind.block
-        cols = box[-1] if box else Span.of(entry.shape[-1])
-        first, last = cols.start * unit // kind.block, -(-cols.stop * unit // kind.block)
-        within = slice(cols.start - first * kind.block // unit, cols.stop - first * kind.block // unit)
+        for row, raw in self._blocks(entry, box, rows):
+            yield row, raw, partial(self._made, entry, _within(entry, box))
+
+    def stored_together(self, wanted: Sequence[tuple[str, Box]]) -> Iterator[tuple[int, Tensor, Made]]:
+        """Codes, scales and minima of the same blocks come of one piece."""
+        entries = [self.entries[name] for name, _ in wanted]
+        stored = [entry for entry in entries if isinstance(entry, Stored)]
+        if len(stored) < len(entries) or len({(entry.start, entry.info.start) for entry in stored}) > 1:
+            yield from super().stored_together(wanted)
+            return
+        made = [
+            (index, partial(self._made, entry, _within(entry, box)))
+            for index, (entry, (_, box)) in enumerate(zip(stored, wanted, strict=True))
+        ]
+        largest = max(range(len(stored)), key=lambda index: stored[index].num_bytes)
+        for row, raw in self._blocks(stored[largest], wanted[largest][1]):
+            yield row, raw, made
+
+    def _blocks(self, entry: Stored, box: Box, rows: int = 1) -> Iterator[tuple[int, Tensor]]:
+        """(first row, blocks [rows, ..., blocks, bytes]), all that the box has a part of."""
+        kind, inner = entry.info.type, entry.shape[1:-1]
+        row_blocks = entry.shape[-1] * entry.unit // kind.block
+        first, last = _span_of_blocks(entry, box)
         inside = (*(span.slice for span in box[1:-1]), slice(first, last)) if box else (..., slice(first, last))
         stored_bytes = prod(inner) * row_blocks * kind.block_bytes
         made_bytes = max(entry.num_bytes // entry.shape[0], stored_bytes) * _PIECES
         for row, start, stop in self._steps(entry, stored_bytes, made_bytes, rows, box):
-            raw = self._bytes[start:stop].view(-1, *inner, row_blocks, kind.block_bytes)[:, *inside, :]
-            if kind.name in _AS_STORED and entry.part in (_SCALES, _MINIMA):  # the others of a block stay here
-                raw = raw.view(torch.float16)[..., int(entry.part == _MINIMA)]
-            yield row, raw, partial(self._made, entry, within)
+            yield row, self._bytes[start:stop].view(-1, *inner, row_blocks, kind.block_bytes)[:, *inside, :]
 
     def _made(self, entry: Stored, within: slice, raw: Tensor) -> Tensor:
         kind, part = entry.info.type.name, entry.part
@@ -105,7 +117,10 @@ class GgufTensors(MappedFile):
             return decode(kind, raw)[..., within]
         if part == _CODES:
             return _codes(kind, raw)[..., within]
-        found = raw if kind in _AS_STORED else getattr(take_apart(kind, raw), part)
+        if kind in _AS_STORED:
+            found = raw.contiguous().view(torch.float16)[..., int(part == _MINIMA)]
+        else:
+            found = getattr(take_apart(kind, raw), part)
         found, which = found[..., within], entry.scales_in == torch.float16
         self.num_scales[which] += found.numel()
         self._inexact[which].append((found.to(entry.scales_in).float() != found.float()).sum())
@@ -188,6 +203,19 @@ class GgufCheckpoint(Checkpoint):
             if inexact and dtype in kinds:
                 lines.append(f"{self.folder.name}: {inexact:,} of {count:,} {whom} and were rounded{way_on}")
         return lines
+
+
+def _span_of_blocks(entry: Stored, box: Box) -> tuple[int, int]:
+    """The blocks of a row that the box has a part of: first, and behind the last."""
+    cols, unit, block = box[-1] if box else Span.of(entry.shape[-1]), entry.unit, entry.info.type.block
+    return cols.start * unit // block, -(-cols.stop * unit // block)
+
+
+def _within(entry: Stored, box: Box) -> slice:
+    """The elements of those blocks that are in the box."""
+    cols = box[-1] if box else Span.of(entry.shape[-1])
+    before = _span_of_blocks(entry, box)[0] * entry.info.type.block // entry.unit
+    return slice(cols.start - before, cols.stop - before)
 
 
 def _codes(kind: str, raw: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 Box = Sequence[Span]  # part of a tensor: a span of each of its dimensions
 Decode = Callable[[Tensor], Tensor]  # values of what is stored, on the device where that lies; as many rows
+Made = Sequence[tuple[int, Decode | None]]  # of a piece: numbers of tensors, and what makes their values of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,14 @@ class MappedFile:
         """As `pieces`, of what the file has, and what makes the tensor's values of it, None where it has them."""
         for row, piece in self.pieces(name, box=box):
             yield row, piece, None
+
+    def stored_together(self, wanted: Sequence[tuple[str, Box]]) -> Iterator[tuple[int, Tensor, Made]]:
+        """stored_pieces of several tensors, and which of them a piece is made into: more than one where they lie in the
+        same bytes, which are then read once.
+        """
+        for index, (name, box) in enumerate(wanted):
+            for row, piece, decode in self.stored_pieces(name, box):
+                yield row, piece, ((index, decode),)
 
     def _steps(
         self, entry: Entry, stored_bytes: int, made_bytes: int, rows: int, box: Box

@@ -11,7 +11,7 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from kerngen.runtime.config_fields import (
     require_content,
     short,
 )
-from kerngen.runtime.weights.mapped import DTYPES, Box, Decode, Entry, MappedFile
+from kerngen.runtime.weights.mapped import DTYPES, Box, Decode, Entry, Made, MappedFile
 
 MAX_HEADER_BYTES = 32 * 1024 * 1024  # of 35,000 tensors, the experts of a 26B one by one, there are 5 MB
 ITEM_BYTES: dict[str, int] = {name: dtype.itemsize for name, dtype in DTYPES.items()} | {
@@ -228,6 +228,16 @@ class Checkpoint:
     def stored_pieces(self, name: str, box: Box = ()) -> Iterator[tuple[int, Tensor, Decode | None]]:
         """As MappedFile.stored_pieces."""
         return self._files[name].stored_pieces(name, box)
+
+    def stored_together(self, wanted: Sequence[tuple[str, Box]]) -> Iterator[tuple[int, Tensor, Made]]:
+        """As MappedFile.stored_together; of several files each tensor by itself."""
+        files = {id(file): file for file in (self._files[name] for name, _ in wanted)}
+        if len(files) == 1:
+            yield from next(iter(files.values())).stored_together(wanted)
+            return
+        for index, (name, box) in enumerate(wanted):
+            for row, piece, decode in self._files[name].stored_pieces(name, box):
+                yield row, piece, ((index, decode),)
 
     @property
     def config_digest(self) -> str:

@@ -377,8 +377,8 @@ class CheckpointSource(TensorSource):
         tensors = [(packed.codes, into.codes, each, (codes,)), (packed.scales, into.scales, group, FLOATS)]
         if packed.minima is not None and into.minima is not None:
             tensors.append((packed.minima, into.minima, group, FLOATS))
-        for name, out, each, dtypes in tensors:
-            self._copy(name, out, dtypes, is_transposed=packed.is_transposed, box=(*rows, cols.over(each)))
+        wanted = [(name, out, dtypes, (*rows, cols.over(each))) for name, out, each, dtypes in tensors]
+        self._copy_all(wanted, is_transposed=packed.is_transposed)
 
     def _fill_dense(self, parts: Parts, cols: Span, out: Tensor) -> None:
         """Fill `out` [rows, cols] with the linears called `parts`, unpacking those that are packed."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,9 +31,14 @@ class Stage:
 
         decode: what makes out's values of the piece, which it does on the device.
         """
+        self.copy_to_all(piece, ((out, decode),), is_transposed=is_transposed)
+
+    def copy_to_all(
+        self, piece: Tensor, into: Sequence[tuple[Tensor, Decode | None]], *, is_transposed: bool = False
+    ) -> None:
+        """As `copy`, of a piece that several tensors are made of, which crosses the bus once."""
         if not self._buffers or not piece.numel():
-            made = piece if decode is None else decode(piece)
-            out.copy_(made.T if is_transposed else made)
+            _make(piece, into, is_transposed)
             return
         self._turn = 1 - self._turn
         buffer, free = self._buffers[self._turn], self._free[self._turn]
@@ -40,10 +47,15 @@ class Stage:
             pinned = buffer[:size].view(piece.dtype).view(piece.shape)
             pinned.copy_(piece)
             piece = pinned
-        if piece.dtype == out.dtype and not is_transposed and decode is None:
+        (out, decode), *others = into
+        if piece.dtype == out.dtype and not is_transposed and decode is None and not others:
             out.copy_(piece, non_blocking=True)
         else:  # turned, converted and decoded there: the host would make a copy of its own for that
-            here = piece.to(self._device, non_blocking=True)
-            here = here if decode is None else decode(here)
-            out.copy_(here.T if is_transposed else here)
+            _make(piece.to(self._device, non_blocking=True), into, is_transposed)
         free.record(torch.cuda.current_stream(self._device))
+
+
+def _make(here: Tensor, into: Sequence[tuple[Tensor, Decode | None]], is_transposed: bool) -> None:
+    for out, decode in into:
+        made = here if decode is None else decode(here)
+        out.copy_(made.T if is_transposed else made)

@@ -6,7 +6,7 @@ loading takes PIECE_BYTES of host memory, twice, whatever the size of model and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ WIDER_RANGE = "run it with --dtype bf16, or on a GPU without bf16 with --backend
 LOOK_EVERY = 256  # tensors that are copied before the host waits to hear whether they hold NaN
 
 Advance = Callable[[int, int], None]  # bytes that were loaded, of how many
+Wanted = tuple[str, Tensor, tuple[str, ...], Box]  # a tensor's name, where it goes, dtypes that it may have, which part
 
 
 class TensorSource:
@@ -78,31 +79,43 @@ class TensorSource:
         """Copy the tensor `name` to `out` piece by piece; stored [in, out] where it is_transposed. box: the part of it
         that `out` is, in out's dimensions; () for all.
         """
-        self.used.add(name)
-        stored = tuple(box) or tuple(Span.of(n) for n in out.shape)
-        if is_transposed:
-            stored = stored[::-1]
-        self.checkpoint.require(name, tuple(span.whole for span in stored), dtypes)
-        if self.is_dry:
-            if not all(span.is_whole for span in stored):
+        self._copy_all([(name, out, dtypes, box)], is_transposed=is_transposed)
+
+    def _copy_all(self, wanted: Sequence[Wanted], *, is_transposed: bool = False) -> None:
+        """As `_copy`, of tensors that may lie in the same bytes: these are read once."""
+        boxes = []
+        for name, out, dtypes, box in wanted:
+            self.used.add(name)
+            stored = tuple(box) or tuple(Span.of(n) for n in out.shape)
+            if is_transposed:
+                stored = stored[::-1]
+            self.checkpoint.require(name, tuple(span.whole for span in stored), dtypes)
+            if self.is_dry and not all(span.is_whole for span in stored):
                 self._parts.setdefault(name, {})[stored] = self._stored_bytes(name, out.numel())
+            boxes.append((name, stored))
+        if self.is_dry:
             return
         if self._stage is None:
             self._stage = Stage(self.ops.device)
-        extremes: list[Tensor] = []
-        for row, piece, decode in self.checkpoint.stored_pieces(name, box=stored):
-            rows = slice(row, row + len(piece)) if out.dim() else ...
-            part = out[:, rows] if is_transposed else out[rows]
-            self._stage.copy(piece, part, is_transposed=is_transposed, decode=decode)
-            if out.is_floating_point() and part.numel():
-                extremes += torch.aminmax(part)
-            self._loaded(self._stored_bytes(name, part.numel()))
-        if extremes:
-            low_and_high = torch.stack(extremes)
-            both = torch.stack((low_and_high.amin(), low_and_high.amax()))
-            self._looks.append((name, both, out.dtype))
-            if len(self._looks) >= LOOK_EVERY:
-                self.finish()
+        extremes: list[list[Tensor]] = [[] for _ in wanted]
+        for row, piece, made in self.checkpoint.stored_together(boxes):
+            into = []
+            for index, decode in made:
+                _, out, _, _ = wanted[index]
+                rows = slice(row, row + len(piece)) if out.dim() else ...
+                into.append((out[:, rows] if is_transposed else out[rows], decode))
+            self._stage.copy_to_all(piece, into, is_transposed=is_transposed)
+            for (index, _), (part, _) in zip(made, into, strict=True):
+                if part.is_floating_point() and part.numel():
+                    extremes[index] += torch.aminmax(part)
+                self._loaded(self._stored_bytes(wanted[index][0], part.numel()))
+        for (name, out, _, _), found in zip(wanted, extremes, strict=True):
+            if found:
+                low_and_high = torch.stack(found)
+                both = torch.stack((low_and_high.amin(), low_and_high.amax()))
+                self._looks.append((name, both, out.dtype))
+        if len(self._looks) >= LOOK_EVERY:
+            self.finish()
 
     def _stored_bytes(self, name: str, num_values: int) -> int:
         """Of so many of the tensor's values."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -268,11 +269,23 @@ def test_where_a_part_is_of_floats_the_matrix_is_dense(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("choose", [all_of("Q4_0"), q4_k_m_26b])
-def test_progress_is_in_bytes_of_the_file(tmp_path: Path, choose: Choose) -> None:
+def test_each_byte_is_read_once_and_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choose: Choose
+) -> None:
+    """Codes, scales and minima of a block come of the same piece."""
     make(tmp_path, "moe")
     made = gguf_of(tmp_path, choose)
     path = made.write(tmp_path / "m.gguf")
     told: list[tuple[int, int]] = []
+    read: list[tuple[int, int]] = []
+    steps = mapped.MappedFile._steps
+
+    def watched(file: mapped.MappedFile, *how: Any) -> Iterator[tuple[int, int, int]]:
+        for row, start, stop in steps(file, *how):
+            read.append((start, stop))
+            yield row, start, stop
+
+    monkeypatch.setattr(mapped.MappedFile, "_steps", watched)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ops = TorchOps(CPU, torch.float32)
@@ -280,6 +293,9 @@ def test_progress_is_in_bytes_of_the_file(tmp_path: Path, choose: Choose) -> Non
     stored = sum(len(raw) for name, _, _, raw in made.tensors if name != "rope_freqs.weight")
     assert told[-1] == (stored, stored)
     assert told == sorted(told)
+    assert sum(stop - start for start, stop in read) == stored
+    read.sort()
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(read))
 
 
 def test_what_bf16_rounds_of_the_scales_is_told(tmp_path: Path) -> None:

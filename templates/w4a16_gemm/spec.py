@@ -67,7 +67,7 @@ _MAPS = Arg("x_map", "map", of="x"), Arg("w_map", "map", of="w_packed"), Arg("sc
 _TEMPLATES = {
     "mma": "kernel", "wgmma": "kernel", "tma_warp": "stream", "tma_mma": "stream", "tma_block": "block_stream",
 }  # fmt: skip
-UNPROVEN = ("tma_mma",)  # that no GPU has run yet: nothing chooses them
+UNPROVEN = ("tma_mma",)  # wrong before warp_pipeline.cuh had its fence, and run by no GPU since: nothing chooses them
 BODIES = tuple(
     Body(f"{_TEMPLATES.get(name, name)}.cu.jinja", {"w4a16_gemm": (*_ARGS, *_MAPS) if name == "wgmma_ws" else _ARGS},
          space, partial(limits.serves, name), {"body": name}, proven=name not in UNPROVEN)

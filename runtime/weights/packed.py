@@ -24,8 +24,8 @@ def scale_dtype(dtype: torch.dtype, *packings: Packing | None) -> torch.dtype:
 
 
 def table_scale_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What an embedding's scales and minima are kept in: fp16, which holds those of nearly all types without loss, so
-    that a row has the values that it would have decoded.
+    """What an embedding's scales and minima are kept in: fp16, in which blocks have them, Q4_0's too. A row has the
+    values that it would have decoded, but for what fp16 rounds where a scale is a product, as in Q4_K and Q6_K.
     """
     return torch.float16 if dtype == torch.bfloat16 else dtype
 

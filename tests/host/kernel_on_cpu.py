@@ -3,9 +3,9 @@
 For kernels whose blocks or ranks wait for each other: what they do to memory, step by step and in any order, is seen
 without a GPU. It knows the instructions of exchange_norm, exchange_best, w4a16_norm's norm, kv_write, qkv_norm_rope,
 qkv_norm_rope_2d, check_pages, key_means and tile_lists, in bf16 and fp32, and what of fp16 a cache with codes or a norm
-needs, and with `with_tensor_cores` mma.sync and ldmatrix; those of decode_layers' attention and of W4A16's products are
-beside their tests, and other inline PTX is refused where it runs. It says
-nothing of times, nor of what a GPU's weaker memory order allows.
+needs, and with `with_tensor_cores` mma.sync and ldmatrix; those of decode_layers' attention, of greedy_head and of
+W4A16's products are beside their tests, and other inline PTX is refused where it runs. It says nothing of times, nor of
+what a GPU's weaker memory order allows.
 """
 
 from __future__ import annotations

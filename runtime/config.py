@@ -19,14 +19,13 @@ from kerngen.runtime.config_fields import Fields, config_path, is_gguf, read_con
 from kerngen.runtime.quant import INT4_ON_LOAD, READ, QuantConfig, read_quant_config, way_on
 from kerngen.runtime.world import ONE_RANK, Share, Span, World
 from kerngen.templates.common.attention.tile_lists import LIST_KEYS, LIST_QUERIES
+from kerngen.templates.common.rows.spec import sliding_format
 
 TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 DRAFTER_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 DRAFT_WEIGHTS = ("stored", "int4")  # what a drafter's matrices are kept as
 # What keys and values are kept as: "auto" in the activations' dtype.
 KV_CACHE_DTYPES = ("auto", "int8", "int4", "int3", "fp8")
-# Of sliding layers, where it is another than that of full ones: they have few keys, and each of them weighs more.
-SLIDING_KV_FORMATS = {"int4": "int8", "int3": "int8"}
 KV_CACHE_LAYOUTS = ("apart", "shared")  # shared: one pool has V, and of K what is not V, in layers whose K is V
 # Of both, those that go together: one pool of K and V cannot have fp8's scales of each.
 KV_CACHES = tuple((d, x) for d in KV_CACHE_DTYPES for x in KV_CACHE_LAYOUTS if (d, x) != ("fp8", "shared"))
@@ -224,7 +223,7 @@ class ModelConfig:
         """Of the cache that `layer` owns."""
         name = self.kv_format
         if layer.kind == "sliding":
-            name = SLIDING_KV_FORMATS.get(name, name)
+            name = sliding_format(name)
         if not (self.kv_is_shared and layer.v_is_k):
             return name
         return "shared" if name == "plain" else f"shared_{name}"

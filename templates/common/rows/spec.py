@@ -73,6 +73,13 @@ def apart_format(kv_format: str) -> str:
     return kv_format.removeprefix("shared").removeprefix("_") or "plain"
 
 
+def sliding_format(kv_format: str) -> str:
+    """Of sliding layers' caches beside such ones of full layers. None is shared; beside rotated ones they are int8: few
+    keys, each of which weighs more.
+    """
+    return "int8" if is_rotated(kv_format) else apart_format(kv_format)
+
+
 def has_codes(kv_format: str) -> bool:
     """Whether such a cache holds codes and scales, which are converted as they are read."""
     return KV_GROUPS[kv_format] > 0
@@ -80,7 +87,7 @@ def has_codes(kv_format: str) -> bool:
 
 def is_rotated(kv_format: str) -> bool:
     """Whether such a cache holds rotated values: queries are rotated too then, and outputs back."""
-    return KV_BITS[kv_format] in (3, 4)
+    return KV_BITS.get(kv_format) in (3, 4)
 
 
 def is_static(kv_format: str) -> bool:

@@ -42,7 +42,7 @@ from kerngen.templates.attn_prefill.op import attn_prefill
 from kerngen.templates.call import Call
 from kerngen.templates.centroid_head.op import centroid_greedy, centroid_logits
 from kerngen.templates.check_pages.op import check_pages
-from kerngen.templates.common.rows.spec import VEC, apart_format, is_rotated
+from kerngen.templates.common.rows.spec import VEC, is_rotated, sliding_format
 from kerngen.templates.common.screen.screen import head_screen, packed_head_screen
 from kerngen.templates.common.screen.screen_spec import least_bytes, screen_bytes
 from kerngen.templates.decode_advance.op import decode_advance
@@ -563,10 +563,12 @@ def _of_all(found: Sequence[bool]) -> bool | None:
 
 def _kv_format(layers: Sequence[LayerInStep], letters: str) -> str | None:
     """decode_layers' `kv_format`: that of the full layers' caches, or of the sliding ones' where there are none. None
-    where those of either kind are not as it says.
+    where those of either kind are not as it says, and of formats that it is not trusted with.
     """
     own = next((layer for layer in layers if not layer.batch.mask.window), layers[0]).kv.format.name
-    wanted = {"f": KV_FORMATS.get(own), "s": KV_FORMATS.get(apart_format(own))}
+    if own in layers_spec.UNPROVEN_FORMATS:
+        return None
+    wanted = {"f": KV_FORMATS.get(own), "s": KV_FORMATS.get(sliding_format(own))}
     as_wanted = (x.kv.format == wanted[c] for x, c in zip(layers, letters.lower(), strict=True))
     return own if all(as_wanted) else None
 

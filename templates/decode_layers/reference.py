@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kerngen.templates.common.attention.attention_torch import attend, first_key, gather_pages
 from kerngen.templates.common.attention.heads_torch import new_heads, written_both
-from kerngen.templates.common.attention.kv_formats_torch import CODE_FLIP, all_values
-from kerngen.templates.common.rows.spec import has_codes
+from kerngen.templates.common.attention.kv_formats_torch import all_values, code_flip
+from kerngen.templates.common.rows.spec import has_codes, is_rotated
 from kerngen.templates.common.rows.torch_rows import (
     TORCH_DTYPE,
     add_normed,
@@ -193,9 +193,9 @@ def tolerance(problem: Problem) -> Tolerance:
     and so does one of attention's weights, which a kernel may round. With other sums and rounded weights out was off by
     up to 4 units in the last place of 1 behind one layer of the cases, 11 behind two, and 23 behind more. Of the
     experts' products the kernel rounds the sum alone. Where caches hold codes the token's own keys may have others, and
-    P is rounded by scales.
+    P is rounded by scales; of 4 bits a code is 18 times as much, and q is rounded once more, rotated: predicted.
     """
-    codes = 2 if has_codes(problem.kv_format) else 0
+    codes = (4 if is_rotated(problem.kv_format) else 2) if has_codes(problem.kv_format) else 0
     return tolerance_of_flips(problem.dtype, 4.0, 2 + 2 * min(3, len(problem.layers)) + codes)
 
 
@@ -203,4 +203,9 @@ def tolerance_of(problem: Problem, name: str) -> Tolerance:
     """Of the caches too: a rounding that flips may flip a code."""
     plain = tolerance(problem)
     is_code = name != "out" and has_codes(problem.kv_format)
-    return replace(plain, atol=plain.atol + CODE_FLIP) if is_code else plain
+    return replace(plain, atol=plain.atol + _flip(problem)) if is_code else plain
+
+
+def _flip(p: Problem) -> float:
+    """By which a value differs where its code is the next one, in whichever cache."""
+    return max(code_flip(KV_FORMATS[p.kv_format_of(kind)]) for kind in dict.fromkeys(p.layers))

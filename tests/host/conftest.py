@@ -138,6 +138,10 @@ SLOW = (
         for case in ("d512-fp16-int3", "d512-fp16-shared_int", "d256-fp16-int3", "d512-bf16-shared_int3-sm80")
     ),
     "test_centroid_head.py::test_sums_of_the_cases_are_exact_in_any_order",  # 13 s
+    *(
+        f"test_decode_attention_on_cpu.py::test_attention_is_the_references[{case}"  # 8 s
+        for case in ("f-shared_int4_333", "f-shared_int4_257", "f-int4_333", "f-int4_1-", "F-shared_int4", "F-int4")
+    ),
     "test_cli_exit_codes.py::test_a_kernel_that_does_not_compile_fails_the_command",  # 16 s
     "test_cluster_examples.py::test_the_local_one_tunes",  # 10 s
     "test_docs.py::test_the_guide_is_what_kernel_new_makes",  # 38 s

@@ -20,6 +20,7 @@ from kerngen.arch import Target, find_arch
 from kerngen.compiler.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.common.attention.heads_torch import written_both
+from kerngen.templates.common.rows.spec import is_rotated
 from kerngen.templates.decode_layers.reference import _attended, _heads, values
 from kerngen.templates.decode_layers.spec import Problem, layer_tensors, smem_bytes
 
@@ -36,6 +37,8 @@ template <typename T> static T __ldg(const T* p) { return *p; }
 static uint64_t __shfl_sync(unsigned, uint64_t x, int) { return x; }
 static float __shfl_down_sync(unsigned, float x, int) { return x; }
 static unsigned max(unsigned a, float b) { return std::max(a, unsigned(b)); }
+struct int4 { int x, y, z, w; };
+static int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 
 // An mbarrier, by its address.
 struct Mbarrier { int count = 0, pending = 0; long bytes = 0; unsigned phase = 0; };
@@ -92,7 +95,7 @@ extern "C" __global__ void probe(uint8_t* memory, int block_bytes, void* workspa
         Ring::Producer ring{s.ring};
         const Sight& sight = s.sights[is_full];
         const int pages = sight.page_of(table, lane);
-        if (is_full) fetch_keys<FULL>(ring, sight, table, pages, tensors[K_CACHE], tensors[V_CACHE]);
+        if (is_full) FETCH_FULL<FULL>(ring, sight, table, pages, tensors[K_CACHE], tensors[V_CACHE]);
         else fetch_keys<SLIDING>(ring, sight, table, pages, tensors[K_CACHE], tensors[V_CACHE]);
         return;
     }
@@ -127,6 +130,11 @@ _BODIES = {
     " q[2] = words.z;",
     "exp2_fast": "return exp2f(x);",
     "smem_addr": "return uint32_t(uintptr_t(p));",
+    "sync_team": "named_sync(5 + team, 64);",
+    "transpose_8x8": "Lanes& l = lanes_here(); const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;"
+    " l.a[lane][0] = x; __syncwarp();"
+    " const auto of = [&](int n) { return l.a[(2 * t + n) * 4 + g / 2][0] >> g % 2 * 16; };"
+    " const unsigned y = (of(0) & 0xffff) | of(1) << 16; __syncwarp(); return y;",
 }  # fmt: skip
 
 
@@ -134,7 +142,9 @@ def _library(problem: Problem, of_config: dict[str, int], folder: Path) -> tuple
     """The probe, its warps of consumers, and the shared memory of a block."""
     config = replace(KERNEL.default_config(problem, H200), **of_config)
     source = str(render(KERNEL, problem, config, H200))
-    source = source[: source.index("// The producer warp: loads the block's weights")] + _PROBE
+    fetch = "fetch_nibbles" if is_rotated(problem.kv_format) else "fetch_keys"
+    source = source[: source.index("// The producer warp: loads the block's weights")]
+    source += _PROBE.replace("FETCH_FULL", fetch)
     source = kernel_on_cpu.with_tensor_cores(source)
     for pattern, call in (
         (r'asm volatile\("mbarrier\.init\.shared::cta\.b64 \[%0\], %1;".*?\);', "mbar_init(&empty[i], 32 * WARPS);"),
@@ -187,11 +197,24 @@ CASES: tuple[tuple[str, dict[str, Any], int], ...] = (
     ("F", {"kv_format": "shared_int8", "kv_len": 100}, 2),
     ("F", {"kv_format": "shared", "kv_len": 100, "page_size": 16} | _HALF, 2),
     ("S", {"kv_format": "int8", "kv_len": 301, "window": 100} | _HALF, 2),
+    # three tiles a stage, in turns of two
+    ("f", {"kv_format": "shared_int4", "kv_len": 300, "num_q_heads": 16, "num_stages": 5, "stage_tiles": 40}, 2),
+    ("f", {"kv_format": "int4", "kv_len": 600, "full_head_dim": 256, "num_full_rotated_pairs": 32} | _HALF, 2),
+    ("f", {"kv_format": "shared_int4", "kv_len": 333} | _HALF, 1),
+    ("f", {"kv_format": "shared_int4", "kv_len": 257, "num_stages": 3}, 1),
+    ("f", {"kv_format": "int4", "kv_len": 333, "num_q_heads": 4}, 1),
+    ("f", {"kv_format": "int4", "kv_len": 1}, 2),
+    ("F", {"kv_format": "shared_int4", "kv_len": 100, "page_size": 16} | _HALF, 2),
+    ("F", {"kv_format": "int4", "kv_len": 65}, 1),
 )
 
 
+def _named(x: Any) -> str:
+    return f"{x['kv_format']}_{x['kv_len']}" if isinstance(x, dict) else str(x)
+
+
 @NO_COMPILER
-@pytest.mark.parametrize(("letter", "fields", "blocks"), CASES, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(("letter", "fields", "blocks"), CASES, ids=_named)
 def test_attention_is_the_references(letter: str, fields: dict[str, Any], blocks: int, tmp_path: Path) -> None:
     of_config: dict[str, int] = {name: fields[name] for name in ("num_stages", "stage_tiles") if name in fields}
     problem = _case(letter, **{name: value for name, value in fields.items() if name not in of_config})

@@ -70,6 +70,12 @@ template <> struct CodeWords<3> {
     }
 };
 
+// What a lane holds of a head (HeadSlice) as it is stored. Made by all lanes that hold the head.
+template <int BITS> struct RotatedCodes {
+    typename CodeWords<BITS>::Stored low, high;
+    uint32_t low_scales, high_scales;
+};
+
 template <int BITS_, bool BF16, int HEAD_DIM, int PAGE_HEADS, int PAGE_SIZE>
 struct RotatedGroups : CodePages<RotatedGroups<BITS_, BF16, HEAD_DIM, PAGE_HEADS, PAGE_SIZE>, BITS_, 2, HEAD_DIM, PAGE_HEADS, PAGE_SIZE> {
     typedef int8_t Element;
@@ -131,11 +137,7 @@ struct RotatedGroups : CodePages<RotatedGroups<BITS_, BF16, HEAD_DIM, PAGE_HEADS
         return pack8<BF16>(x);
     }
 
-    // What a lane holds of a head (HeadSlice) as it is stored. Made by all lanes that hold the head.
-    struct Codes {
-        typename Words::Stored low, high;
-        uint32_t low_scales, high_scales;
-    };
+    typedef RotatedCodes<BITS> Codes;
     // Codes of eight values, and the scales of the block of the eight lanes that hold it. A NaN makes those of both.
     static DEVICE uint32_t quantized(const uint4& values, uint32_t& scales) {
         float x[8];

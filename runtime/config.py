@@ -23,6 +23,7 @@ from kerngen.templates.common.rows.spec import sliding_format
 
 TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 DRAFTER_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+MAX_MTP_DRAFTS = 7  # a forward each: those behind are seldom accepted
 DRAFT_WEIGHTS = ("stored", "int4")  # what a drafter's matrices are kept as
 # What keys and values are kept as: "auto" in the activations' dtype.
 KV_CACHE_DTYPES = ("auto", "int8", "int4", "int3", "fp8")
@@ -299,6 +300,29 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftPolicy:
+    """What an engine must know of a drafter, whatever it is, before it drafts.
+
+    max_drafts: after one token, the most. taps: layers of the target, in their order, whose output it takes in behind
+    each forward; () for the tokens alone, None where it takes in nothing: its target then prefills in graphs, and
+    prompts beside those who decode. cache_layers: layers of its own that keep K and V, each in a pool of its own under
+    the target's block tables. Their indices begin where the target's end, and sliding ones have windows no longer than
+    the target's and one more. Where pages are shared, preempted or let go, so is what these layers hold there.
+    block: positions from the last known token on that it writes and reads in those layers as it drafts, however many
+    drafts are asked for; 0 where it writes none. What it writes there is no token's: the next forward's `ingest` and
+    the next block write these rows again.
+    """
+
+    max_drafts: int
+    taps: tuple[int, ...] | None = None
+    cache_layers: tuple[LayerConfig, ...] = ()
+    block: int = 0
+
+
+NO_DRAFTER = DraftPolicy(0)
+
+
+@dataclass(frozen=True, slots=True)
 class DrafterConfig:
     """The MTP assistant: its own small text stack, all of whose layers read the target's cache."""
 
@@ -306,6 +330,10 @@ class DrafterConfig:
     backbone_hidden_size: int
     num_centroids: int  # 0: dense head
     centroid_top_k: int
+
+    @property
+    def policy(self) -> DraftPolicy:
+        return DraftPolicy(MAX_MTP_DRAFTS)
 
     @property
     def weights(self) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
-from kerngen.runtime.config import DrafterConfig, LayerConfig
+from kerngen.runtime.config import DrafterConfig, DraftPolicy, LayerConfig
 from kerngen.runtime.model import DecoderStack, Gemma4
 from kerngen.runtime.ops import Ops, fitting
 from kerngen.runtime.weights.layout import CentroidWeights, DrafterWeights
@@ -26,17 +26,9 @@ from kerngen.templates.values import AttnBatch, KVView, Mask
 
 
 class Drafter(Protocol):
-    """Proposes the tokens that a step verifies. What the engine asks of one, whatever it is.
+    """Proposes the tokens that a step verifies. What the engine asks of one, whatever it is; see DraftPolicy, too."""
 
-    taps: layers of the target, in their order, whose output it takes in behind each forward; () for the tokens alone,
-    None where it takes in nothing: its target then prefills in graphs, and prompts beside those who decode.
-    cache_layers: layers of its own that keep K and V, each in a pool of its own under the target's block tables. Their
-    indices begin where the target's end, and their windows are no longer than the target's and one more. Where pages
-    are shared, preempted or let go, so is what these layers hold there.
-    """
-
-    taps: tuple[int, ...] | None
-    cache_layers: tuple[LayerConfig, ...]
+    policy: DraftPolicy
 
     def propose(
         self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
@@ -58,11 +50,9 @@ class MtpDrafter:
     and keeps nothing.
     """
 
-    taps: tuple[int, ...] | None = None
-    cache_layers: tuple[LayerConfig, ...] = ()
-
     def __init__(self, config: DrafterConfig, weights: DrafterWeights, target: Gemma4) -> None:
         self.config = config
+        self.policy = config.policy
         self.weights = weights
         self.target = target
         self.ops: Ops = target.ops

@@ -20,6 +20,7 @@ from kerngen.runtime.backend import explaining_memory, open_backend
 from kerngen.runtime.completion import Answer, Completion, CompletionStream
 from kerngen.runtime.config import (
     AS_STORED,
+    NO_DRAFTER,
     Keeping,
     ModelConfig,
     in_int4,
@@ -31,6 +32,7 @@ from kerngen.runtime.config import (
 from kerngen.runtime.config_fields import config_path, is_gguf, require_folder
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import MEDIA_CACHE_BYTES, CacheShape, Engine, Request, TokenMask, require_draft_tokens
+from kerngen.runtime.engine.sizing import usual_step
 from kerngen.runtime.footprint import tower_bytes
 from kerngen.runtime.hub import HubName, find_cached, find_checkpoint, hub_name
 from kerngen.runtime.media.given import require_list, said_with, with_items
@@ -287,9 +289,10 @@ class Session:
     @property
     def cache_shape(self) -> CacheShape:
         """What decides how much cache its sequences take, the drafter's own layers included."""
-        layers = () if self.drafter is None else self.drafter.cache_layers
+        policy = NO_DRAFTER if self.drafter is None else self.drafter.policy
         longest = 0 if self.model.media is None else self.model.media.longest_block
-        return CacheShape(self.config, self.ops.dtype, drafter_layers=layers, longest_block=longest)
+        return CacheShape(self.config, self.ops.dtype, step=usual_step(policy), drafter=policy,
+                          longest_block=longest)  # fmt: skip
 
     @property
     def cache_budget(self) -> int:
@@ -486,12 +489,10 @@ def _open_part(
 ) -> Session:  # fmt: skip
     """What the rank of `collectives` has of the model in `place`; all of it for None."""
     ops = open_backend(backend, device=device, dtype=dtype, db_url=db, bundle=bundle, collectives=collectives)
-    if assistant is not None:
-        require_draft_tokens(num_draft_tokens, ops)
     with explaining_memory(ops.device):
-        session = open_checkpoint(place, ops, draft=assistant, kept=kept, advance=advance,
-                                  keep_repacked=keep_repacked, media=media)  # fmt: skip
-    session.num_draft_tokens, session.media_cache_bytes = num_draft_tokens, media_cache_bytes
+        session = open_checkpoint(place, ops, draft=assistant, kept=kept, advance=advance, keep_repacked=keep_repacked,
+                                  media=media, num_draft_tokens=num_draft_tokens)  # fmt: skip
+    session.media_cache_bytes = media_cache_bytes
     return session
 
 
@@ -555,15 +556,19 @@ def open_checkpoint(
     advance: Callable[[int, int], None] | None = None,
     keep_repacked: bool = False,
     media: MediaOptions | None = None,
+    num_draft_tokens: int | None = None,
 ) -> Session:
     """Load `folder`, and `draft` if it is given, kept as `kept` says; what the rank has of them where
     `ops` are those of one. Configurations and tokenizer are checked before any weights. media: None for text alone.
+    num_draft_tokens: as the session's.
 
     Raises UsageError or CheckpointError.
     """
     began = time.perf_counter()
     config = with_kv_scales(read_model_config(folder).keeping(kept), folder)
     drafter_config = read_drafter_config(draft, config).keeping(kept) if draft else None
+    if drafter_config is not None:
+        require_draft_tokens(num_draft_tokens, ops, drafter_config.policy)
     config = config.divided(ops.collectives.world)
     drafter_config = drafter_config.divided(config) if drafter_config else None
     support = open_support(folder, media or MediaOptions())
@@ -593,6 +598,7 @@ def open_checkpoint(
         drafter=drafter,
         stop_ids=stop_ids_of(folder, config, codec),
         load_s=time.perf_counter() - began,
+        num_draft_tokens=num_draft_tokens,
         drafter_folder=draft,
         media=support,
     )

@@ -26,7 +26,7 @@ class RememberingDrafter:
     """
 
     def __init__(self, drafter: Drafter, ops: Ops) -> None:
-        self._drafter, self.taps, self.cache_layers = drafter, drafter.taps, drafter.cache_layers
+        self._drafter, self.policy = drafter, drafter.policy
         self._ops = ops
         self._next = torch.full((NUM_ENTRIES,), -1, dtype=torch.int64, device=ops.device)
 

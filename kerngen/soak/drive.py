@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 import torch
 
 from kerngen.errors import KerngenError, UsageError
+from kerngen.runtime.config import NO_DRAFTER
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine import PREFILL_CHUNK, CacheShape, Engine, Handle
 from kerngen.runtime.engine.scheduler import pages_for, window_pages
+from kerngen.runtime.engine.sizing import usual_step
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.session import CACHE_SHARE
 from kerngen.soak.faults import Faults
@@ -119,9 +121,9 @@ def pages_of(settings: Settings, model: Gemma4, drafter: Drafter | None) -> dict
 
     Raises UsageError where the longest request does not fit.
     """
-    layers = () if drafter is None else drafter.cache_layers
-    shape = CacheShape(model.config, model.ops.dtype, settings.page_size, chunk=settings.prefill_chunk,
-                       drafter_layers=layers)  # fmt: skip
+    policy = NO_DRAFTER if drafter is None else drafter.policy
+    shape = CacheShape(model.config, model.ops.dtype, settings.page_size, usual_step(policy), settings.prefill_chunk,
+                       policy)  # fmt: skip
     least = shape.pages(1, settings.max_len)
     wanted = _wanted(settings, shape)
     budget = settings.cache_bytes if settings.cache_bytes is not None else int(PRESSURE * shape.num_bytes(wanted))

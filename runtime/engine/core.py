@@ -16,7 +16,7 @@ import torch
 
 from kerngen.errors import KerngenError, NumericsError, PageError, UsageError
 from kerngen.runtime.cache import KINDS, PAGE_SIZE, KVCache
-from kerngen.runtime.config import require_reproducible
+from kerngen.runtime.config import NO_DRAFTER, DraftPolicy, require_reproducible
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine import page_check
 from kerngen.runtime.engine.draft_length import FIRST_LENGTH, Choice, DraftLength
@@ -38,7 +38,7 @@ from kerngen.runtime.engine.prefill_graphs import TIMED_RUNS, sizes_worth_paddin
 from kerngen.runtime.engine.request import Event, Generation, Handle, Load, Request
 from kerngen.runtime.engine.runner import EmbeddingFailed, Runner, StepOutput, Wait
 from kerngen.runtime.engine.scheduler import Chunk, Scheduler
-from kerngen.runtime.engine.sizing import PREFILL_CHUNK, CacheShape
+from kerngen.runtime.engine.sizing import PREFILL_CHUNK, CacheShape, step_of
 from kerngen.runtime.engine.warmup import warm_up, warm_up_captured
 from kerngen.runtime.executors import Say
 from kerngen.runtime.executors.trace import Trace
@@ -54,13 +54,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def require_draft_tokens(count: int | None, ops: Ops) -> None:
-    """Raises UsageError unless a step of `ops` can verify `count` drafts; 0 is no drafting, None as many as pay."""
-    if count is not None and not 0 <= count < ops.max_decode_len:
-        raise UsageError(
-            f"{count} draft tokens; a step verifies at most {ops.max_decode_len - 1} of them",
-            hint=f"ask for 1 to {ops.max_decode_len - 1}",
-        )
+def most_drafts(ops: Ops, policy: DraftPolicy) -> int:
+    """That a step of `ops` verifies of such a drafter's."""
+    return min(ops.max_decode_len - 1, policy.max_drafts)
+
+
+def require_draft_tokens(count: int | None, ops: Ops, policy: DraftPolicy) -> None:
+    """Raises UsageError unless such a drafter drafts `count` tokens and a step of `ops` can verify them; 0 is no
+    drafting, None as many as pay.
+    """
+    most = most_drafts(ops, policy)
+    if count is not None and not 0 <= count <= most:
+        what = "a step verifies" if policy.max_drafts > most else "its drafter makes"
+        raise UsageError(f"{count} draft tokens; {what} at most {most} of them", hint=f"ask for 1 to {most}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +130,9 @@ class Engine:
         self.model, self.drafter = model, drafter
         if max_len > config.max_positions:
             raise UsageError(f"{max_len} tokens of context; the model takes {config.max_positions:,}")
-        require_draft_tokens(num_draft_tokens, ops)
+        policy = NO_DRAFTER if drafter is None else drafter.policy
+        if drafter is not None:
+            require_draft_tokens(num_draft_tokens, ops, policy)
         if prefill_chunk < 1:
             raise UsageError(f"a prefill chunk of {prefill_chunk} tokens never ends")
         if reproducible and drafter is not None and num_draft_tokens is None:
@@ -136,16 +144,16 @@ class Engine:
             require_reproducible(config.sparse)
         self.max_len, self.max_batch, self.prefill_chunk = max_len, max_batch, prefill_chunk
         self._fixed = 0 if drafter is None else num_draft_tokens
-        most = ops.max_decode_len - 1 if self._fixed is None else self._fixed
+        most = most_drafts(ops, policy) if self._fixed is None else self._fixed
         self._budget = PrefillBudget(prefill_chunk, None if reproducible else max_stall)
         self._lengths = DraftLength(most if self._fixed is None else 0)
         self._async_depth = async_depth if async_depth is not None else 1 if ops.supports_graphs else 0
-        step = (self._async_depth + 1) * (most + 1)
-        layers = () if drafter is None else drafter.cache_layers
-        self.shape = CacheShape(config, ops.dtype, page_size, step, prefill_chunk, layers,
+        step = step_of(most, self._async_depth, policy)
+        self.shape = CacheShape(config, ops.dtype, page_size, step, prefill_chunk, policy,
                                 longest_block=0 if model.media is None else model.media.longest_block)  # fmt: skip
         pages = dict(num_pages or self.shape.pages(max_batch, max_len))
-        room = max_len + most + 1  # a step begins at the last token at the latest
+        self._block = policy.block
+        room = max_len + max(most + 1, policy.block)  # a step begins at the last token at the latest
         options = {
             "max_len": max_len, "max_batch": max_batch, "num_draft_tokens": num_draft_tokens,
             "prefill_chunk": prefill_chunk, "page_size": page_size, "num_pages": pages, "mixed_batches": mixed_batches,
@@ -154,7 +162,7 @@ class Engine:
         self._ranks = ranks
         with nullcontext() if ranks is None else ranks.making_engine(options, drafter is not None):
             self.cache = KVCache(config, ops, num_pages=pages, batch=max_batch, max_len=room, page_size=page_size,
-                                 drafter_layers=layers)  # fmt: skip
+                                 drafter_layers=policy.cache_layers)  # fmt: skip
             if page_check.is_wanted():
                 self.cache.check = page_check.PageCheck(ops, self.cache, config)
             self.runner = Runner(model, drafter, self.cache, max_batch=max_batch, max_kv_len=room,
@@ -166,6 +174,7 @@ class Engine:
         self.pools = {kind: PagePool(pages[kind]) for kind in KINDS}
         self.scheduler = Scheduler(
             self.pools, page_size=page_size, window=config.window, max_batch=max_batch, step=step,
+            block=policy.block,
             prefix_caching=prefix_caching and not reproducible, fixed_chunk=prefill_chunk if reproducible else 0,
             sparse=config.sparse,
         )  # fmt: skip
@@ -411,7 +420,7 @@ class Engine:
 
     def _decode(self, choice: Choice) -> bool:
         """Start a decode step of all that run. False if nobody does any more."""
-        self.scheduler.grow_running(choice.length + 1)
+        self.scheduler.grow_running(max(choice.length + 1, self._block if choice.length else 0))
         if not self.scheduler.running:
             return False
         self._run(choice)

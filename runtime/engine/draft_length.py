@@ -43,7 +43,7 @@ class Choice:
 
 
 class DraftLength:
-    """Decides for one engine, whose steps may be observed while the next ones run. longest: 0 to 7."""
+    """Decides for one engine, whose steps may be observed while the next ones run. longest: the most drafts."""
 
     def __init__(self, longest: int) -> None:
         self.longest = longest

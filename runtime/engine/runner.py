@@ -199,7 +199,7 @@ class Runner:
         return Limits(
             max_batch=len(self.hidden),
             max_len=self.max_kv_len,
-            max_drafts=0 if self.drafter is None else model.ops.max_decode_len - 1,
+            max_drafts=0 if self.drafter is None else min(model.ops.max_decode_len - 1, self.drafter.policy.max_drafts),
             vocab_size=model.config.vocab_size,
             page_size=cache.page_size,
             num_pages=tuple(cache.num_pages[kind] for kind in KINDS),
@@ -480,13 +480,13 @@ class Runner:
 
     @property
     def _ingests(self) -> bool:
-        return self.drafter is not None and self.drafter.taps is not None
+        return self.drafter is not None and self.drafter.policy.taps is not None
 
     def forward(self, batch: Batch, cache: KVCache, outputs: str = "all") -> Tensor:
         """The target's forward (Gemma4.forward), and what its drafter takes in of it."""
-        if self.drafter is None or self.drafter.taps is None:  # _ingests, as mypy reads it
+        if self.drafter is None or self.drafter.policy.taps is None:  # _ingests, as mypy reads it
             return self.model.forward(batch, cache, outputs=outputs)
-        taps = Taps(self.drafter.taps)
+        taps = Taps(self.drafter.policy.taps)
         states = self.model.forward(batch, cache, taps=taps)
         self.drafter.ingest(batch, taps.states, cache)
         if outputs == "none":

@@ -75,11 +75,12 @@ class Scheduler:
         max_batch: int,
         step: int,
         prefix_caching: bool,
+        block: int = 0,
         fixed_chunk: int = 0,
         sparse: SparsePrefill | None = None,
     ) -> None:
-        """step: tokens that a decode step and those under way may add. sparse: how prompts choose the keys that they
-        read.
+        """step: tokens that a decode step and those under way may add. block: positions behind a sequence's last token
+        that its drafter writes and reads (DraftPolicy). sparse: how prompts choose the keys that they read.
 
         fixed_chunk: the tokens of every chunk of a prompt but its last; what is preempted then makes its tokens again
         as it did the first time. 0: whatever fits, and its tokens are prefilled.
@@ -90,6 +91,7 @@ class Scheduler:
         self._made_by, self._align = (b"", 1) if sparse is None else (sparse.key, LIST_QUERIES)
         self._without_means: set[int] = set()  # full pages that may be found
         self._window_pages = window_pages(window, step, page_size)
+        self._block = block
         self.waiting: list[Handle] = []  # in order of arrival
         self.prefilling: list[Handle] = []
         self.running: list[Handle] = []
@@ -120,10 +122,11 @@ class Scheduler:
                 )
 
     def needs(self, length: int, longest_block: int = 0) -> tuple[int, int]:
-        """(full, sliding) pages that a sequence of up to `length` tokens takes alone, with the shortest chunks.
-        longest_block: as of `Handle`.
+        """(full, sliding) pages that a sequence of up to `length` tokens takes alone, with the shortest chunks and what
+        its drafter writes behind it. longest_block: as of `Handle`.
         """
-        full, at_once = pages_for(length, self.page_size), max(self.fixed_chunk, longest_block, self._align)
+        full = pages_for(length + self._block, self.page_size)
+        at_once = max(self.fixed_chunk, longest_block, self._align)
         return full, min(full, self._window_pages + pages_for(at_once, self.page_size))
 
     def _wait(self, handle: Handle) -> None:
@@ -263,7 +266,7 @@ class Scheduler:
         size = self.page_size
         short = []  # most have a page that lasts for many steps
         for handle in self.running:
-            length, pages = min(handle.longest + step, handle.limit), handle.pages
+            length, pages = min(handle.longest + step, handle.limit + self._block), handle.pages
             if len(pages["full"]) * size < length or len(pages["sliding"]) * size < length:
                 short.append((handle.order, handle, length))
         for _, handle, length in sorted(short):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kerngen.runtime.cache import KINDS, PAGE_SIZE
-from kerngen.runtime.config import LayerConfig, ModelConfig
+from kerngen.runtime.config import NO_DRAFTER, DraftPolicy, ModelConfig
 from kerngen.runtime.engine.scheduler import pages_for, window_pages
 from kerngen.templates.values import KV_FORMATS
 
@@ -15,28 +15,41 @@ PREFILL_CHUNK = 2048
 LEAST_CHUNK = 256  # where memory is short: the scheduler shortens chunks to the pages there are
 
 
+def step_of(most: int, async_depth: int, drafter: DraftPolicy) -> int:
+    """Tokens that may be under way beyond those that the host knows of: of a step with `most` drafts, or what its
+    drafter writes ahead of it, and of the steps that the host reads behind.
+    """
+    return async_depth * (most + 1) + max(most + 1, drafter.block)
+
+
+def usual_step(drafter: DraftPolicy) -> int:
+    """What step_of gives where a step behind the host is under way; 16 at least, two steps of 8 tokens."""
+    return max(16, step_of(drafter.max_drafts, 1, drafter))
+
+
 @dataclass(frozen=True, slots=True)
 class CacheShape:
     """What decides how much cache a sequence takes.
 
     step: tokens that may be under way beyond those that the host knows of, drafts and the steps behind included.
-    chunk: tokens prefilled at once, of all sequences together. drafter_layers: as KVCache has them. longest_block: the
-    most tokens of an image, which are prefilled at once whatever the chunk; 0 where a chunk may end within one.
+    chunk: tokens prefilled at once, of all sequences together. drafter: what it keeps, and how far it writes behind a
+    sequence's last token. longest_block: the most tokens of an image, which are prefilled at once whatever the chunk; 0
+    where a chunk may end within one.
     """
 
     config: ModelConfig
     dtype: torch.dtype
     page_size: int = PAGE_SIZE
-    step: int = 16  # two steps of 8 tokens
+    step: int = usual_step(NO_DRAFTER)
     chunk: int = PREFILL_CHUNK
-    drafter_layers: tuple[LayerConfig, ...] = ()
+    drafter: DraftPolicy = NO_DRAFTER
     longest_block: int = 0
 
     @property
     def page_bytes(self) -> dict[str, int]:
         """Of one page, K and V, in all layers of each kind; and means of its keys, where prompts choose by them."""
         total = dict.fromkeys(KINDS, 0)
-        for layer in (*self.config.layers, *self.drafter_layers):
+        for layer in (*self.config.layers, *self.drafter.cache_layers):
             if layer.owns_kv:
                 total[layer.kind] += KV_FORMATS[self.config.kv_format_of(layer)].page_bytes(
                     layer.num_kv_heads, self.page_size, layer.head_dim, self.dtype
@@ -66,7 +79,7 @@ class CacheShape:
 
         chunk: of prefill, if another than the shape's. Its sliding pages are held while its forward is handed in.
         """
-        full = pages_for(context, self.page_size)
+        full = pages_for(context + self.drafter.block, self.page_size)
         chunk = pages_for(max(self.chunk if chunk is None else chunk, self.longest_block), self.page_size)
         sliding = min(sequences * self._window_pages + chunk, sequences * full)
         return {"full": sequences * full + 1, "sliding": sliding + 1}  # and page 0

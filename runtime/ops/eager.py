@@ -35,7 +35,6 @@ from kerngen.runtime.ops import (
 from kerngen.runtime.ops.divided import best_token, whole_logits
 from kerngen.runtime.sampling import accepted, likeliest
 from kerngen.runtime.weights.layout import MoeWeights, PleLayerWeights
-from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.check_pages.reference import checked_pages
 from kerngen.templates.common.attention.attention_torch import attend, first_key, gather_pages
 from kerngen.templates.common.attention.heads_torch import folded_weight
@@ -59,7 +58,7 @@ class TorchOps:
 
     name = "torch"
     supports_graphs = False
-    max_decode_len = MAX_Q_LEN
+    max_decode_len = 16  # any would do; no drafter has a longer block
 
     def __init__(self, device: torch.device, dtype: torch.dtype, collectives: Collectives | None = None) -> None:
         """collectives: of this rank of a divided model; None for a world of one."""

@@ -17,7 +17,7 @@ from transformers import Gemma4ForCausalLM
 from kerngen.errors import UsageError
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
-from kerngen.runtime.config import LayerConfig
+from kerngen.runtime.config import DraftPolicy, LayerConfig
 from kerngen.runtime.engine import CacheShape, Engine, Request
 from kerngen.runtime.model import Gemma4, Taps
 from kerngen.runtime.sampling import Sampling
@@ -74,10 +74,9 @@ class TappingDrafter:
     """
 
     def __init__(self, target: Gemma4, taps: tuple[int, ...], known: dict[tuple[int, ...], list[int]]) -> None:
-        self.taps: tuple[int, ...] | None = taps
         size, index = BASE["hidden_size"], len(target.config.layers)
         layer = LayerConfig(index, False, size, len(taps), 0, 0, False, index)
-        self.cache_layers: tuple[LayerConfig, ...] = (layer,)
+        self.policy = DraftPolicy(7, taps, (layer,))
         self.engine: Engine | None = None
         self.known = known
         self.notes: dict[tuple[tuple[int, ...], int], tuple[Tensor, Tensor]] = {}
@@ -86,7 +85,7 @@ class TappingDrafter:
         self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
     ) -> Tensor:
         assert self.engine is not None
-        pages, size = cache.pages(self.cache_layers[0]), cache.page_size
+        pages, size = cache.pages(self.policy.cache_layers[0]), cache.page_size
         drafts = torch.zeros(len(ids), count, dtype=torch.int64)
         for row, (handle, length) in enumerate(zip(self.engine.scheduler.running, lengths.tolist(), strict=False)):
             places = torch.arange(length)
@@ -102,7 +101,7 @@ class TappingDrafter:
         return drafts % BASE["vocab_size"]
 
     def ingest(self, batch: Batch, states: Sequence[Tensor], cache: KVCache) -> None:
-        pages, slots = cache.pages(self.cache_layers[0]), batch.slots["full"]
+        pages, slots = cache.pages(self.policy.cache_layers[0]), batch.slots["full"]
         at = slots // cache.page_size, slice(None), slots % cache.page_size
         pages.k_cache[at] = torch.stack(list(states), dim=1)  # [T, taps, H]
         pages.v_cache[at] = batch.ids.to(pages.v_cache.dtype)[:, None, None]
@@ -176,7 +175,8 @@ def test_what_it_keeps_is_counted_before_it_is_allocated(made: Made) -> None:
 def test_a_layer_of_its_own_is_none_of_the_targets(made: Made) -> None:
     _, model = made["dense"]
     drafter = TappingDrafter(model, (0,), {})
-    drafter.cache_layers = (replace(drafter.cache_layers[0], index=1, kv_source=1),)
+    layer = replace(drafter.policy.cache_layers[0], index=1, kv_source=1)
+    drafter.policy = replace(drafter.policy, cache_layers=(layer,))
     with pytest.raises(UsageError, match="two layers of a cache have the index 1"):
         engine_for(model, drafter)
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime.config_fields import Fields, config_path, is_gguf, read_config, read_json, short
@@ -20,6 +20,9 @@ from kerngen.runtime.quant import INT4_ON_LOAD, READ, QuantConfig, read_quant_co
 from kerngen.runtime.world import ONE_RANK, Share, Span, World
 from kerngen.templates.common.attention.tile_lists import LIST_KEYS, LIST_QUERIES
 from kerngen.templates.common.rows.spec import sliding_format
+
+if TYPE_CHECKING:
+    from kerngen.runtime.dflash_config import DflashConfig
 
 TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 DRAFTER_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -299,6 +302,11 @@ class ModelConfig:
         return owners[-1]
 
 
+def with_weights_kept(text: ModelConfig, kept: Keeping) -> ModelConfig:
+    """A drafter's layers with matrices kept so."""
+    return replace(text, quant=INT4_ON_LOAD) if text.quant is None and not kept.drafts_as_stored else text
+
+
 @dataclass(frozen=True, slots=True)
 class DraftPolicy:
     """What an engine must know of a drafter, whatever it is, before it drafts.
@@ -342,10 +350,7 @@ class DrafterConfig:
 
     def keeping(self, kept: Keeping) -> DrafterConfig:
         """This drafter with its matrices kept so. A quantized one is int4 as it is stored."""
-        text = self.text
-        if not kept.drafts_as_stored and text.quant is None:
-            text = replace(text, quant=INT4_ON_LOAD)
-        return replace(self, text=text)
+        return replace(self, text=with_weights_kept(self.text, kept))
 
     def divided(self, target: ModelConfig) -> DrafterConfig:
         """What the rank of `target` has of its drafter: see division.py. Raises UsageError."""
@@ -360,8 +365,10 @@ def read_model_config(folder: Path) -> ModelConfig:
     Raises UsageError where the folder is another kind of model, CheckpointError on a missing or contradicting field.
     """
     top = Fields(read_config(folder), str(config_path(folder)))
-    kind = top.get("model_type")
-    if kind in DRAFTER_TYPES:
+    from kerngen.runtime.dflash_config import is_dflash
+
+    kind = "DFlash" if is_dflash(top.values) else top.get("model_type")
+    if kind in (*DRAFTER_TYPES, "DFlash"):
         raise UsageError(f"{folder} holds a drafter ({kind})", hint="name it with --draft, and its target as MODEL")
     if kind not in TARGET_TYPES:
         raise UsageError(f"{folder} holds a {kind!r} model", hint=f"kerngen runs: {', '.join(TARGET_TYPES)}")
@@ -380,11 +387,23 @@ def read_model_config(folder: Path) -> ModelConfig:
     return config
 
 
-def read_drafter_config(folder: Path, target: ModelConfig) -> DrafterConfig:
-    """The assistant's configuration, checked against the target that it drafts for. Raises as read_model_config."""
-    top = Fields(read_config(folder), str(config_path(folder)))
+def read_drafter_config(folder: Path, target: ModelConfig) -> DrafterConfig | DflashConfig:
+    """An assistant's or a DFlash drafter's configuration, checked against the whole target that it drafts for. Raises
+    as read_model_config.
+    """
+    from kerngen.runtime.dflash_config import ARCHITECTURE, is_dflash, read_dflash_config
+
+    values = read_config(folder)
+    if is_dflash(values):
+        return read_dflash_config(folder, values, target)
+    top = Fields(values, str(config_path(folder)))
     if (kind := top.get("model_type")) not in DRAFTER_TYPES:
-        raise UsageError(f"{folder} holds a {kind!r} model, not a drafter", hint=f"known: {', '.join(DRAFTER_TYPES)}")
+        known = ", ".join((*DRAFTER_TYPES, ARCHITECTURE))
+        raise UsageError(f"{folder} holds a {kind!r} model, not a drafter", hint=f"known: {known}")
+    return _read_assistant(folder, top, target)
+
+
+def _read_assistant(folder: Path, top: Fields, target: ModelConfig) -> DrafterConfig:
     text = _text_config(top.section("text_config"), top, is_drafter=True)
     width = top.integer("backbone_hidden_size")
     if width != target.hidden_size:

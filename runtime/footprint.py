@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerngen.runtime.config import DrafterConfig, ModelConfig
+from kerngen.runtime.config import NO_DRAFTER, DrafterConfig, ModelConfig
+from kerngen.runtime.dflash_config import DflashConfig
 from kerngen.runtime.engine.media_cache import MEDIA_CACHE_BYTES
-from kerngen.runtime.engine.sizing import CacheShape
+from kerngen.runtime.engine.sizing import CacheShape, usual_step
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.shapes import ShapesAlone
 from kerngen.runtime.media.config import MediaConfig
 from kerngen.runtime.media.input import MOST_IMAGE_TOKENS
 from kerngen.runtime.ops.kernels import KernelOps, has_room, screen_of
+from kerngen.runtime.weights.layout import DrafterWeights
 from kerngen.runtime.weights.synthetic import synthetic_drafter, synthetic_model, synthetic_towers
 
 GPU_GB = (16, 24, 32, 80, 141)
@@ -44,20 +46,21 @@ class Footprint:
 
 
 def footprint(
-    config: ModelConfig, drafter: DrafterConfig | None, dtype: torch.dtype, context: int, *, dense: bool = False,
-    media: MediaConfig | None = None,
+    config: ModelConfig, drafter: DrafterConfig | DflashConfig | None, dtype: torch.dtype, context: int, *,
+    dense: bool = False, media: MediaConfig | None = None,
 ) -> Footprint:  # fmt: skip
     """Of the cuda backend, activations in `dtype`. dense: W4A16 matrices unpacked to `dtype`, as in a bf16 release.
     media: the parts that are loaded beside the text model.
     """
     if dense:
         config = replace(config, quant=None)
+    policy = NO_DRAFTER if drafter is None else drafter.policy
     ops = KernelOps(Record(lambda *_: None, lambda _: None), dtype)
-    shape = CacheShape(config, dtype)
+    shape = CacheShape(config, dtype, step=usual_step(policy), drafter=policy)
     with torch.inference_mode():
         target = synthetic_model(config, ops)
         assistant = None if drafter is None else synthetic_drafter(drafter, ops)
-        has_head = assistant is not None and assistant.centroids is None
+        head = assistant.head if isinstance(assistant, DrafterWeights) and assistant.centroids is None else None
         return Footprint(
             weight_bytes=_bytes(target),
             drafter_bytes=_bytes(assistant),
@@ -65,7 +68,7 @@ def footprint(
             context=context,
             screen_bytes=(
                 screen_of(target.head),
-                screen_of(assistant.head, likely=True) if assistant and has_head else 0,
+                0 if head is None else screen_of(head, likely=True),
             ),
             tower_bytes=0 if media is None else tower_bytes(media, dtype),
         )
@@ -99,13 +102,14 @@ class Plan:
 
 
 def plan(
-    config: ModelConfig, drafter: DrafterConfig | None, dtype: torch.dtype, *, dense: bool = False,
+    config: ModelConfig, drafter: DrafterConfig | DflashConfig | None, dtype: torch.dtype, *, dense: bool = False,
     media: MediaConfig | None = None,
 ) -> Plan:  # fmt: skip
     """Of the cuda backend, as `footprint`; contexts that the model does not take are left out."""
     takes = footprint(config, drafter, dtype, 1, dense=dense, media=media)
     longest_block = MOST_IMAGE_TOKENS if media is not None and media.images_see_themselves else 0
-    shape = CacheShape(config, dtype, longest_block=longest_block)
+    policy = NO_DRAFTER if drafter is None else drafter.policy
+    shape = CacheShape(config, dtype, step=usual_step(policy), drafter=policy, longest_block=longest_block)
     kept = 0 if media is None else MEDIA_CACHE_BYTES
     contexts = [c for c in CONTEXTS if c <= config.max_positions]
     screens = {gb: screened(takes, gb * 10**9 - RESERVE_BYTES) for gb in GPU_GB}

@@ -21,6 +21,7 @@ from kerngen.runtime.completion import Answer, Completion, CompletionStream
 from kerngen.runtime.config import (
     AS_STORED,
     NO_DRAFTER,
+    DrafterConfig,
     Keeping,
     ModelConfig,
     in_int4,
@@ -30,7 +31,7 @@ from kerngen.runtime.config import (
     read_suppressed_ids,
 )
 from kerngen.runtime.config_fields import config_path, is_gguf, require_folder
-from kerngen.runtime.drafting import MtpDrafter
+from kerngen.runtime.drafters import AnyDrafter, drafter_for, require_drafts
 from kerngen.runtime.engine import MEDIA_CACHE_BYTES, CacheShape, Engine, Request, TokenMask, require_draft_tokens
 from kerngen.runtime.engine.sizing import usual_step
 from kerngen.runtime.footprint import tower_bytes
@@ -88,7 +89,7 @@ class Session:
     config: ModelConfig
     codec: TextCodec
     model: Gemma4
-    drafter: MtpDrafter | None
+    drafter: AnyDrafter | None
     stop_ids: tuple[int, ...]
     load_s: float
     num_draft_tokens: int | None = None
@@ -397,13 +398,14 @@ def load(
     """Open a Gemma-4 checkpoint in Hugging Face format (bf16 or W4A16), or a GGUF file, and make it ready to generate.
 
     folder: or a GGUF file, a folder with one, or a name on the Hugging Face hub, from where what is needed is
-    downloaded (hub.py). draft: the drafter's folder or name; True for the one that belongs to the model, if there is
-    one (`find_drafter`), False for none. draft_weights: "int4" makes the drafter's matrices int4 as they are loaded,
-    "stored" leaves them; the output is the same, only how many drafts are accepted may differ. kv_cache_dtype: of keys
-    and values, "auto" for dtype, "int8", "int4" or "int3" for that in full-attention layers and int8 in sliding ones,
-    or "fp8" for e4m3 by the checkpoint's scales. kv_cache_layout: "shared" for one pool of layers whose K is V.
-    sparse_prefill: in full-attention layers queries of long prompts read the keys that are estimated to weigh at least
-    so many times the heaviest (0.1, say); None, and 1 or more, for all keys.
+    downloaded (hub.py). draft: the folder or name of an assistant, or of a DFlash drafter; True for the assistant that
+    belongs to the model, if there is one (`find_drafter`), False for none. draft_weights: "int4" makes the drafter's
+    matrices int4 as they are loaded, "stored" leaves them; the output is the same, only how many drafts are accepted
+    may differ. kv_cache_dtype: of keys and values, "auto" for dtype, "int8", "int4" or "int3" for that in
+    full-attention layers and int8 in sliding ones, or "fp8" for e4m3 by the checkpoint's scales. kv_cache_layout:
+    "shared" for one pool of layers whose K is V. sparse_prefill: in full-attention layers queries of long prompts read
+    the keys that are estimated to weigh at least so many times the heaviest (0.1, say); None, and 1 or more, for all
+    keys.
     device: "cpu", "cuda", "cuda:1"; None for the first GPU, else the CPU. dtype: "fp32", "bf16" or "fp16"; None for
     fp32 on a CPU, bf16 from sm80 on, fp16 before. backend: "cuda" (kerngen's kernels), "torch" (eager, on any machine)
     or "auto". db: tuning database, a path or a URL; None for the usual ones. bundle: a file that `kerngen compile -o`
@@ -435,7 +437,10 @@ def load(
     if tensor_parallel == 1:
         session = opens(None, where, advance)
     else:
-        session = open_divided(tensor_parallel, read_model_config(place), opens, where,
+        config = read_model_config(place)
+        if assistant is not None and tensor_parallel > 1:  # before a process is started
+            read_drafter_config(assistant, config).divided(config.divided(World(0, tensor_parallel)))
+        session = open_divided(tensor_parallel, config, opens, where,
                                partial(_digest, place, assistant), advance, backend=backend)  # fmt: skip
     with explaining_memory(session.ops.device):
         session.max_len = max_len
@@ -568,6 +573,7 @@ def open_checkpoint(
     config = with_kv_scales(read_model_config(folder).keeping(kept), folder)
     drafter_config = read_drafter_config(draft, config).keeping(kept) if draft else None
     if drafter_config is not None:
+        require_drafts(drafter_config, ops)
         require_draft_tokens(num_draft_tokens, ops, drafter_config.policy)
     config = config.divided(ops.collectives.world)
     drafter_config = drafter_config.divided(config) if drafter_config else None
@@ -580,7 +586,9 @@ def open_checkpoint(
     if ops.name != "torch":
         from kerngen.runtime.served_shapes import require_served
 
-        require_served(folder, config, ops, draft, drafter_config)
+        require_served(
+            folder, config, ops, draft, drafter_config if isinstance(drafter_config, DrafterConfig) else None
+        )
     weights = load_model(folder, config, ops, advance=advance, keep_repacked=keep_repacked)
     seen = open_input(support, lambda asked: load_towers(folder, asked, ops, advance=advance),
                       partial(tower_bytes, dtype=ops.dtype))  # fmt: skip
@@ -589,7 +597,7 @@ def open_checkpoint(
     model = Gemma4(config, weights, ops, suppressed_ids=never, media=seen)
     drafter = None
     if draft and drafter_config:
-        drafter = MtpDrafter(drafter_config, load_drafter(draft, drafter_config, ops, advance=advance), model)
+        drafter = drafter_for(drafter_config, load_drafter(draft, drafter_config, ops, advance=advance), model)
     return Session(
         folder=folder,
         config=config,

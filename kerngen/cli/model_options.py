@@ -47,7 +47,7 @@ _OPTIONS = (
                  help="The drafter, as MODEL. Default: MODEL/assistant or MODEL-assistant, if there is one."),
     click.option("--no-draft", is_flag=True, help="Decode without a drafter."),
     keeping_options,
-    click.option("--num-draft-tokens", type=click.IntRange(0, 7), default=None,
+    click.option("--num-draft-tokens", type=click.IntRange(0, 15), default=None,
                  help="Tokens drafted a step. Default: as many as pay, as measured."),
     *BACKEND_OPTIONS,
     tensor_parallel_option,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import click
@@ -33,6 +33,7 @@ def print_plan(
     """
     import torch
 
+    from kerngen.runtime.dflash_config import DflashConfig
     from kerngen.runtime.footprint import RESERVE_BYTES, plan, tower_bytes
     from kerngen.runtime.media.options import WORDS
     from kerngen.runtime.world import World
@@ -47,11 +48,14 @@ def print_plan(
         plans["unquantized"] = plan(found.target, found.drafter, torch.bfloat16, dense=True, media=media)
     parts = takes.parts if takes else ()
     towers = {part: tower_bytes(only, torch.bfloat16) for part in parts if takes and (only := takes.only([part]))}
-    steps = {} if device is None else dict(_predicted(found, device))
+    block = found.drafter if isinstance(found.drafter, DflashConfig) else None
+    alone = found if block is None else replace(found, drafter=None)
+    steps = {} if device is None else dict(_predicted(alone, device))
     if as_json:
         predicted = {} if device is None else {"predicted": {"board": device.name, "step_ms": steps}}
         click.echo(json.dumps({"model": found.name, "tensor_parallel": num_ranks, "reserve_bytes": RESERVE_BYTES,
                                "media_bytes": towers}
+                              | ({} if block is None else {"drafter": block.words})
                               | {what: asdict(p) for what, p in plans.items()} | predicted))  # fmt: skip
         return
     for what, p in plans.items():
@@ -60,6 +64,10 @@ def print_plan(
                "CUDA, activations and graphs; - where none does. More wait for their turn. head: what the output heads "
                "take in few bits beside the weights, from which greedy tokens are chosen; - where memory is short."
                )  # fmt: skip
+    if block is not None:
+        own = " Its steps are not in what is predicted." if steps else ""
+        click.echo(f"The drafter: {block.words}. What it keeps of each token is counted above. The torch backend runs "
+                   f"it, kernels do not yet.{own}")  # fmt: skip
     for part, size in towers.items():
         counted = "which are counted above" if part in which else "not counted above, where it is loaded"
         click.echo(f"What embeds {WORDS[part]} takes {size / 1e6:,.0f} MB more, {counted}.")

@@ -42,7 +42,7 @@ _OF_A_MODEL: Sequence[Decorator] = (
                  help="both: half of the time each."),
     click.option("--draft", default=None, help="The drafter's folder. Default: the one that goes with MODEL."),
     keeping_options,
-    click.option("--num-draft-tokens", type=click.IntRange(1, 7), default=None,
+    click.option("--num-draft-tokens", type=click.IntRange(1, 15), default=None,
                  help="Tokens drafted a step. Default: as many as pay; with --reproducible 3."),
     click.option("--cancel", type=click.FloatRange(0, 1), default=0.1, show_default=True,
                  help="Share of requests that are cancelled at a random step, if they run so long."),

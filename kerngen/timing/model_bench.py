@@ -12,7 +12,8 @@ import torch
 
 from kerngen.runtime.backend import open_backend
 from kerngen.runtime.config import DrafterConfig, ModelConfig
-from kerngen.runtime.drafting import MtpDrafter
+from kerngen.runtime.dflash_config import DflashConfig
+from kerngen.runtime.drafters import AnyDrafter
 from kerngen.runtime.engine import Engine, Request
 from kerngen.runtime.engine.ranks import Ranks
 from kerngen.runtime.executors.collectives import Collectives
@@ -94,7 +95,7 @@ def _time_batch(engine: Engine, prompts: list[list[int]], most: int, tokens: int
 def time_model(
     name: str,
     config: ModelConfig,
-    drafter_config: DrafterConfig | None,
+    drafter_config: DrafterConfig | DflashConfig | None,
     contexts: list[int],
     *,
     batch: int = 1,
@@ -172,12 +173,12 @@ class _Opened:
     """What is timed, on one rank."""
 
     model: Gemma4
-    drafter: MtpDrafter | None
+    drafter: AnyDrafter | None
     ranks: Ranks | None = None
 
 
 def _opened(
-    name: str, config: ModelConfig, drafter: DrafterConfig | None, backend: str, db_url: str | None,
+    name: str, config: ModelConfig, drafter: DrafterConfig | DflashConfig | None, backend: str, db_url: str | None,
     bundle: str | None, seed: int, collectives: Collectives | None, device: str | None, advance: Any,
 ) -> _Opened:  # fmt: skip
     ops = open_backend(backend, device=device, db_url=db_url, bundle=bundle, collectives=collectives)

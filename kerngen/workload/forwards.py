@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
+from kerngen.runtime.drafters import AnyDrafter
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.model import Gemma4
 
@@ -27,7 +28,7 @@ class Forwards:
     the step's own.
     """
 
-    def __init__(self, model: Gemma4, drafter: MtpDrafter | None, cache_of: Callable[[Step], KVCache]) -> None:
+    def __init__(self, model: Gemma4, drafter: AnyDrafter | None, cache_of: Callable[[Step], KVCache]) -> None:
         self.model, self.drafter, self._cache_of = model, drafter, cache_of
 
     def prepare(self, step: Step) -> tuple[Forward, Beside | None]:
@@ -76,8 +77,9 @@ class Forwards:
         return lambda: self.model.forward(batch, cache, outputs="last")
 
     def _draft(self, step: Step) -> tuple[Forward, Beside | None]:
-        if (drafter := self.drafter) is None:
-            raise TypeError(f"{step.name}: the model has no drafter")
+        drafter = self.drafter
+        if not isinstance(drafter, MtpDrafter):
+            raise TypeError(f"{step.name}: the model has no drafter that makes one draft after the other")
         ops, cache = drafter.ops, self._cache_of(step)
         ids, lengths = self._ids(step.batch), self._lengths(step, 1)
         hidden = self._new(step.batch, self.model.config.hidden_size, dtype=ops.dtype)

@@ -9,7 +9,8 @@ import torch
 
 from kerngen.errors import DeviceError
 from kerngen.runtime.config import DrafterConfig, ModelConfig
-from kerngen.runtime.drafting import MtpDrafter
+from kerngen.runtime.dflash_config import DflashConfig
+from kerngen.runtime.drafters import AnyDrafter, drafter_for, require_drafts
 from kerngen.runtime.footprint import footprint
 from kerngen.runtime.media.input import MediaInput
 from kerngen.runtime.model import Gemma4
@@ -21,13 +22,13 @@ from kerngen.runtime.weights.synthetic import SyntheticSource, synthetic_drafter
 def generated_model(
     name: str,
     config: ModelConfig,
-    drafter_config: DrafterConfig | None,
+    drafter_config: DrafterConfig | DflashConfig | None,
     ops: Ops,
     seed: int,
     *,
     own_head: bool = False,
     media: MediaInput | None = None,
-) -> tuple[Gemma4, MtpDrafter | None]:
+) -> tuple[Gemma4, AnyDrafter | None]:
     """The model of `config` and the drafter of `drafter_config`, when their weights are there: random, from `seed`. A
     rank's are its part of what one rank would have from that seed.
 
@@ -36,6 +37,8 @@ def generated_model(
     nothing. Another head tells contexts apart. media: what it takes beside text. Raises DeviceError as
     `require_memory`.
     """
+    if drafter_config is not None:
+        require_drafts(drafter_config, ops)
     if ops.device.type == "cpu":
         require_memory(name, config, drafter_config)
     if own_head:
@@ -44,15 +47,16 @@ def generated_model(
         weights = replace(synthetic_model(config, ops, seed), head=head)
     else:
         weights = synthetic_model(config, ops, seed)
-    model, drafter = Gemma4(config, weights, ops, media=media), None
+    model = Gemma4(config, weights, ops, media=media)
+    drafter: AnyDrafter | None = None
     if drafter_config is not None:
-        drafter = MtpDrafter(drafter_config, synthetic_drafter(drafter_config, ops, seed + 1), model)
+        drafter = drafter_for(drafter_config, synthetic_drafter(drafter_config, ops, seed + 1), model)
     if ops.device.type == "cuda":
         torch.cuda.synchronize()
     return model, drafter
 
 
-def require_memory(name: str, config: ModelConfig, drafter: DrafterConfig | None) -> None:
+def require_memory(name: str, config: ModelConfig, drafter: DrafterConfig | DflashConfig | None) -> None:
     """Raises DeviceError where the dense fp32 weights, which the torch backend makes, do not fit in free memory."""
     unpacked = None if drafter is None else replace(drafter, text=replace(drafter.text, quant=None))
     takes = footprint(config, unpacked, torch.float32, 1, dense=True)

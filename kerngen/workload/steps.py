@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kerngen.arch import Arch, Target
 from kerngen.errors import UsageError
 from kerngen.runtime.config import DrafterConfig, LayerConfig, ModelConfig
+from kerngen.runtime.dflash_config import DflashConfig
 from kerngen.runtime.selection import default_selector
 from kerngen.templates import find_kernel
 
@@ -206,8 +207,13 @@ def _unheard_collective(kind: str, num_bytes: int) -> None:
 
 
 @cache
-def recorder(target: ModelConfig, drafter: DrafterConfig | None, arch: Arch) -> Recorder:
-    """The one of a model in the dtype that it has on `arch` (fp16 on sm70 and sm75, else bf16)."""
+def recorder(target: ModelConfig, drafter: DrafterConfig | DflashConfig | None, arch: Arch) -> Recorder:
+    """The one of a model in the dtype that it has on `arch` (fp16 on sm70 and sm75, else bf16). Raises UsageError for a
+    drafter that no kernels run.
+    """
+    if isinstance(drafter, DflashConfig):
+        raise UsageError(f"kerngen's kernels do not run this drafter yet ({drafter.words}): there is nothing to tune, "
+                         "compile or time", hint="leave --draft out, or name the model's assistant")  # fmt: skip
     return _recorder(target, drafter, arch.dtype, arch if arch.has_tma else None)
 
 

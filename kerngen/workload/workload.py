@@ -25,6 +25,7 @@ from kerngen.runtime.config import (
     read_model_config,
 )
 from kerngen.runtime.config_fields import config_path, is_gguf, read_config
+from kerngen.runtime.dflash_config import DflashConfig
 from kerngen.runtime.gguf.place import place_of_model
 from kerngen.runtime.media.config import MediaConfig, read_media_config
 from kerngen.runtime.world import World, most_rows
@@ -177,7 +178,7 @@ class Model:
 
     name: str
     target: ModelConfig
-    drafter: DrafterConfig | None
+    drafter: DrafterConfig | DflashConfig | None
     engine: str = ENGINES[0]
     media: MediaConfig | None = None
 
@@ -195,6 +196,9 @@ class Model:
                              hint="leave --kv-cache-dtype and --kv-cache-layout out")  # fmt: skip
         if self.target.sparse is not None:
             raise UsageError("inside vLLM prompts read all keys", hint="leave --sparse-prefill out")
+        if isinstance(self.drafter, DflashConfig):
+            raise UsageError("inside vLLM a DFlash drafter is vLLM's alone: kerngen serves nothing of it there",
+                             hint="leave --draft out, or name the model's assistant")  # fmt: skip
         if self.target.quant is None:
             raise UsageError(f"{self.name} has no W4A16 layers: kerngen serves nothing of it inside vLLM",
                              hint="a W4A16 checkpoint of the model, or --engine kerngen")  # fmt: skip
@@ -231,8 +235,8 @@ def _sizes(config: ModelConfig) -> tuple[Any, ...]:
 def find_model(name: str, drafter: str | None = None, kept: Keeping = AS_STORED) -> Model:
     """A released model by name, or the one in a Hugging Face folder or a GGUF file, whose configuration is checked.
 
-    drafter: folder of the assistant that goes with a folder. kept: how its tensors and the cache are. Raises
-    UnknownName, CheckpointError or UsageError.
+    drafter: folder of the assistant, or of a DFlash drafter, that goes with a folder. kept: how its tensors and the
+    cache are. Raises UnknownName, CheckpointError or UsageError.
     """
     found = _find_model(name, drafter)
     if name in MODELS and kept.kv_cache_dtype == "fp8":  # its shapes are those of checkpoints with scales, too
@@ -318,7 +322,7 @@ def _inside_vllm(model: Model, arch: Arch) -> Workload:
             made.append(replace(item, problem=replace(p, residual_dtype=p.dtype)))
         elif item.kernel == "moe_combine":
             made += _ends_inside_vllm(item, model.target.world.size)
-    if model.drafter is not None:
+    if isinstance(model.drafter, DrafterConfig):
         made += _drafts_inside_vllm(model.drafter, arch)
     uses: dict[tuple[str, Any], tuple[Use, ...]] = {}  # layers that vLLM asks alike may not be alike elsewhere
     for item in made:

@@ -31,7 +31,7 @@ ARCH = "gemma4"
 _OTHERS = {
     "gemma4-assistant": ("a drafter", "drafters are read as safetensors: hf download google/gemma-4-…-assistant, "
                                       "and name that folder with --draft"),
-    "dflash": ("a DFlash drafter", "only MTP assistants draft, as safetensors: --draft FOLDER"),
+    "dflash": ("a DFlash drafter", "drafters are read as safetensors: --draft FOLDER"),
     "clip": ("what embeds images and sound (an mmproj file)", "name the model's own file; images need its safetensors"),
 }  # fmt: skip
 _NOT_TURNED = 1e30

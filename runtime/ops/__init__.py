@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DENSE",
+    "DflashOps",
     "Experts",
     "HeadScreen",
     "LayerInStep",
@@ -403,3 +404,19 @@ class Ops(Protocol):
         y [B, d]; centroids [C, d]; token_ids [C, vocab / C] int64; embed [vocab, d]. Returns the selected
         tokens [B, n] int64 and their logits y . embed[id] [B, n] fp32, n = top_k * vocab / C.
         """
+
+
+@runtime_checkable
+class DflashOps(Ops, Protocol):
+    """What a DFlash drafter asks beside all that. A backend that has these runs one (runtime/dflash.py)."""
+
+    def qk_norm_rope(self, qkv: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> Tensor:
+        """As qkv_norm_rope, but V is not normed: v = v. qkv [T, (nq + nkv + nkv) * d] as q | k | v, whose rows may lie
+        apart; k | v where heads.num_q_heads is 0. Returns q [T, nq, d] dtype.
+        """
+
+    def add_rmsnorm(self, residual: Tensor, h: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual <- residual + h, in place; returns norm(residual; weight). Shapes and dtypes as of add_norm."""
+
+    def silu_gated(self, x: Tensor, gate_up: Linear) -> Tensor:
+        """silu(gate) * up, as `gated`."""

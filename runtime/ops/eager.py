@@ -132,6 +132,10 @@ class TorchOps:
             residual *= norms.layer_scalar
         return self.rmsnorm(residual, norms.next_weight, norms.eps)
 
+    def add_rmsnorm(self, residual: Tensor, h: Tensor, weight: Tensor, eps: float) -> Tensor:
+        residual += h
+        return self.rmsnorm(residual, weight, eps)
+
     def share_memory(self, hidden: int) -> None:
         """Nothing to do: sums are collectives."""
 
@@ -158,6 +162,14 @@ class TorchOps:
 
     def q_norm_rope(self, q: Tensor, heads: HeadNorms, batch: AttnBatch) -> Tensor:
         return self._queries(q, heads.q_weight, heads, batch)
+
+    def qk_norm_rope(self, qkv: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> Tensor:
+        if heads.k_weight is None or (slots := slots_of(heads, batch)) is None:
+            raise TypeError("queries of a layer that owns no K and V are not normed beside any")
+        rows, num_q_heads, positions = qkv.unflatten(1, (-1, kv.head_dim)), heads.num_q_heads, positions_of(batch)
+        k, v = rows[:, num_q_heads:].split(kv.num_kv_heads, dim=1)
+        _write(kv, slots, self._normed_and_turned(k, heads.k_weight, heads, positions), v)
+        return self._normed_and_turned(rows[:, :num_q_heads], heads.q_weight, heads, positions)
 
     def _queries(self, q: Tensor, weight: Tensor, heads: HeadNorms, batch: AttnBatch) -> Tensor:
         return self._normed_and_turned(q.view(len(q), -1, heads.head_dim), weight, heads, positions_of(batch))
@@ -206,6 +218,10 @@ class TorchOps:
     def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
         gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
         return gelu_gated(gate, up, DTYPE_NAME[self.dtype]).to(self.dtype)
+
+    def silu_gated(self, x: Tensor, gate_up: Linear) -> Tensor:
+        gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
+        return F.silu(gate) * up
 
     def ple_block(
         self,

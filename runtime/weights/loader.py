@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import overload
 
 import torch
 
 from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime.config import DrafterConfig, LayerConfig, ModelConfig
+from kerngen.runtime.dflash_config import DflashConfig
 from kerngen.runtime.ops import Ops, dense_weights
+from kerngen.runtime.weights.dflash import DflashWeights, build_dflash, require_no_table
 from kerngen.runtime.weights.layout import (
     CentroidWeights,
     DrafterWeights,
@@ -66,12 +69,26 @@ def load_model(
     return weights
 
 
-def load_drafter(folder: Path, config: DrafterConfig, ops: Ops, *, advance: Advance | None = None) -> DrafterWeights:
-    """The assistant's weights on `ops.device`, each matrix made int4 as it comes where `config` says so.
+@overload
+def load_drafter(
+    folder: Path, config: DrafterConfig, ops: Ops, *, advance: Advance | None = None
+) -> DrafterWeights: ...
+
+
+@overload
+def load_drafter(folder: Path, config: DflashConfig, ops: Ops, *, advance: Advance | None = None) -> DflashWeights: ...
+
+
+def load_drafter(
+    folder: Path, config: DrafterConfig | DflashConfig, ops: Ops, *, advance: Advance | None = None
+) -> DrafterWeights | DflashWeights:
+    """The drafter's weights on `ops.device`, each matrix made int4 as it comes where `config` says so.
 
     Raises CheckpointError before allocating anything.
     """
     source = CheckpointSource(open_tensors(folder, config.text.quant), config.text, ops, advance)
+    if isinstance(config, DflashConfig):
+        require_no_table(source.checkpoint)
     build_drafter(source, config)
     source.check_left("")
     source.begin()
@@ -189,8 +206,20 @@ def _moe(source: WeightSource, name: str) -> MoeWeights:
     )
 
 
-def build_drafter(source: WeightSource, config: DrafterConfig) -> DrafterWeights:
-    """Everything the assistant needs, asked of `source` tensor by tensor."""
+@overload
+def build_drafter(source: WeightSource, config: DrafterConfig) -> DrafterWeights: ...
+
+
+@overload
+def build_drafter(source: WeightSource, config: DflashConfig) -> DflashWeights: ...
+
+
+def build_drafter(source: WeightSource, config: DrafterConfig | DflashConfig) -> DrafterWeights | DflashWeights:
+    """Everything the drafter needs, asked of `source` tensor by tensor."""
+    return build_dflash(source, config) if isinstance(config, DflashConfig) else _assistant(source, config)
+
+
+def _assistant(source: WeightSource, config: DrafterConfig) -> DrafterWeights:
     text = config.text
     hidden, vocab, count = text.hidden_size, text.vocab_size, config.num_centroids
     rows = text.vocab_span

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from kerngen.runtime.config import DrafterConfig, ModelConfig
+from kerngen.runtime.dflash_config import DflashConfig
 from kerngen.runtime.media.config import MediaConfig
 from kerngen.runtime.media.towers.dispatch import Towers
 from kerngen.runtime.ops import (
@@ -25,6 +27,7 @@ from kerngen.runtime.ops import (
     rows_of_table,
 )
 from kerngen.runtime.quant import joined_packing
+from kerngen.runtime.weights.dflash import DflashWeights
 from kerngen.runtime.weights.int4 import becomes_int4
 from kerngen.runtime.weights.layout import DrafterWeights, ModelWeights
 from kerngen.runtime.weights.loader import build_drafter, build_model
@@ -185,8 +188,16 @@ def synthetic_model(config: ModelConfig, ops: Ops, seed: int = 0) -> ModelWeight
     return build_model(SyntheticSource(config, ops, seed), "model.")
 
 
-def synthetic_drafter(config: DrafterConfig, ops: Ops, seed: int = 0) -> DrafterWeights:
-    """Random weights of an assistant's shapes, int4 where it is quantized or loading makes them so."""
+@overload
+def synthetic_drafter(config: DrafterConfig, ops: Ops, seed: int = 0) -> DrafterWeights: ...
+
+
+@overload
+def synthetic_drafter(config: DflashConfig, ops: Ops, seed: int = 0) -> DflashWeights: ...
+
+
+def synthetic_drafter(config: DrafterConfig | DflashConfig, ops: Ops, seed: int = 0) -> DrafterWeights | DflashWeights:
+    """Random weights of a drafter's shapes, int4 where it is quantized or loading makes them so."""
     return build_drafter(SyntheticSource(config.text, ops, seed), config)
 
 

@@ -161,9 +161,26 @@ SLOW = (
     "test_exchange_best_on_cpu.py::test_two_phases_are_enough_and_one_is_not",  # 10 s
     "test_exchange_on_cpu.py::test_two_phases_are_enough_and_one_is_not",  # 10 s
     *(
-        f"test_kernel_folders.py::test_every_case_builds_within_the_limits[{arch}-"  # 73 s
-        for arch in ("sm75", "sm86", "sm89", "sm100", "sm120")
+        f"test_kernel_folders.py::test_every_case_builds_within_the_limits[{arch}-"  # 150 s
+        for arch in ("sm75", "sm80", "sm86", "sm89", "sm100", "sm120")
     ),
+    *(
+        f"test_kernel_folders.py::test_every_case_builds_within_the_limits[sm70-{kernel}"  # 40 s
+        for kernel in ("moe_w4a16", "w4a16_gemm", "greedy_head", "embed", "draft_inputs")
+    ),
+    *(
+        f"test_w4_formats.py::test_products_are_the_references[{run}"  # 40 s
+        for run in (
+            *(f"sm80---{n}]" for n in (4, 5, 6, 7, 8, 9, 12, 13, 14, 15, 16)),
+            "sm70-",
+            "sm75-",
+            "sm90---0]",
+            "sm90---2]",
+        )
+    ),
+    "test_kernel_folders.py::test_every_case_builds_within_the_limits[sm90-decode_layers]",  # 32 s
+    "test_kernel_folders.py::test_every_case_builds_within_the_limits[sm70-decode_layers]",  # 9 s
+    "test_moe_w4a16.py::test_products_are_the_references[sm70-",  # 4 s
     *(f"test_library.py::test_dtypes_that_nobody_set_are_the_archs[problem{n}-" for n in (2, 3)),  # 44 s
     "test_library.py::test_the_wheel_carries_its_types",  # 16 s
     "test_media_end_to_end.py::test_an_image_that_a_model_cannot_embed_ends_no_server[divided]",  # 14 s

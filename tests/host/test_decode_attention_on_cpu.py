@@ -37,8 +37,6 @@ template <typename T> static T __ldg(const T* p) { return *p; }
 static uint64_t __shfl_sync(unsigned, uint64_t x, int) { return x; }
 static float __shfl_down_sync(unsigned, float x, int) { return x; }
 static unsigned max(unsigned a, float b) { return std::max(a, unsigned(b)); }
-struct int4 { int x, y, z, w; };
-static int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 
 // An mbarrier, by its address.
 struct Mbarrier { int count = 0, pending = 0; long bytes = 0; unsigned phase = 0; };

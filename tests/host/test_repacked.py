@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import pytest
 import torch
 from checkpoints import WIDE, edit_config, edit_tensors, logits, quantize, save_compressed
 from tiny_gemma import CPU, make_target
-from torch import Tensor
 
 from kerngen.runtime.config import read_model_config
 from kerngen.runtime.executors.reference import Reference
@@ -26,6 +25,7 @@ from kerngen.runtime.weights.loader import load_model
 from kerngen.runtime.weights.repacked import leaves, seal
 from kerngen.runtime.weights.safetensors import SafetensorsFile
 from kerngen.runtime.weights.source import CheckpointSource
+from kerngen.runtime.weights.tensors import Wanted
 
 UP = "model.layers.0.mlp.up_proj.weight_packed"
 
@@ -49,14 +49,14 @@ def folder(tmp_path: Path) -> Path:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The checkpoint's tensors that were read."""
     names: list[str] = []
-    real = CheckpointSource._copy
+    real = CheckpointSource._copy_all
 
-    def copy(self: CheckpointSource, name: str, out: Tensor, *args: Any, **kwargs: Any) -> None:
+    def copy(self: CheckpointSource, wanted: Sequence[Wanted], **kwargs: Any) -> None:
         if not self.is_dry:
-            names.append(name)
-        real(self, name, out, *args, **kwargs)
+            names.extend(name for name, *_ in wanted)
+        real(self, wanted, **kwargs)
 
-    monkeypatch.setattr(CheckpointSource, "_copy", copy)
+    monkeypatch.setattr(CheckpointSource, "_copy_all", copy)
     return names
 
 

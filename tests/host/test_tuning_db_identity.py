@@ -80,17 +80,18 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "draft_inputs": (
         {"num_tokens": 1},
-        {"embed_size": 5376, "hidden": 5376, "vocab_size": 262144, "dtype": "bf16"},
+        {"embed_size": 5376, "hidden": 5376, "vocab_size": 262144, "dtype": "bf16", "table": "dense", "group_size": 0},
         {"threads": 128},
     ),
     "embed": (
         {"num_tokens": 1},
-        {"hidden": 5376, "vocab_size": 262144, "dtype": "bf16", "residual_dtype": "bf16"},
+        {"hidden": 5376, "vocab_size": 262144, "dtype": "bf16", "residual_dtype": "bf16", "table": "dense",
+         "group_size": 0},
         {"threads": 128, "vecs_per_thread": 1},
     ),
     "exchange_best": (
         {"num_tokens": 1},
-        {"ranks": 2, "width": 5376, "dtype": "bf16", "source": "rows"},
+        {"ranks": 2, "width": 5376, "dtype": "bf16", "source": "rows", "table": "dense", "group_size": 0},
         {"num_warps": 1, "loads": 24},
     ),
     "exchange_norm": (
@@ -136,7 +137,7 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "greedy_head": (
         {"num_tokens": 1},
-        {"vocab_size": 262144, "hidden": 5376, "dtype": "bf16", "bits": 8},
+        {"vocab_size": 262144, "hidden": 5376, "dtype": "bf16", "bits": 8, "table": "dense", "group_size": 0},
         {
             "block_tokens": 4,
             "column_parts": 1,

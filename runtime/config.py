@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime.config_fields import Fields, config_path, is_gguf, read_config, read_json, short
@@ -302,11 +302,6 @@ class ModelConfig:
         return owners[-1]
 
 
-def with_weights_kept(text: ModelConfig, kept: Keeping) -> ModelConfig:
-    """A drafter's layers with matrices kept so."""
-    return replace(text, quant=INT4_ON_LOAD) if text.quant is None and not kept.drafts_as_stored else text
-
-
 @dataclass(frozen=True, slots=True)
 class DraftPolicy:
     """What an engine must know of a drafter, whatever it is, before it drafts.
@@ -331,10 +326,27 @@ NO_DRAFTER = DraftPolicy(0)
 
 
 @dataclass(frozen=True, slots=True)
-class DrafterConfig:
-    """The MTP assistant: its own small text stack, all of whose layers read the target's cache."""
+class DrafterLayers:
+    """What the configurations of all drafters have. text: their own layers."""
 
     text: ModelConfig
+
+    @property
+    def weights(self) -> str:
+        """Of DRAFT_WEIGHTS, what its matrices are kept as."""
+        return "stored" if self.text.quant is None else "int4"
+
+    def keeping(self, kept: Keeping) -> Self:
+        """This drafter with its matrices kept so. A quantized one is int4 as it is stored."""
+        if self.text.quant is not None or kept.drafts_as_stored:
+            return self
+        return replace(self, text=replace(self.text, quant=INT4_ON_LOAD))
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterConfig(DrafterLayers):
+    """The MTP assistant: its own small text stack, all of whose layers read the target's cache."""
+
     backbone_hidden_size: int
     num_centroids: int  # 0: dense head
     centroid_top_k: int
@@ -342,15 +354,6 @@ class DrafterConfig:
     @property
     def policy(self) -> DraftPolicy:
         return DraftPolicy(MAX_MTP_DRAFTS)
-
-    @property
-    def weights(self) -> str:
-        """Of DRAFT_WEIGHTS, what its matrices are kept as."""
-        return "stored" if self.text.quant is None else "int4"
-
-    def keeping(self, kept: Keeping) -> DrafterConfig:
-        """This drafter with its matrices kept so. A quantized one is int4 as it is stored."""
-        return replace(self, text=with_weights_kept(self.text, kept))
 
     def divided(self, target: ModelConfig) -> DrafterConfig:
         """What the rank of `target` has of its drafter: see division.py. Raises UsageError."""

@@ -7,12 +7,12 @@ Source: z-lab's dflash, model.py (arXiv 2602.06036), and the config.json of its 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kerngen.errors import UsageError
-from kerngen.runtime.config import DraftPolicy, Keeping, LayerConfig, ModelConfig, RopeConfig, with_weights_kept
+from kerngen.runtime.config import DrafterLayers, DraftPolicy, LayerConfig, ModelConfig, RopeConfig
 from kerngen.runtime.config_fields import Fields, config_path, short
 from kerngen.runtime.quant import read_quant_config
 
@@ -28,7 +28,7 @@ def is_dflash(config: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class DflashConfig:
+class DflashConfig(DrafterLayers):
     """A block-diffusion drafter: a small decoder that drafts a whole block of masked tokens at once. It has no table
     and no head: those are the target's.
 
@@ -38,7 +38,6 @@ class DflashConfig:
     the block sees none behind itself; in the others it sees the whole block.
     """
 
-    text: ModelConfig
     taps: tuple[int, ...]
     block_size: int
     mask_id: int
@@ -52,15 +51,6 @@ class DflashConfig:
     def words(self) -> str:
         """What it is, for people."""
         return f"DFlash, {self.block_size - 1} tokens at once, by the target's layers {', '.join(map(str, self.taps))}"
-
-    @property
-    def weights(self) -> str:
-        """Of DRAFT_WEIGHTS, what its matrices are kept as."""
-        return "stored" if self.text.quant is None else "int4"
-
-    def keeping(self, kept: Keeping) -> DflashConfig:
-        """This drafter with its matrices kept so. A quantized one is int4 as it is stored."""
-        return replace(self, text=with_weights_kept(self.text, kept))
 
     def divided(self, target: ModelConfig) -> DflashConfig:
         """Itself, beside a whole `target`. Raises UsageError beside a part of one."""

@@ -38,7 +38,7 @@ from kerngen.runtime.engine.prefill_graphs import TIMED_RUNS, sizes_worth_paddin
 from kerngen.runtime.engine.request import Event, Generation, Handle, Load, Request
 from kerngen.runtime.engine.runner import EmbeddingFailed, Runner, StepOutput, Wait
 from kerngen.runtime.engine.scheduler import Chunk, Scheduler
-from kerngen.runtime.engine.sizing import PREFILL_CHUNK, CacheShape, step_of
+from kerngen.runtime.engine.sizing import PREFILL_CHUNK, CacheShape, most_drafts, step_of
 from kerngen.runtime.engine.warmup import warm_up, warm_up_captured
 from kerngen.runtime.executors import Say
 from kerngen.runtime.executors.trace import Trace
@@ -52,11 +52,6 @@ if TYPE_CHECKING:
     from kerngen.runtime.engine.ranks import Ranks
 
 log = logging.getLogger(__name__)
-
-
-def most_drafts(ops: Ops, policy: DraftPolicy) -> int:
-    """That a step of `ops` verifies of such a drafter's."""
-    return min(ops.max_decode_len - 1, policy.max_drafts)
 
 
 def require_draft_tokens(count: int | None, ops: Ops, policy: DraftPolicy) -> None:

@@ -38,6 +38,7 @@ from kerngen.runtime.engine.plan import (
     StepPlan,
 )
 from kerngen.runtime.engine.prefill_graphs import SEQUENCES, STRIDE, MediaOfChunks, PrefillGraphs
+from kerngen.runtime.engine.sizing import most_drafts
 from kerngen.runtime.executors.layer_dedup import OneOfEachKind
 from kerngen.runtime.logprobs import logprob_words
 from kerngen.runtime.media.values import Media
@@ -199,7 +200,7 @@ class Runner:
         return Limits(
             max_batch=len(self.hidden),
             max_len=self.max_kv_len,
-            max_drafts=0 if self.drafter is None else min(model.ops.max_decode_len - 1, self.drafter.policy.max_drafts),
+            max_drafts=0 if self.drafter is None else most_drafts(model.ops, self.drafter.policy),
             vocab_size=model.config.vocab_size,
             page_size=cache.page_size,
             num_pages=tuple(cache.num_pages[kind] for kind in KINDS),

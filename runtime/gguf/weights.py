@@ -28,7 +28,7 @@ from kerngen.runtime.weights.mapped import DTYPES, Box, Decode, Entry, Made, Map
 from kerngen.runtime.weights.packed import codes_layout
 from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.world import Span
-from kerngen.templates.common.w4.pack import pack_nibbles
+from kerngen.templates.common.w4.pack import pack_nibbles, rounded_scales
 
 MAX_EXPERTS = 4096
 _PIECES = 8  # of PIECE_BYTES: what is decoded at a time stays in a core's cache
@@ -85,20 +85,17 @@ class GgufTensors(MappedFile):
         for row, raw in self._blocks(entry, box, rows):
             yield row, raw, partial(self._made, entry, _within(entry, box))
 
-    def stored_together(self, wanted: Sequence[tuple[str, Box]]) -> Iterator[tuple[int, Tensor, Made]]:
-        """Codes, scales and minima of the same blocks come of one piece."""
-        entries = [self.entries[name] for name, _ in wanted]
-        stored = [entry for entry in entries if isinstance(entry, Stored)]
-        if len(stored) < len(entries) or len({(entry.start, entry.info.start) for entry in stored}) > 1:
-            yield from super().stored_together(wanted)
-            return
+    def parts_of_blocks(self, wanted: Sequence[tuple[str, Box]]) -> Iterator[tuple[int, Tensor, Made]] | None:
+        """As Checkpoint.stored_together, where all are codes, scales and minima of the same blocks; else None."""
+        stored = [entry for name, _ in wanted if isinstance(entry := self.entries.get(name), Stored)]
+        if len(stored) < len(wanted) or len({(entry.start, entry.info.start) for entry in stored}) > 1:
+            return None
         made = [
             (index, partial(self._made, entry, _within(entry, box)))
             for index, (entry, (_, box)) in enumerate(zip(stored, wanted, strict=True))
         ]
         largest = max(range(len(stored)), key=lambda index: stored[index].num_bytes)
-        for row, raw in self._blocks(stored[largest], wanted[largest][1]):
-            yield row, raw, made
+        return ((row, raw, made) for row, raw in self._blocks(stored[largest], wanted[largest][1]))
 
     def _blocks(self, entry: Stored, box: Box, rows: int = 1) -> Iterator[tuple[int, Tensor]]:
         """(first row, blocks [rows, ..., blocks, bytes]), all that the box has a part of."""
@@ -123,7 +120,7 @@ class GgufTensors(MappedFile):
             found = getattr(take_apart(kind, raw), part)
         found, which = found[..., within], entry.scales_in == torch.float16
         self.num_scales[which] += found.numel()
-        self._inexact[which].append((found.to(entry.scales_in).float() != found.float()).sum())
+        self._inexact[which].append(rounded_scales(found, entry.scales_in)[1])
         return found
 
     @property
@@ -157,6 +154,11 @@ class GgufCheckpoint(Checkpoint):
     @property
     def config_digest(self) -> str:
         return self._model.digest
+
+    def stored_together(self, wanted: Sequence[tuple[str, Box]]) -> Iterator[tuple[int, Tensor, Made]]:
+        file = self._files[wanted[0][0]]
+        found = file.parts_of_blocks(wanted) if isinstance(file, GgufTensors) else None
+        return super().stored_together(wanted) if found is None else found
 
     def num_bytes(self, name: str) -> int:
         """In the file: codes have all of their blocks', scales and minima none."""

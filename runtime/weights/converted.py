@@ -27,7 +27,7 @@ from kerngen.runtime.weights.packed import codes_layout
 from kerngen.runtime.weights.quantized import FLOATS, INTS, require_neighbours
 from kerngen.runtime.weights.safetensors import Checkpoint
 from kerngen.runtime.world import Span
-from kerngen.templates.common.w4.pack import pack_nibbles
+from kerngen.templates.common.w4.pack import pack_nibbles, rounded_scales
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word the elements are
 _CODES, _SCALES, _MINIMA = "weight_packed", "weight_scale", "weight_minimum"
@@ -131,7 +131,7 @@ class _Tensors(MappedFile):
         scales, zeros = self._groups(module, rows)
         found = scales if part == _SCALES else (128.0 * (bits == 8) - zeros) * scales
         self.num_floats += found.numel()
-        self.num_inexact += int((found.half().float() != found).sum())
+        self.num_inexact += int(rounded_scales(found, torch.float16)[1])
         return found.repeat_interleave(module.group_size // self._scheme.packing.group_size, 1)[:, width]
 
     def _codes(self, module: Module, rows: slice, columns: slice) -> Tensor:

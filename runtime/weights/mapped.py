@@ -91,14 +91,6 @@ class MappedFile:
         for row, piece in self.pieces(name, box=box):
             yield row, piece, None
 
-    def stored_together(self, wanted: Sequence[tuple[str, Box]]) -> Iterator[tuple[int, Tensor, Made]]:
-        """stored_pieces of several tensors, and which of them a piece is made into: more than one where they lie in the
-        same bytes, which are then read once.
-        """
-        for index, (name, box) in enumerate(wanted):
-            for row, piece, decode in self.stored_pieces(name, box):
-                yield row, piece, ((index, decode),)
-
     def _steps(
         self, entry: Entry, stored_bytes: int, made_bytes: int, rows: int, box: Box
     ) -> Iterator[tuple[int, int, int]]:

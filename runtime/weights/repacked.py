@@ -22,15 +22,7 @@ from torch import Tensor
 import kerngen
 from kerngen.errors import CheckpointError
 from kerngen.runtime.config import ModelConfig
-from kerngen.runtime.ops import (
-    Experts,
-    Linear,
-    Ops,
-    WeightView,
-    dense_weights,
-    grouped_weights,
-    rows_of_table,
-)
+from kerngen.runtime.ops import Experts, Linear, Ops, WeightView, dense_weights, grouped_weights, rows_of_table
 from kerngen.runtime.weights.mapped import DTYPES, PIECE_BYTES
 from kerngen.runtime.weights.packed import codes_layout, scale_dtype
 from kerngen.runtime.weights.safetensors import Checkpoint, SafetensorsFile
@@ -80,9 +72,8 @@ class Planned:
 
     def head(self, embed: Linear, rows: Span) -> Linear:
         tied = rows_of_table(embed, rows)
-        if (own := self.dry.own_head(tied, rows)) is None:
-            return tied
-        return self.ops.prepare(own if rows.is_whole else replace(own, rows=rows))
+        own = self.dry.own_head(tied, rows)
+        return tied if own is None else self.ops.prepare(own)
 
     def experts(self, name: str, norm: Tensor) -> tuple[Experts, Experts]:
         return self.ops.prepare_experts(*self.dry.experts(name, norm))

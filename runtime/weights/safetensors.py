@@ -230,13 +230,11 @@ class Checkpoint:
         return self._files[name].stored_pieces(name, box)
 
     def stored_together(self, wanted: Sequence[tuple[str, Box]]) -> Iterator[tuple[int, Tensor, Made]]:
-        """As MappedFile.stored_together; of several files each tensor by itself."""
-        files = {id(file): file for file in (self._files[name] for name, _ in wanted)}
-        if len(files) == 1:
-            yield from next(iter(files.values())).stored_together(wanted)
-            return
+        """stored_pieces of several tensors, and which of them a piece is made into: more than one where they lie in the
+        same bytes, which are then read once.
+        """
         for index, (name, box) in enumerate(wanted):
-            for row, piece, decode in self._files[name].stored_pieces(name, box):
+            for row, piece, decode in self.stored_pieces(name, box):
                 yield row, piece, ((index, decode),)
 
     @property

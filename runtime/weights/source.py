@@ -252,12 +252,15 @@ class CheckpointSource(TensorSource):
         with other values is used and warned of, as transformers does.
         """
         tied = rows_of_table(embed, rows)
-        if (own := self.own_head(tied, rows)) is None:
-            return tied
-        return own if rows.is_whole else replace(own, rows=rows)
+        own = self.own_head(tied, rows)
+        return tied if own is None else own
 
     def own_head(self, tied: Linear, rows: Span) -> Linear | None:
         """None where it is `tied`, those rows of the table."""
+        made = self._own_head(tied, rows)
+        return made if made is None or rows.is_whole else replace(made, rows=rows)
+
+    def _own_head(self, tied: Linear, rows: Span) -> Linear | None:
         config, checkpoint = self.config, self.checkpoint
         stored, hidden = [("lm_head", rows)], Span.of(config.hidden_size)
         if not config.tied or self._find("lm_head", (rows.whole, hidden.whole)):

@@ -17,15 +17,7 @@ from kerngen.runtime.config import DrafterConfig, ModelConfig
 from kerngen.runtime.dflash_config import DflashConfig
 from kerngen.runtime.media.config import MediaConfig
 from kerngen.runtime.media.towers.dispatch import Towers
-from kerngen.runtime.ops import (
-    Experts,
-    Linear,
-    Ops,
-    WeightView,
-    dense_weights,
-    grouped_weights,
-    rows_of_table,
-)
+from kerngen.runtime.ops import Experts, Linear, Ops, WeightView, dense_weights, grouped_weights, rows_of_table
 from kerngen.runtime.quant import joined_packing
 from kerngen.runtime.weights.dflash import DflashWeights
 from kerngen.runtime.weights.int4 import becomes_int4

@@ -87,9 +87,13 @@ def read(text: str) -> list[Line]:
 
 def code_of(cubin: Cubin) -> str:
     """The first digits of a digest over its instructions."""
+    return hashlib.sha256(b"\0".join(sorted(instructions_of(cubin)))).hexdigest()[:DIGITS]
+
+
+def instructions_of(cubin: Cubin) -> list[bytes]:
+    """Of each entry."""
     sections = ELFFile(BytesIO(cubin.image)).iter_sections()
-    texts = sorted(s.data() for s in sections if s.name.startswith(".text."))
-    return hashlib.sha256(b"\0".join(texts)).hexdigest()[:DIGITS]
+    return [s.data() for s in sections if s.name.startswith(".text.")]
 
 
 def compiled(compiler: CachedCompiler, asked: Iterable[Asked]) -> Iterator[tuple[str, str]]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from io import BytesIO
 
 import pytest
-from elftools.elf.elffile import ELFFile
+from machine_code import instructions_of
 
 from kerngen.arch import ARCHES, Target
 from kerngen.compiler.cache import CachedCompiler, CompileCache
@@ -34,11 +33,10 @@ CONFIGS = {
 
 def instructions(cubin: Cubin) -> Iterator[tuple[int, int, int]]:
     """(opcode, scoreboards waited for, scoreboard that its result sets or 7), in order."""
-    for section in ELFFile(BytesIO(cubin.image)).iter_sections():
-        if section.name.startswith(".text."):
-            for low, high in struct.iter_unpack("<QQ", section.data()):
-                control = high >> 41
-                yield low & 0xFFF, control >> 11 & 63, control >> 5 & 7
+    for code in instructions_of(cubin):
+        for low, high in struct.iter_unpack("<QQ", code):
+            control = high >> 41
+            yield low & 0xFFF, control >> 11 & 63, control >> 5 & 7
 
 
 def unordered(cubin: Cubin) -> tuple[int, int]:

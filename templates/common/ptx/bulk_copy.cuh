@@ -26,6 +26,10 @@ DEVICE void barrier_wait(uint64_t* barrier, uint32_t parity) {
     } while (!done);
 }
 
+// Proxy fence: this thread's earlier reads and writes of shared memory, copies included, come before what bulk copies and
+// wgmma do there after it.
+DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // Cache policy for bytes that are read once: L2 evicts them first.
 DEVICE uint64_t evict_first() {
     uint64_t policy;

@@ -123,10 +123,12 @@ def pack(weight_packed: Tensor, weight_scale: Tensor) -> tuple[Tensor, Tensor]:
     return packed, pairs.permute(0, 3, 1, 4, 2).reshape(n // STRIP, -1, of_group).contiguous()
 
 
-def rounded_scales(scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
-    """Scales or minima that a file has in more digits, in `dtype`; and how many of them are not the same there."""
+def rounded_scales(scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Scales or minima that a file has in more digits, in `dtype`; and how many of them are not the same there, as a
+    tensor beside them: nobody waits for it.
+    """
     made = scales.to(dtype)
-    return made, int((made.double() != scales.double()).sum())
+    return made, (made.double() != scales.double()).sum()
 
 
 def format_of(w_packed: Tensor, scales: Tensor) -> str:
@@ -227,13 +229,11 @@ def rows_of(w_packed: Tensor, scales: Tensor, ids: Tensor) -> Tensor:
 
 def table_format(w_packed: Tensor, scales: Tensor) -> tuple[int, int, str, int]:
     """Of a W in kernel order: its rows and columns, its format by name (tiling.py), and its group_size."""
-    strips, tiles, lanes = w_packed.shape[:3]
-    groups, of_group = scales.shape[1:]  # 64 in place of 32 of int8, and of scales with minima
-    is_format = lanes in (32, 64) and of_group in (32, 64) and groups > 0 and tiles * STRIP % groups == 0
-    if not is_format or len(scales) != strips:
-        shown = f"{tuple(w_packed.shape)} and {tuple(scales.shape)}"
-        raise ProblemError(f"codes and scales of {shown} are no packed matrix")
-    weights = ("int4" if lanes == 32 else "int8") + ("" if of_group == 32 else "_min")
+    (strips, tiles), groups = w_packed.shape[:2], scales.shape[1]
+    weights = format_of(w_packed, scales)
+    shown = f"{tuple(w_packed.shape)} and {tuple(scales.shape)}"
+    fits = groups > 0 and tiles * STRIP % groups == 0 and len(scales) == strips
+    require(fits, f"codes and scales of {shown} are no packed matrix")
     return strips * STRIP, tiles * STRIP, weights, tiles * STRIP // groups
 
 

@@ -13,7 +13,6 @@
 // blocks share go through the LL mailbox to the block that adds them up: all blocks are resident.
 #pragma once
 #include "common/ptx/bulk_copy.cuh"
-#include "common/w4/wgmma_rs.cuh"  // for its proxy fence
 #include "common/w4/x_registers.cuh"
 #include "common/w4/stream_k_units.cuh"
 

@@ -5,7 +5,7 @@
 // chunks are XOR-ed with the row index modulo 8; it is aligned to 1024 bytes.
 // PTX ISA 8.8, "wgmma.mma_async", "Matrix descriptor", and "Register fragments for wgmma.mma_async.m64nNk16".
 #pragma once
-#include "common/ptx/copy.cuh"
+#include "common/ptx/bulk_copy.cuh"  // for its proxy fence
 
 // The B operand: columns 16 j .. 16 j + 15 of the 64 begin 32 j bytes into `tile`.
 DEVICE uint64_t wgmma_b(const void* tile, int j) {
@@ -19,9 +19,6 @@ DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" :::
 template <int PENDING> DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-
-// Proxy fence: this thread's writes to shared memory, copies included, become visible to wgmma.
-DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Half of eight accumulators: the C fragment of one 16-row half of a strip of 32.
 #define W4_D(i) "+f"(d[i][4 * HALF]), "+f"(d[i][4 * HALF + 1]), "+f"(d[i][4 * HALF + 2]), "+f"(d[i][4 * HALF + 3])

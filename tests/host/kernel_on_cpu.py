@@ -1,4 +1,4 @@
-"""A kernel's rendered text as a C++ library: each CUDA thread is a thread of the host, and PTX is what it means there.
+"""A kernel's rendered text as a C++ library: each CUDA thread has a stack of its own, and PTX is what it means there.
 
 For kernels whose blocks or ranks wait for each other: what they do to memory, step by step and in any order, is seen
 without a GPU. It knows the instructions of exchange_norm, exchange_best, w4a16_norm's norm, kv_write, qkv_norm_rope,
@@ -43,13 +43,15 @@ _BODIES = {
     "pack": "return uint32_t(from_float(lo)) | uint32_t(from_float(hi)) << 16;",
     "ll_load": "return *(const volatile uint32_t*)p;",
     "peer_load": "return *(const volatile uint32_t*)p;",
-    "peer_store4": "volatile uint32_t* q = (volatile uint32_t*)p; q[3] = words.w; q[1] = words.y; sched_yield();"
+    "peer_store4": "volatile uint32_t* q = (volatile uint32_t*)p; q[3] = words.w; q[1] = words.y; pass_on();"
     " q[0] = words.x; q[2] = words.z;",
     "peer_load4_if": "if (!wanted) return; pause_once(); const volatile uint32_t* q = (const volatile uint32_t*)p;"
-    " v = {q[0], q[1], q[2], q[3]}; if (!ll_all_valid(v)) sched_yield();",
+    " v = {q[0], q[1], q[2], q[3]}; if (!ll_all_valid(v)) pass_on();",
     "ll_load4_if": "if (!wanted) return; pause_once(); const volatile uint32_t* q = (const volatile uint32_t*)p;"
-    " v = {q[0], q[1], q[2], q[3]}; if (!v.x || !v.y || !v.z || !v.w) sched_yield();",
+    " v = {q[0], q[1], q[2], q[3]}; if (!v.x || !v.y || !v.z || !v.w) pass_on();",
     "load_l2": "return *p;",
+    "exp2_fast": "return exp2f(x);",
+    "reciprocal": "return 1.0f / x;",
     "load16": "return *(const uint4*)p;",
     "load16_constant": "return *(const uint4*)p;",
     "load_or_zero": "return valid ? *(const uint4*)p : uint4{};",
@@ -143,7 +145,7 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned from) {
 }
 inline unsigned __cvta_generic_to_shared(const void*) { return 0; }
 #ifdef FIBERS
-static void pass_on();  // to the block's other threads
+static void pass_on();  // to the other threads
 struct Barrier {
     const int count; int here = 0; unsigned times = 0;
     explicit Barrier(int count) : count(count) {}
@@ -154,6 +156,7 @@ struct Barrier {
     }
 };
 #else
+static void pass_on() { sched_yield(); }
 typedef std::barrier<> Barrier;
 #endif
 struct Eight : Barrier { Eight() : Barrier(8) {} };
@@ -240,47 +243,59 @@ static unsigned __ballot_sync(unsigned, bool mine) {
     return found;
 }
 #ifdef FIBERS
-// Each CUDA thread has a stack of its own on one thread of the host, and goes on where another waits: blocks run one
-// after the other. Many times faster where threads of a block wait for each other often.
-static jmp_buf scheduler, fibers[1024];
-static ucontext_t first_steps[1024];
-static bool has_begun[1024], has_ended[1024];
-static int fiber;
+// Each CUDA thread has a stack of its own on one thread of the host, and goes on where another waits: many times faster
+// where threads wait for each other often. Blocks run one after the other where set_grid() says nothing else.
 constexpr size_t STACK = 1 << 18;
-static char* const stacks = (char*)malloc(1024 * STACK);
+struct Fiber {
+    jmp_buf here; ucontext_t first; Block* block; Index thread, in_grid;
+    std::unique_ptr<char[]> stack{new char[STACK]};
+    bool has_begun = false, has_ended = false;
+};
+static jmp_buf scheduler;
+static std::vector<Fiber> fibers;
+static Fiber* fiber;
 static std::function<void()> run_fiber;
 static void pass_on() {
-    if (!_setjmp(fibers[fiber])) _longjmp(scheduler, 1);
+    if (!_setjmp(fiber->here)) _longjmp(scheduler, 1);
 }
 static void fiber_main() {
     run_fiber();
-    has_ended[fiber] = true;
+    fiber->has_ended = true;
     _longjmp(scheduler, 1);
 }
 static void step_fiber() {
+    threadIdx = fiber->thread, blockIdx = fiber->in_grid, block_here = fiber->block;
     if (_setjmp(scheduler)) return;
-    if (has_begun[fiber]) _longjmp(fibers[fiber], 1);
-    has_begun[fiber] = true;
-    setcontext(&first_steps[fiber]);
+    if (fiber->has_begun) _longjmp(fiber->here, 1);
+    fiber->has_begun = true;
+    setcontext(&fiber->first);
 }
 template <typename Run> static void grid_of(int blocks, int threads, int, Run run) {
     const unsigned gx = grid_x ? grid_x : blocks, gy = grid_y ? grid_y : 1;
+    const int together = int(std::min<unsigned>(blocks, at_once == ~0u ? 1 : at_once));
+    gridDim = {gx, gy, blocks / gx / gy};
     run_fiber = run;
-    for (int b = 0; b < blocks; b++) {
-        Block block(threads);
-        block_here = &block, blockIdx = {b % gx, b / gx % gy, b / gx / gy}, gridDim = {gx, gy, blocks / gx / gy};
-        for (int t = 0; t < threads; t++) {
-            getcontext(&first_steps[t]);
-            first_steps[t].uc_stack.ss_sp = stacks + t * STACK, first_steps[t].uc_stack.ss_size = STACK;
-            makecontext(&first_steps[t], fiber_main, 0);
-            has_begun[t] = has_ended[t] = false;
+    if (fibers.size() < size_t(together) * threads) fibers = std::vector<Fiber>(together * threads);
+    for (int first = 0; first < blocks; first += together) {
+        std::vector<std::unique_ptr<Block>> all;
+        const int count = std::min(together, blocks - first) * threads;
+        for (int i = 0; i < count; i++) {
+            const int b = first + i / threads;
+            if (i % threads == 0) all.push_back(std::make_unique<Block>(threads));
+            Fiber& f = fibers[i];
+            f.block = all.back().get(), f.thread = {unsigned(i % threads)};
+            f.in_grid = {b % gx, b / gx % gy, b / gx / gy};
+            getcontext(&f.first);
+            f.first.uc_stack.ss_sp = f.stack.get(), f.first.uc_stack.ss_size = STACK;
+            makecontext(&f.first, fiber_main, 0);
+            f.has_begun = f.has_ended = false;
         }
-        for (int left = threads; left;)
-            for (int t = 0; t < threads; t++) {
-                if (has_ended[t]) continue;
-                fiber = t, threadIdx = {unsigned(t)};
+        for (int left = count; left;)
+            for (int i = 0; i < count; i++) {
+                fiber = &fibers[i];
+                if (fiber->has_ended) continue;
                 step_fiber();
-                left -= has_ended[t];
+                left -= fiber->has_ended;
             }
     }
 }
@@ -347,7 +362,8 @@ static void ldmatrix_on_cpu(unsigned (&r)[4], const void* row, bool turns) {
     }
     __syncwarp();
 }
-// m8n8k4 of a quad-pair: lanes 4 q .. 4 q + 3 and those 16 further.
+// m8n8k4 of a quad-pair: lanes 4 q .. 4 q + 3 and those 16 further. B_IS_ROWS: a lane has a row of B, else a column.
+template <bool B_IS_ROWS>
 static void mma_884_on_cpu(float (&c)[8], unsigned a0, unsigned a1, unsigned b0, unsigned b1) {
     typedef Half<false> H;
     Lanes& l = lanes_here();
@@ -358,9 +374,11 @@ static void mma_884_on_cpu(float (&c)[8], unsigned a0, unsigned a1, unsigned b0,
     for (int i = 0; i < 8; i++) {
         const int row = (lane & 1) + (i & 2) + 4 * high, column = (lane & 2) + (i & 1) + (i & 4);
         double sum = c[i];
-        for (int k = 0; k < 4; k++)
+        for (int k = 0; k < 4; k++) {
+            const int from = B_IS_ROWS ? of(k + column / 4 * 4) : of(column), at = B_IS_ROWS ? column % 4 : k;
             sum += double(H::to_float(uint16_t(l.a[of(row)][k / 2] >> k % 2 * 16))) *
-                   H::to_float(uint16_t(l.b[of(column)][k / 2] >> k % 2 * 16));
+                   H::to_float(uint16_t(l.b[from][at / 2] >> at % 2 * 16));
+        }
         c[i] = float(sum);
     }
     __syncwarp();
@@ -375,7 +393,8 @@ def with_tensor_cores(source: str) -> str:
     source = source[:end] + _TENSOR_CORES + source[end:]
     for name, call in (
         ("mma_16816", "mma_on_cpu<Half<BF16>>(c, a, b0, b1);"),
-        ("mma_884", "mma_884_on_cpu(c, a0, a1, b0, b1);"),
+        ("mma_884", "mma_884_on_cpu<false>(c, a0, a1, b0, b1);"),
+        ("mma_884_row", "mma_884_on_cpu<true>(c, a0, a1, b0, b1);"),
         ("ldmatrix4", "ldmatrix_on_cpu(r, row, false);"),
         ("ldmatrix4_trans", "ldmatrix_on_cpu(r, row, true);"),
     ):
@@ -407,13 +426,14 @@ def _launching(source: str, entry: str, name: str) -> str:
 
 def on_cpu(
     source: str, entry: str, folder: Path, others: Sequence[str] = (), bodies: Mapping[str, str] | None = None,
-    *, fibers: bool = False,
+    *, threads: bool = False,
 ) -> ctypes.CDLL:  # fmt: skip
     """Compiles `source` with `run(blocks, threads, pause_us, ...)`, which launches `entry` with the arguments behind
     them and returns when all its threads have ended. pause_us: that each thread waits before it first polls. others:
-    entries that `run_ENTRY` launches. bodies: what more functions with inline PTX do. fibers: blocks run one after the
-    other on one thread of the host, for kernels whose blocks do not wait for each other. A launch that comes to inline
-    PTX without a body raises NotImplementedError.
+    entries that `run_ENTRY` launches. bodies: what more functions with inline PTX do. threads: CUDA threads
+    are threads of the host, for blocks or ranks that wait for each other in any order; else all run on one thread of
+    the host, blocks one after the other, or as many together as set_grid() says, which is many times faster. A launch
+    that comes to inline PTX without a body raises NotImplementedError.
     """
     half = source.find("template <> struct Half<false> {")
     source = source[:half] + _HALF + source[matching(source, source.index("{", half), "{}") + 1 :]
@@ -444,7 +464,7 @@ def on_cpu(
     call = "\n".join(_launching(source, name, f"run_{name}" if i else "run") for i, name in enumerate((entry, *others)))
     (folder / "kernel.cpp").write_text(f"{_HOST}\n{source}\n{call}\n")
     assert COMPILER is not None
-    options = [*_OPTIONS, *(["-DFIBERS"] if fibers else [])]
+    options = [*_OPTIONS, *([] if threads else ["-DFIBERS"])]
     command = [COMPILER, *options, "-shared", "-include", f"{_headers(COMPILER, *options)}/host.hpp"]
     subprocess.run([*command, str(folder / "kernel.cpp"), "-o", str(folder / "kernel.so")], check=True)
     library = ctypes.CDLL(str(folder / "kernel.so"))
@@ -491,4 +511,5 @@ def run_kernel(
     """Launch a kernel of one entry on a case's inputs."""
     library = on_cpu(str(render(kernel, problem, config, target)), kernel.name, folder)
     (launch,), (args,) = kernel.launches(problem, config, target), kernel.body(config, target.arch).args.values()
+    args = [a for a in args if not a.only or getattr(problem, a.only)]
     library.run(launch.grid[0], launch.block[0], 0, *arguments_of(args, inputs))

@@ -46,7 +46,7 @@ class RanksOnCpu:
         assert changed[0] in source
         # a poll takes the host's threads a thousand times as long
         source = source.replace(*changed).replace(polls, "POLLS_A_LOOK = 16")
-        self.library = kernel_on_cpu.on_cpu(source, kernel.name, folder)
+        self.library = kernel_on_cpu.on_cpu(source, kernel.name, folder, threads=True)
         self.abort = torch.zeros(1, dtype=torch.int32)
         self._slots = 4 * problem.ranks * max_rows * width  # bytes, before the epochs
         size = exchange_bytes(problem.ranks, max_rows, width)

@@ -33,7 +33,6 @@ def is_small(kernel: Kernel, case: Case) -> bool:
 
 
 SMALL = [(kernel, case) for kernel in KERNELS for case in kernel.cases.CASES if is_small(kernel, case)][::2]
-BODIES = {"exp2_fast": "return exp2f(x);", "reciprocal": "return 1.0f / x;"}
 _CTYPES = {"ptr": ctypes.c_void_p, "i32": ctypes.c_int, "f32": ctypes.c_float}
 needs_compiler = pytest.mark.skipif(kernel_on_cpu.COMPILER is None, reason="neither g++ nor clang++ is on the PATH")
 
@@ -45,7 +44,7 @@ def run_on_cpu(kernel: Kernel, case: Case, inputs: dict[str, Any], folder: Path,
         points = [kernel.config_type(*values) for values in product(*kernel.spec.SPACE.values())]
         valid = [c for c in points if kernel.why_invalid(case.problem, c, TARGET) is None]
         config = valid[(7 * turn + case.seed) % len(valid)]
-    library = kernel_on_cpu.on_cpu(render(kernel, case.problem, config, TARGET), kernel.name, folder, bodies=BODIES)
+    library = kernel_on_cpu.on_cpu(render(kernel, case.problem, config, TARGET), kernel.name, folder)
     (launch,) = kernel.launches(case.problem, config, TARGET)
     (args,) = kernel.body(config, TARGET.arch).args.values()
     given = [inputs[a.name].data_ptr() if isinstance(inputs[a.name], Tensor) else inputs[a.name] for a in args]

@@ -52,17 +52,17 @@ static void mbar_change(const void* at, int arrivals, long bytes) {
 static void mbar_wait(const void* at, unsigned parity) {
     for (;;) {
         { std::lock_guard lock(guard); if (mbarriers.at(at).phase != parity) return; }
-        sched_yield();
+        pass_on();
     }
 }
 // Barriers of some of a block's threads.
-static std::map<std::pair<Block*, int>, std::unique_ptr<std::barrier<>>> named;
+static std::map<std::pair<Block*, int>, std::unique_ptr<Barrier>> named;
 static void named_sync(int id, int threads) {
-    std::barrier<>* mine;
+    Barrier* mine;
     {
         std::lock_guard lock(guard);
         auto& b = named[{block_here, id}];
-        if (!b) b = std::make_unique<std::barrier<>>(threads);
+        if (!b) b = std::make_unique<Barrier>(threads);
         mine = b.get();
     }
     mine->arrive_and_wait();
@@ -119,14 +119,13 @@ _BODIES = {
     "copy_bulk": "if ((uintptr_t(dst) | uintptr_t(src) | bytes) % 16) __builtin_trap(); memcpy(dst, src, bytes);"
     " mbar_change(barrier, 0, -long(bytes));",
     "ll_load4_where": f"if (!(mask & bits)) return; {_LOAD} v = {{q[0], q[1], q[2], q[3]}};"
-    " if (!ll_all_valid(v)) sched_yield();",
-    "ll_load2_where": f"if (!(mask & bits)) return; {_LOAD} v = {{q[0], q[1]}}; if (!v.x || !v.y) sched_yield();",
-    "ll_load2_if": f"if (!wanted) return; {_LOAD} v = {{q[0], q[1]}}; if (!v.x || !v.y) sched_yield();",
+    " if (!ll_all_valid(v)) pass_on();",
+    "ll_load2_where": f"if (!(mask & bits)) return; {_LOAD} v = {{q[0], q[1]}}; if (!v.x || !v.y) pass_on();",
+    "ll_load2_if": f"if (!wanted) return; {_LOAD} v = {{q[0], q[1]}}; if (!v.x || !v.y) pass_on();",
     "ll_store": "*(volatile uint32_t*)p = word;",
     "ll_store2": "volatile uint32_t* q = (volatile uint32_t*)p; q[1] = words.y; q[0] = words.x;",
     "ll_store4": "volatile uint32_t* q = (volatile uint32_t*)p; q[3] = words.w; q[1] = words.y; q[0] = words.x;"
     " q[2] = words.z;",
-    "exp2_fast": "return exp2f(x);",
     "smem_addr": "return uint32_t(uintptr_t(p));",
     "sync_team": "named_sync(5 + team, 64);",
     "transpose_8x8": "Lanes& l = lanes_here(); const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;"
@@ -242,12 +241,14 @@ def test_attention_is_the_references(letter: str, fields: dict[str, Any], blocks
     def at(tensor: torch.Tensor, offset: int = 0) -> ctypes.c_void_p:
         return ctypes.c_void_p(tensor.data_ptr() + offset)
 
+    library.set_grid(blocks, 1, blocks)
     library.run(
         blocks, 32 * (warps + 1), 0, at(memory, start), block_bytes, at(workspace), at(raw), raw.shape[1] // 2,
         addresses, at(table), at(inv_freq), ctypes.c_int64(int(given["positions"][0])), int(given["kv_lens"][0]),
         ctypes.c_int64(-1 if slots is None else int(slots[0])), int(is_full), int(letter.islower()),
         ctypes.c_float(given["eps"]),
     )  # fmt: skip
+    library.set_grid(1, 1, 1)
     library.run_dump(1, 32, 0, at(out), at(workspace), len(out) // 2)
     unit = 2.0**-8 if problem.dtype == "bf16" else 2.0**-11
     torch.testing.assert_close(out.float(), out_wanted, rtol=4 * unit, atol=8 * unit)

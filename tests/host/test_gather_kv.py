@@ -43,7 +43,7 @@ def test_the_kernel_gathers_what_the_reference_does(case: Case, tmp_path: Path) 
     inputs = KERNEL.cases.inputs(case, CPU)
     expected = KERNEL.reference.expected(case.problem, inputs)
     source = str(render(KERNEL, case.problem, config, SM90))
-    library = kernel_on_cpu.on_cpu(source, KERNEL.name, tmp_path, fibers=True)
+    library = kernel_on_cpu.on_cpu(source, KERNEL.name, tmp_path)
     (launch,), (args,) = KERNEL.launches(case.problem, config, SM90), KERNEL.body(config, SM90.arch).args.values()
     given = [ctypes.c_void_p(inputs[a.name].data_ptr()) if a.kind == "ptr" else inputs[a.name] for a in args]
     library.set_grid(launch.grid[0], launch.grid[1], 1)

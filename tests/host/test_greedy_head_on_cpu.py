@@ -78,8 +78,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     at = shared.index(") {", shared.index("DEVICE void mma_s8s8(")) + 2
     shared = shared[:at] + _MMA + shared[kernel_on_cpu.matching(shared, at, "{}") :]
     text = _ON_CPU + shared + "".join(own)
-    return kernel_on_cpu.on_cpu(text, entries[0], tmp_path_factory.mktemp("head"), entries, bodies=_BODIES,
-                                fibers=True)  # fmt: skip
+    return kernel_on_cpu.on_cpu(text, entries[0], tmp_path_factory.mktemp("head"), entries, bodies=_BODIES)
 
 
 def _inputs(problem: Problem) -> tuple[dict[str, Any], int]:

@@ -481,7 +481,7 @@ def test_key_means_rotates_back(case: Case, tmp_path: Path) -> None:
     target = Target.of(find_arch("sm90"))
     config = MEANS.default_config(case.problem, target)
     source = render(MEANS, case.problem, config, target)
-    library = kernel_on_cpu.on_cpu(source, "key_means", tmp_path, fibers=True)
+    library = kernel_on_cpu.on_cpu(source, "key_means", tmp_path)
     inputs = MEANS.cases.inputs(case, "cpu")
     expected = MEANS.reference.expected(case.problem, inputs)
     (launch,), (args,) = MEANS.launches(case.problem, config, target), MEANS.body(config, target.arch).args.values()
@@ -513,7 +513,7 @@ extern "C" __global__ void probe(uint4* out, const KvFormat::Element* pool, int 
 }
 """
     )
-    library = kernel_on_cpu.on_cpu(source, "probe", tmp_path, fibers=True)
+    library = kernel_on_cpu.on_cpu(source, "probe", tmp_path)
     kv = form.allocate((3, 2, 16, 512), of, CPU)
     randomize(kv)
     at = torch.arange(3).repeat_interleave(16), torch.arange(16).repeat(3)

@@ -52,7 +52,7 @@ class Ranks:
         config = KERNEL.config_type(**{**_fields(next(configs)), "vecs_per_thread": vecs})
         source = without_product(str(render(KERNEL, self.problem, config, TARGET)))
         source = source.replace("POLLS_A_LOOK = 1024", "POLLS_A_LOOK = 16")
-        self.library = kernel_on_cpu.on_cpu(source, "norm_of_posts", folder)
+        self.library = kernel_on_cpu.on_cpu(source, "norm_of_posts", folder, threads=True)
         self.threads = row_threads(N, vecs)
         self.abort = torch.zeros(1, dtype=torch.int32)
         self.memory = torch.zeros(ranks, exchange_bytes(ranks, MAX_ROWS, N), dtype=torch.uint8)

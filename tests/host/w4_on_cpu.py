@@ -49,7 +49,7 @@ def run(
                     r"\1* const \2 = reinterpret_cast<\1*>(dynamic_shared);", source)  # fmt: skip
     args = kernel.body(config, target.arch).args
     first, *others = args
-    library = kernel_on_cpu.on_cpu(_ON_CPU + source, first, folder, others, bodies=_BODIES, fibers=True)
+    library = kernel_on_cpu.on_cpu(_ON_CPU + source, first, folder, others, bodies=_BODIES)
     given = dict(inputs) | {"workspace": torch.zeros(kernel.workspace_bytes(problem, config, target) // 4 + 4)}
     for launch in kernel.launches(problem, config, target):
         launched = library.run if launch.entry == first else getattr(library, f"run_{launch.entry}")

@@ -9,6 +9,7 @@ whole. Partial sums of a shared tile go through the workspace, in fp32, and are 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any
 
 from kerngen.arch import Target
@@ -77,6 +78,7 @@ WEIGHTS = {
 }  # fmt: skip
 
 
+@cache
 def packing_of(weights: str, group_size: int) -> Packing:
     return replace(WEIGHTS[weights], group_size=group_size)
 

@@ -54,7 +54,7 @@ def _groups() -> list[Case]:
     """Every group size and the ends of q_len: one tile of rows, several, and several blocks of rows."""
     cases = []
     for head_dim in (128, 256, 512):
-        for group, q_len in ((1, 1), (1, 8), (2, 8), (4, 3), (8, 8), (16, 1), (16, 5)):
+        for group, q_len in ((1, 1), (1, 8), (2, 8), (2, 16), (4, 3), (8, 8), (8, 16), (16, 1), (16, 5)):
             shape: dict[str, Any] = {"num_q_heads": 2 * group, "num_kv_heads": 2, "head_dim": head_dim, "q_len": q_len}
             cases.append(_case(f"d{head_dim}-group{group}-q{q_len}", [130, 7, 1000], 40, dtype="fp16", **shape))
     return cases
@@ -78,7 +78,7 @@ def _raw() -> list[Case]:
                       110 + seed, q_len=4, window=40, **raw),
             ]  # fmt: skip
     for head_dim in (128, 256, 512):
-        for group, q_len in ((1, 8), (2, 2), (4, 3), (8, 6), (8, 8), (16, 1), (16, 5), (16, 7)):
+        for group, q_len in ((1, 8), (2, 2), (2, 16), (4, 3), (8, 6), (8, 8), (8, 12), (16, 1), (16, 5), (16, 7)):
             shape: dict[str, Any] = {"num_q_heads": 2 * group, "num_kv_heads": 2, "head_dim": head_dim, "q_len": q_len}
             shape |= {"num_rotated_pairs": head_dim // 2, "dtype": "fp16", "source": "qkv"}
             cases.append(_case(f"d{head_dim}-qkv-group{group}-q{q_len}", [130, 7, 1000, 65], 120, **shape))
@@ -95,6 +95,8 @@ def _raw() -> list[Case]:
                   source="qk", page_size=16, **shape)
             for window in (31, 32, 33)
         ),
+        _case("qkv-q16-window40", [16, 5, 33, 47, 48, 49, 0, 300], 138, q_len=16, window=40, source="qkv", page_size=32,
+              **shape),
         # Slots of -1: their rows stay, and are read as they are.
         _case("qkv-q4-skipped", [70, 4, 129, 2], 150, {"skipped": [0, 3, 5, 8, 9, 10, 11]}, q_len=4, source="qkv",
               **shape),
@@ -191,12 +193,29 @@ def _formats() -> list[Case]:
     return cases
 
 
+def _full_masks() -> list[Case]:
+    """Blocks whose tokens see each other, with a window and without."""
+    cases = []
+    for seed, (head_dim, dtype) in enumerate((d, t) for d in (128, 256, 512) for t in ("fp16", "bf16")):
+        eight: dict[str, Any] = {"head_dim": head_dim, "num_q_heads": 8, "num_kv_heads": 1, "dtype": dtype}
+        for window in (0, 40):
+            cases.append(_case(f"d{head_dim}-{dtype}-not-causal-window{window}", [16, 17, 55, 56, 57, 130, 1000],
+                               260 + seed, q_len=16, page_size=16, window=window, causal=False, **eight))  # fmt: skip
+    codes: dict[str, Any] = {"head_dim": 128, "num_q_heads": 8, "num_kv_heads": 1, "dtype": "fp16", "q_len": 16}
+    cases += [
+        _case(f"d128-fp16-{kv_format}-not-causal", [16, 33, 700], 270, kv_format=kv_format, causal=False, **codes)
+        for kv_format in ("int8", "int4")
+    ]
+    return cases
+
+
 CASES: tuple[Case, ...] = (
     *_edges(),
     *_groups(),
     *_raw(),
     *_pages(),
     *_formats(),
+    *_full_masks(),
     *(
         _case(f"into-{dtype}", [130, 0, 41], 64, {"into": True}, num_q_heads=4, num_kv_heads=2, dtype=dtype,
               page_heads=4)

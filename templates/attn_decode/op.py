@@ -99,13 +99,14 @@ def _call(
     kv.require_known()
     require(heads is None or batch.positions is not None, "positions is None: RoPE turns q and k by them")
     require(batch.cu_seqlens_q is None, "attn_decode has one q_len for all: attn_prefill takes ragged queries")
-    require(batch.mask.is_causal, "attn_decode has causal masks: attn_prefill takes queries that see keys behind them")
+    plain = batch.mask.ends is None and batch.mask.lists is None
+    require(plain, "attn_decode has causal and full masks: attn_prefill takes ends and lists of keys")
     sequences, max_pages = batch.block_table.shape
     page_size = kv.page_size
     problem = Problem(
         kv.head_dim, out.shape[1], kv.num_kv_heads, batch.q_len, page_size, batch.mask.window, DTYPE_NAME[q.dtype],
         logit_cap > 0, sequences, batch.keys_that_matter(page_size), source,
-        heads.num_rotated_pairs if heads else 0, kv.page_heads, kv.format.name,
+        heads.num_rotated_pairs if heads else 0, kv.page_heads, kv.format.name, batch.mask.kind == "causal",
     ) if sequences else None  # fmt: skip
     owns_kv = source in ("qk", "qkv")
     k_weight = heads and (heads.k_weight if owns_kv else heads.folded(kv.format))

@@ -43,7 +43,8 @@ def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
             for cache, keys in zip(caches, (True, False), strict=True)
         )
         cap = inputs["logit_cap"] if p.logit_cap else 0.0
-        out.append(attend(queries, k, v, kv_len, window=p.window, sm_scale=inputs["sm_scale"], logit_cap=cap))
+        out.append(attend(queries, k, v, kv_len, causal=p.causal, window=p.window, sm_scale=inputs["sm_scale"],
+                          logit_cap=cap))  # fmt: skip
     return {"out": torch.cat(out), **results}
 
 

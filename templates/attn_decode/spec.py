@@ -1,4 +1,4 @@
-"""attn_decode: split-KV attention for 1 to 8 new tokens a sequence over a paged KV cache, head norms and RoPE too.
+"""attn_decode: split-KV attention for 1 to 16 new tokens a sequence over a paged KV cache, head norms and RoPE too.
 
 A block has one kv head and one split of the sequence's visible key tiles. Its rows are the query heads of that kv head
 times the new tokens (GQA packing), so KV is read once a kv head. Method: Flash-Decoding (Dao et al., 2023) over the
@@ -35,7 +35,7 @@ from kerngen.templates.common.rows.spec import (
 from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, TensorMap, args
 
 SOURCES = {"q": 0, "raw_q": 0, "qkv": 2, "qk": 1}  # what `q` holds: heads of K and V in it, for each kv head
-MAX_Q_LEN = 8  # new tokens a sequence: more are a prefill's
+MAX_Q_LEN = 16  # new tokens a sequence: more are a prefill's
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Problem:
     head_dim: int = 128
     num_q_heads: int = 32
     num_kv_heads: int = 8
-    q_len: int = 1  # new tokens a sequence, causal among themselves
+    q_len: int = 1  # new tokens a sequence
     page_size: int = 64  # tokens
     window: int = 0
     dtype: str = "bf16"
@@ -68,6 +68,7 @@ class Problem:
     num_rotated_pairs: int = 0  # 0 with source q
     page_heads: int = 0  # that a page of each cache has in memory (values.py, page_strides); 0: num_kv_heads
     kv_format: str = "plain"  # of the caches (values.py, KVFormat)
+    causal: bool = True  # a query sees no key behind its own
 
     def __post_init__(self) -> None:
         require(self.head_dim in (128, 256, 512), f"head_dim={self.head_dim}: attn_decode serves 128, 256 and 512")
@@ -84,6 +85,8 @@ class Problem:
         pairs, most = self.num_rotated_pairs, 0 if self.source == "q" else self.head_dim // 2
         require(0 <= pairs <= most, f"num_rotated_pairs={pairs} is not in 0..{most} (source {self.source})")
         require_page_heads(self.page_heads, self.num_kv_heads)
+        ready = self.causal or self.source == "q"
+        require(ready, f"causal=False is for keys that are in the cache: source={self.source} makes them; use source=q")
         if self.source != "q":
             require_shared(self.kv_format, self.source != "qkv", self.num_rotated_pairs)
         require_kv_format(self.kv_format, self.head_dim, self.page_size, self.page_heads)

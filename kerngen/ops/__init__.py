@@ -65,6 +65,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     add_norm_functional = _run(_add_norm.add_norm_functional)
     add_post_norm = _run(_add_norm.add_post_norm)
     add_post_norm_functional = _run(_add_norm.add_post_norm_functional)
+    add_rmsnorm = _run(_add_norm.add_rmsnorm)
     argmax = _run(_softcap_argmax.argmax)
     attn_decode = _flat(_attn_decode.attn_decode)
     attn_decode_into = _flat(_attn_decode.attn_decode_into)
@@ -115,10 +116,12 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     ple_inputs = _run(_ple_inputs.ple_inputs)
     moe_router = _run(_moe_router.moe_router)
     q_norm_rope = _flat(_qkv_norm_rope.q_norm_rope)
+    qk_norm_rope = _flat(_qkv_norm_rope.qk_norm_rope)
     qkv_norm_rope = _flat(_qkv_norm_rope.qkv_norm_rope)
     qkv_norm_rope_2d = _run(_qkv_norm_rope_2d.qkv_norm_rope_2d)
     residual_norms = _run(_residual_norms.residual_norms)
     rmsnorm = _run(_rmsnorm.rmsnorm)
+    silu_gate = _run(_gelu_gate.silu_gate)
     softcap = _run(_softcap_argmax.softcap)
     tile_lists = _flat(_tile_lists.tile_lists)
     tile_scores = _flat(_tile_scores.tile_scores)
@@ -132,6 +135,7 @@ __all__ = [
     "add_norm_functional",
     "add_post_norm",
     "add_post_norm_functional",
+    "add_rmsnorm",
     "argmax",
     "attn_decode",
     "attn_decode_into",
@@ -185,10 +189,12 @@ __all__ = [
     "ple_block",
     "ple_inputs",
     "q_norm_rope",
+    "qk_norm_rope",
     "qkv_norm_rope",
     "qkv_norm_rope_2d",
     "residual_norms",
     "rmsnorm",
+    "silu_gate",
     "softcap",
     "tile_lists",
     "tile_scores",

@@ -80,11 +80,13 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
 
 
 def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]] | None:
-    """The op that asks for this case, and its arguments; None for a sum without a norm, and for bounds with a scalar,
-    which no op has.
+    """The op that asks for this case, and its arguments; None for a sum without a norm behind it, and for bounds with a
+    scalar, which no op has.
     """
     p: Problem = case.problem
-    if not p.has_post or (p.has_bounds and p.has_scalar):
+    if not p.has_post:
+        return asking(op.add_rmsnorm, case, inputs) if p.has_next else None
+    if p.has_bounds and p.has_scalar:
         return None
     if p.has_bounds:
         return asking(op.bounded_add_norm if p.has_next else op.bounded_add_post_norm, case, inputs)

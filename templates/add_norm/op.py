@@ -36,6 +36,13 @@ def add_post_norm(
     return Call("add_norm", *_asked(residual, residual, h, post_weight, layer_scalar, None, eps, None), None)
 
 
+@op(mutates=("residual",), takes={"residual": "R[T, H]", "h": "D[T, H]", "next_weight": "D[H]"})
+def add_rmsnorm(residual: Tensor, h: Tensor, next_weight: Tensor, eps: float) -> Call[Tensor]:
+    """residual <- residual + h, in place; returns norm(residual; next_weight). Shapes and dtypes as of add_norm."""
+    out = empty(h, *h.shape)
+    return Call("add_norm", *_asked(residual, residual, h, None, None, next_weight, eps, out), out)
+
+
 @op(takes=_POST_NEXT)
 def add_norm_functional(
     residual: Tensor, h: Tensor, post_weight: Tensor, layer_scalar: Tensor | None, next_weight: Tensor, eps: float
@@ -79,7 +86,7 @@ def _asked(
     residual_out: Tensor,
     residual: Tensor,
     h: Tensor,
-    post_weight: Tensor,
+    post_weight: Tensor | None,
     layer_scalar: Tensor | None,
     next_weight: Tensor | None,
     eps: float,
@@ -90,8 +97,9 @@ def _asked(
     problem = None
     if tokens:
         problem = Problem(
-            hidden, DTYPE_NAME[h.dtype], DTYPE_NAME[residual.dtype], has_scalar=layer_scalar is not None,
-            has_next=next_weight is not None, num_tokens=tokens, has_bounds=bounds is not None,
+            hidden, DTYPE_NAME[h.dtype], DTYPE_NAME[residual.dtype], has_post=post_weight is not None,
+            has_scalar=layer_scalar is not None, has_next=next_weight is not None, num_tokens=tokens,
+            has_bounds=bounds is not None,
         )  # fmt: skip
     arguments = {
         "residual_out": residual_out, "out": out, "residual": residual, "h": h, "post_weight": post_weight,

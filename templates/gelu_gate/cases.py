@@ -9,14 +9,14 @@ import torch
 
 from kerngen.templates.call import Op
 from kerngen.templates.common.rows.torch_rows import Draw, poisoned
-from kerngen.templates.gelu_gate.op import bounded_gelu_gate, gelu_gate, gelu_mul
+from kerngen.templates.gelu_gate.op import bounded_gelu_gate, gelu_gate, gelu_mul, silu_gate
 from kerngen.templates.gelu_gate.spec import Problem
 from kerngen.templates.kernel import Case
 
 
 def case_for(problem: Problem) -> Case:
     p = problem
-    words = "" if p.packed else "_strided", "_bounds" if p.has_bounds else ""
+    words = "" if p.packed else "_strided", "_bounds" if p.has_bounds else "", "_silu" if p.activation == "silu" else ""
     return Case(f"w{p.width}_{p.dtype}{''.join(words)}_t{p.num_tokens}", p, p.width + p.num_tokens)
 
 
@@ -32,6 +32,8 @@ CASES = (
     *_cases(21504, 1, 2, 33),
     *_cases(1000, 1, 130, has_bounds=True),
     *_cases(256, 3, packed=False, has_bounds=True),
+    *_cases(8, 3, activation="silu"),
+    *_cases(10752, 16, 15, activation="silu"),  # a block of a DFlash drafter
 )
 _ROWS_BETWEEN = 3  # a strided `up` is one slot of this many
 
@@ -66,5 +68,5 @@ def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str,
         found = bounded_gelu_gate, {"gate_up": inputs["gate"], "bounds": inputs["bounds"]}
         return found if case.problem.packed else None
     if case.problem.packed:
-        return gelu_gate, {"gate_up": inputs["gate"]}
+        return silu_gate if case.problem.activation == "silu" else gelu_gate, {"gate_up": inputs["gate"]}
     return gelu_mul, {"gate": inputs["gate"], "up": inputs["up"][:, : case.problem.width]}

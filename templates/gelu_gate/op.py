@@ -23,6 +23,14 @@ def gelu_gate(gate_up: Tensor) -> Call[Tensor]:
     return Call("gelu_gate", problem, arguments, out)
 
 
+@op(takes={"gate_up": "D[T, W]"})
+def silu_gate(gate_up: Tensor) -> Call[Tensor]:
+    """As gelu_gate, with silu(gate) = gate * sigmoid(gate) in place of GELU (SwiGLU, arXiv 2002.05202)."""
+    gelu = gelu_gate(gate_up)
+    problem = None if gelu.problem is None else replace(gelu.problem, activation="silu")
+    return Call("gelu_gate", problem, gelu.arguments, gelu.result)
+
+
 @op(takes={"gate_up": "D[T, W]", "bounds": "fp32[3, 2]"})
 def bounded_gelu_gate(gate_up: Tensor, bounds: Tensor) -> Call[Tensor]:
     """As gelu_gate, where gate, up and the result are clamped to the rows of `bounds` [3, 2], lowest and highest,

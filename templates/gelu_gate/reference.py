@@ -1,6 +1,7 @@
-"""gelu_tanh(gate) * up in torch, with the activation rounded to dtype before the product, as the model has it.
+"""activation(gate) * up in torch, with the activation rounded to dtype before the product, as the models have it.
 
-Source: Gemma4TextMLP.forward in transformers 5.22, modeling_gemma4.py; the activation is gelu_pytorch_tanh.
+Source: Gemma4TextMLP.forward in transformers 5.22, modeling_gemma4.py; the activation is gelu_pytorch_tanh. A
+DFlash drafter's is Qwen3MLP.forward, modeling_qwen3.py, with silu.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.nn.functional import silu
 
-from kerngen.templates.common.rows.torch_rows import UNIT, gelu_gated
+from kerngen.templates.common.rows.torch_rows import UNIT, gelu_gated, rounded
 from kerngen.templates.gelu_gate.spec import Problem
 from kerngen.templates.kernel import Tolerance
 
@@ -21,10 +23,15 @@ def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
         gate, up = inputs["gate"].split(p.width, dim=-1)
     else:
         gate, up = inputs["gate"], inputs["up"][:, : p.width]
+    gated = gelu_gated if p.activation == "gelu_tanh" else _silu_gated
     if not p.has_bounds:
-        return {"out": gelu_gated(gate, up, p.dtype)}
+        return {"out": gated(gate, up, p.dtype)}
     of_gate, of_up, of_out = inputs["bounds"].tolist()
-    return {"out": gelu_gated(gate.float().clamp(*of_gate), up.float().clamp(*of_up), p.dtype).clamp(*of_out)}
+    return {"out": gated(gate.float().clamp(*of_gate), up.float().clamp(*of_up), p.dtype).clamp(*of_out)}
+
+
+def _silu_gated(gate: Tensor, up: Tensor, dtype: str) -> Tensor:
+    return rounded(rounded(silu(gate.float()), dtype) * up.float(), dtype)
 
 
 def tolerance(problem: Problem) -> Tolerance:

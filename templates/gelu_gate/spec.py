@@ -1,4 +1,4 @@
-"""gelu_gate: out = gelu_tanh(gate) * up, the middle of a gated MLP."""
+"""gelu_gate: out = activation(gate) * up, the middle of a gated MLP."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from kerngen.arch import Target
 from kerngen.templates.common.rows.spec import (
     ELEMENT_BYTES,
     VEC,
+    require,
     require_dtypes,
     require_flat,
     require_tokens,
@@ -15,14 +16,16 @@ from kerngen.templates.common.rows.spec import (
 )
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, Traffic, args
 
+ACTIVATIONS = ("gelu_tanh", "silu")
+
 
 @dataclass(frozen=True, slots=True)
 class Problem(TokenProblem):
     """packed: gate [num_tokens, 2 * width] holds gate | up, and `up` is null. Else: gate [num_tokens, width], and
     row t of `up` starts at element t * up_stride (a multiple of 8), as per-layer embeddings need it.
 
-    out [num_tokens, width]; all dtype. has_bounds: gate, up and out are clamped to bounds [3, 2] fp32, the lowest and
-    the highest of each, which dtype holds exactly.
+    out [num_tokens, width]; all dtype. activation: "gelu_tanh" (GELU's tanh form) or "silu". has_bounds: gate, up and
+    out are clamped to bounds [3, 2] fp32, the lowest and the highest of each, which dtype holds exactly.
     """
 
     width: int = 21504
@@ -30,9 +33,12 @@ class Problem(TokenProblem):
     packed: bool = True
     num_tokens: int = 1
     has_bounds: bool = False
+    activation: str = "gelu_tanh"
 
     def __post_init__(self) -> None:
         require_dtypes(self.dtype)
+        known = ", ".join(ACTIVATIONS)
+        require(self.activation in ACTIVATIONS, f"activation={self.activation!r} is not one of: {known}")
         require_vectors(width=self.width)
         require_tokens(self.num_tokens)
         require_flat(self.num_tokens, self.width)

@@ -38,6 +38,36 @@ def qkv_norm_rope(qkv: Tensor, heads: HeadNorms, positions: Tensor, kv: KVView, 
     positions, slot_mapping [T] int64.
     Returns q [T, nq, d].
     """
+    return _call(qkv, heads, positions, kv, slot_mapping, v_norm=True)
+
+
+@op(
+    mutates=("k_cache", "v_cache"),
+    takes={
+        "qkv": "D[T, W]",
+        "q_weight": "D[HD]",
+        "k_weight": "D[HD]",
+        "inv_freq": "fp32[HD // 2]",
+        "positions": "int64[T]",
+        "k_cache": "D[P, NKV, S, HD]",
+        "v_cache": "D[P, NKV, S, HD]",
+        "slot_mapping": "int64[T]",
+    },
+    required=(
+        "qkv", "q_weight", "k_weight", "inv_freq", "positions", "k_cache", "v_cache", "slot_mapping", "num_q_heads",
+        "num_rotated_pairs", "eps",
+    ),
+)  # fmt: skip
+def qk_norm_rope(qkv: Tensor, heads: HeadNorms, positions: Tensor, kv: KVView, slot_mapping: Tensor) -> Call[Tensor]:
+    """As qkv_norm_rope of q | k | v, with v = v: not normed. num_q_heads 0 means k | v, and a result without elements.
+    Rows of qkv may lie apart, by whole heads: nothing is copied.
+    """
+    return _call(qkv, heads, positions, kv, slot_mapping, v_norm=False)
+
+
+def _call(
+    qkv: Tensor, heads: HeadNorms, positions: Tensor, kv: KVView, slot_mapping: Tensor, *, v_norm: bool
+) -> Call[Tensor]:
     kv.require_known()
     require(heads.owns_kv, "k_weight is None: such a layer has q alone, which q_norm_rope takes")
     (tokens, width), num_kv_heads, dim = qkv.shape, kv.num_kv_heads, kv.head_dim
@@ -48,7 +78,7 @@ def qkv_norm_rope(qkv: Tensor, heads: HeadNorms, positions: Tensor, kv: KVView, 
         problem = Problem(
             heads.num_q_heads, num_kv_heads, dim, heads.num_rotated_pairs, kv.page_size, DTYPE_NAME[qkv.dtype],
             k_eq_v=k_eq_v, num_tokens=tokens, page_heads=kv.page_heads,
-            kv_format=kv.format.name,
+            kv_format=kv.format.name, v_norm=v_norm, row_heads=_row_heads(qkv, dim),
         )  # fmt: skip
     arguments = {
         "q": q, "k_cache": kv.k_cache, "v_cache": kv.v_cache, "qkv": qkv, "q_weight": heads.q_weight,
@@ -56,6 +86,17 @@ def qkv_norm_rope(qkv: Tensor, heads: HeadNorms, positions: Tensor, kv: KVView, 
         "eps": heads.eps, "num_tokens": tokens,
     }  # fmt: skip
     return Call("qkv_norm_rope", problem, arguments, q)
+
+
+def _row_heads(x: Tensor, dim: int) -> int:
+    """From a row of x [T, W] to the next one, in heads; 0 where they follow each other. Raises ProblemError for rows
+    that are no whole heads apart.
+    """
+    tokens, width = x.shape
+    apart = x.stride(0) if tokens > 1 else width
+    whole = x.stride(1) == 1 and apart >= width and apart % dim == 0
+    require(whole, f"rows of {width} columns have strides {x.stride()}; they lie heads of {dim} apart, without gaps")
+    return 0 if apart == width else apart // dim
 
 
 @op(
@@ -70,8 +111,9 @@ def q_norm_rope(q_raw: Tensor, heads: HeadNorms, positions: Tensor) -> Call[Tens
     problem = None
     if tokens:
         problem = Problem(
-            q.shape[1], 0, dim, heads.num_rotated_pairs, dtype=DTYPE_NAME[q_raw.dtype], q_only=True, num_tokens=tokens
-        )
+            q.shape[1], 0, dim, heads.num_rotated_pairs, dtype=DTYPE_NAME[q_raw.dtype], q_only=True, num_tokens=tokens,
+            row_heads=_row_heads(q_raw, dim),
+        )  # fmt: skip
     arguments = {
         "q": q, "k_cache": None, "v_cache": None, "qkv": q_raw, "q_weight": heads.q_weight, "k_weight": None,
         "inv_freq": heads.inv_freq, "positions": positions, "slot_mapping": None, "eps": heads.eps,

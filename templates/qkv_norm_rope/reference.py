@@ -19,8 +19,8 @@ def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """q in fp32, and unless q_only k_cache and v_cache as `written_both` gives them."""
     p = problem
     shared = KV_FORMATS[p.kv_format].is_shared
-    q, k, v = new_heads(inputs["qkv"], p.num_q_heads, p.num_kv_heads, p.k_eq_v, p.num_rotated_pairs, p.dtype, inputs,
-                        shared=shared)  # fmt: skip
+    q, k, v = new_heads(inputs["qkv"][:, : p.num_heads * p.head_dim], p.num_q_heads, p.num_kv_heads, p.k_eq_v,
+                        p.num_rotated_pairs, p.dtype, inputs, shared=shared, v_norm=p.v_norm)  # fmt: skip
     if p.q_only:
         return {"q": q}
     made = written_both(inputs["k_cache"], inputs["v_cache"], inputs["slot_mapping"], k, v, p.kv_format)

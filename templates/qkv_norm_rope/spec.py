@@ -24,17 +24,18 @@ HEAD_DIMS = (64, 128, 256, 512)
 
 @dataclass(frozen=True, slots=True)
 class Problem(TokenProblem):
-    """qkv [num_tokens, num_heads * head_dim] as q | k | v; q | k with k_eq_v (v is the raw k); q alone with q_only.
+    """qkv [num_tokens, num_heads * head_dim] as q | k | v; q | k with k_eq_v (v is the raw k); q alone with q_only;
+    k | v where num_q_heads is 0. row_heads: from a token's row to the next one's; 0 for num_heads.
 
     q = rope(norm(q; q_weight)) goes to q [num_tokens, num_q_heads, head_dim]; k = rope(norm(k; k_weight)) and v =
-    norm(v) go to row slot_mapping[t] = page * page_size + row of the caches [num_pages, num_kv_heads, page_size,
-    head_dim], where a negative slot writes nothing; page_heads: that a page of each has in memory (values.py,
-    page_strides), 0 for num_kv_heads; kv_format: theirs (values.py, KVFormat). RoPE turns pairs (j, j + head_dim / 2)
-    for j < num_rotated_pairs
-    by positions[t] * inv_freq[j]; the other dims pass unchanged. All tensors dtype, inv_freq [head_dim / 2] fp32.
+    norm(v), or v as it is without v_norm, go to row slot_mapping[t] = page * page_size + row of the caches [num_pages,
+    num_kv_heads, page_size, head_dim], where a negative slot writes nothing; page_heads: that a page of each has in
+    memory (values.py, page_strides), 0 for num_kv_heads; kv_format: theirs (values.py, KVFormat). RoPE turns pairs
+    (j, j + head_dim / 2) for j < num_rotated_pairs by positions[t] * inv_freq[j]; the other dims pass unchanged. All
+    tensors dtype, inv_freq [head_dim / 2] fp32.
     """
 
-    TUNED_AS_DEFAULT: ClassVar[tuple[str, ...]] = ("page_heads",)
+    TUNED_AS_DEFAULT: ClassVar[tuple[str, ...]] = ("page_heads", "v_norm", "row_heads")
 
     num_q_heads: int = 32
     num_kv_heads: int = 16  # 0 with q_only
@@ -47,6 +48,8 @@ class Problem(TokenProblem):
     num_tokens: int = 1
     page_heads: int = 0
     kv_format: str = "plain"
+    v_norm: bool = True
+    row_heads: int = 0
 
     def __post_init__(self) -> None:
         require_dtypes(self.dtype)
@@ -56,7 +59,13 @@ class Problem(TokenProblem):
             0 <= self.num_rotated_pairs <= self.head_dim // 2,
             f"num_rotated_pairs={self.num_rotated_pairs} is not in 0..{self.head_dim // 2} (half of head_dim)",
         )
-        require(self.num_q_heads > 0, f"num_q_heads={self.num_q_heads} is not positive")
+        kv_only = self.num_q_heads == 0 and self.num_kv_heads > 0 and not self.k_eq_v
+        require(self.num_q_heads > 0 or kv_only, f"num_q_heads={self.num_q_heads} is not positive, nor 0 with k | v")
+        require(self.v_norm or not (self.q_only or self.k_eq_v), "v_norm=False is for q | k | v: v is a tensor's own")
+        require(
+            self.row_heads == 0 or self.row_heads >= self.num_heads,
+            f"row_heads={self.row_heads} are fewer than the {self.num_heads} of a token",
+        )
         require(self.page_size > 0, f"page_size={self.page_size} is not positive")
         if self.q_only:
             require(
@@ -90,7 +99,8 @@ ARGS = {
     "qkv_norm_rope": (
         Arg("q", "ptr"),
         *args("ptr", "k_cache", "v_cache", page_heads="page_heads"),
-        *args("ptr", "qkv", "q_weight", "k_weight", "inv_freq"),
+        Arg("qkv", "ptr", contiguous=False),
+        *args("ptr", "q_weight", "k_weight", "inv_freq"),
         *args("ptr", "positions", "slot_mapping", align=8),
         Arg("eps", "f32"),
         Arg("num_tokens", "i32"),

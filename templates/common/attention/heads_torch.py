@@ -20,16 +20,16 @@ from kerngen.templates.values import KV_FORMATS
 
 def new_heads(
     raw: Tensor, num_q_heads: int, num_kv_heads: int, k_eq_v: bool, num_rotated_pairs: int, dtype: str,
-    given: Mapping[str, Any], *, shared: bool = False,
+    given: Mapping[str, Any], *, shared: bool = False, v_norm: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """q, k and v of raw [num_tokens, heads * head_dim], q | k | v, q | k with k_eq_v, or q with num_kv_heads 0.
 
     given: q_weight, k_weight, inv_freq, positions and eps. shared: the dims of q that are not turned are multiplied by
-    k_weight, as the cache's keys are not. Returns [num_tokens, heads, head_dim] each, fp32 values of
-    `dtype`.
+    k_weight, as the cache's keys are not. v_norm: v is normed, without a weight. Returns [num_tokens, heads, head_dim]
+    each, fp32 values of `dtype`.
     """
     eps, positions, inv_freq = given["eps"], given["positions"], given["inv_freq"]
-    heads = raw.float().view(len(raw), -1, 2 * len(inv_freq))
+    heads = raw.float().unflatten(1, (-1, 2 * len(inv_freq)))
     q, k, v = heads.split((num_q_heads, num_kv_heads, heads.shape[1] - num_q_heads - num_kv_heads), dim=1)
 
     q_weight = given["q_weight"]
@@ -42,7 +42,7 @@ def new_heads(
     return (
         turned(q, q_weight),
         turned(k, given["k_weight"]),
-        rounded(rms_norm(k if k_eq_v else v, None, eps), dtype),
+        rounded(rms_norm(k if k_eq_v else v, None, eps), dtype) if v_norm else v,
     )
 
 

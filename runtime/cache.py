@@ -89,8 +89,9 @@ class KVCache:
 
     @staticmethod
     def whole(
-        config: ModelConfig, ops: Ops, *, batch: int, max_len: int, page_size: int = PAGE_SIZE, last: int | None = None
-    ) -> KVCache:
+        config: ModelConfig, ops: Ops, *, batch: int, max_len: int, page_size: int = PAGE_SIZE,
+        last: int | None = None, drafter_layers: Sequence[LayerConfig] = (),
+    ) -> KVCache:  # fmt: skip
         """A cache whose sequences own all the pages that max_len tokens need: nothing to allocate, nothing to free.
 
         last: tokens, the newest ones, that sliding layers keep, as an engine has them; None for all. The entries before
@@ -101,7 +102,7 @@ class KVCache:
         if last is not None:
             own["sliding"] = min(pages, -(-last // page_size) + 1)
         cache = KVCache(config, ops, num_pages={kind: batch * n + 1 for kind, n in own.items()}, batch=batch,
-                        max_len=max_len, page_size=page_size)  # fmt: skip
+                        max_len=max_len, page_size=page_size, drafter_layers=drafter_layers)  # fmt: skip
         sequences, entries = torch.arange(batch)[:, None], torch.arange(pages)
         for table, n in zip(cache.tables, (own[kind] for kind in KINDS), strict=True):
             table.copy_(1 + sequences * n + entries % n)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -222,6 +222,7 @@ class ModelConfig:
     kv_format: str = "plain"
     kv_is_shared: bool = False
     sparse: SparsePrefill | None = None  # None where prompts read all keys
+    activation: str = "gelu_tanh"  # of gated MLPs: that or "silu"
 
     def kv_format_of(self, layer: LayerConfig) -> str:
         """Of the cache that `layer` owns."""
@@ -313,13 +314,19 @@ class DraftPolicy:
     the target's and one more. Where pages are shared, preempted or let go, so is what these layers hold there.
     block: positions from the last known token on that it writes and reads in those layers as it drafts, however many
     drafts are asked for; 0 where it writes none. What it writes there is no token's: the next forward's `ingest` and
-    the next block write these rows again.
+    the next block write these rows again. lengths: numbers of drafts of which an engine chooses, in ascending order; ()
+    for all up to max_drafts.
     """
 
     max_drafts: int
     taps: tuple[int, ...] | None = None
     cache_layers: tuple[LayerConfig, ...] = ()
     block: int = 0
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def draft_lengths(self) -> Sequence[int]:
+        return self.lengths or range(1, self.max_drafts + 1)
 
 
 NO_DRAFTER = DraftPolicy(0)

@@ -17,22 +17,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kerngen.errors import UsageError
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.dflash_config import DflashConfig
 from kerngen.runtime.model import Gemma4, inverse_frequencies
-from kerngen.runtime.ops import DflashOps, Ops
+from kerngen.runtime.ops import fitting
 from kerngen.runtime.weights.dflash import DflashWeights
 from kerngen.templates.values import AttnBatch, HeadNorms, Mask
-
-
-def dflash_ops(ops: Ops) -> DflashOps:
-    """`ops`, where they have what such a drafter needs. Raises UsageError, with the way on."""
-    if not isinstance(ops, DflashOps):
-        raise UsageError("kerngen's kernels do not run DFlash drafters yet; the torch backend does",
-                         hint="--backend torch; or --no-draft, or the model's assistant: --draft FOLDER")  # fmt: skip
-    return ops
 
 
 class DflashDrafter:
@@ -45,7 +36,9 @@ class DflashDrafter:
         self.policy = config.policy
         self.weights = weights
         self.target = target
-        self.ops = dflash_ops(target.ops)
+        self.ops = target.ops
+        # The target's head once more, in fewer bits than the target's own screen: a draft is verified.
+        self.screen = self.ops.screen(target.weights.head, sorted(target.suppressed_ids), likely=True)
         text, device = config.text, target.ops.device
         dim = text.layers[0].head_dim
         inv_freq = inverse_frequencies(text.rope["full"], dim, device)
@@ -85,18 +78,16 @@ class DflashDrafter:
         ops.place = "drafter"
         positions, kv_lens, slots = ops.decode_inputs(lengths, cache.tables, size, cache.page_size)
         table, slots = cache.groups["full"].block_table, slots[0]
-        firsts = torch.arange(0, (len(ids) + 1) * size, size, dtype=torch.int32, device=ids.device)
         residual = self.target.embed(torch.cat((ids[:, None], self._masked.expand(len(ids), -1)), dim=1).flatten())
         layers = self.weights.layers
         row = ops.rmsnorm(residual, layers[0].input_norm, eps)
         norms = [*(w.input_norm for w in layers[1:]), self.weights.norm]
         each = zip(layers, self.config.text.layers, self.heads, self._masks, norms, strict=True)
         for w, layer, heads, mask, next_norm in each:
-            seen = AttnBatch(table, kv_lens, mask, max_kv_len + size, cu_seqlens_q=firsts, max_seqlen_q=size,
-                             positions=positions, slot_mapping=slots)  # fmt: skip
+            seen = AttnBatch(table, kv_lens, mask, max_kv_len + size, size, positions=positions, slot_mapping=slots)
             pages = cache.pages(layer)
             q = ops.qk_norm_rope(ops.linear(row, w.qkv), heads, pages, seen)
-            attended = ops.attn_prefill(q, pages, seen).flatten(1)
+            attended = ops.attn_decode(q, pages, seen).flatten(1)
             row = ops.add_rmsnorm(residual, ops.linear(attended, w.out), w.post_attention_norm, eps)
             mlp = ops.linear(ops.silu_gated(row, w.gate_up), w.down)
             row = ops.add_rmsnorm(residual, mlp, next_norm, eps)
@@ -109,4 +100,11 @@ class DflashDrafter:
         whatever the count, as it was in training. hidden is not read: the context has it, if it is tapped.
         """
         states = self.block(ids, lengths, cache, max_kv_len)[:, 1 : count + 1]
-        return self.target.greedy(states.flatten(0, 1)).view(len(ids), count)
+        return self.greedy(states.flatten(0, 1)).view(len(ids), count)
+
+    def greedy(self, states: Tensor) -> Tensor:
+        """The drafted token [n] int64 of each of `block`'s states [n, H]."""
+        if (screen := fitting(self.screen, states)) is None:
+            return self.target.greedy(states)
+        self.ops.place = "drafter"
+        return self.ops.greedy(states, self.target.weights.head, self.target.config.logit_cap, screen)

@@ -18,6 +18,9 @@ from kerngen.runtime.quant import read_quant_config
 
 ARCHITECTURE = "DFlashDraftModel"
 MOST_BLOCK = 16
+# Of a block, how many drafts a step may verify beside all of them. A block is drafted whole, so what a length costs is
+# its verification: between two of these it differs by less than acceptance is known.
+VERIFIED_LENGTHS = (3, 5, 7, 11)
 _LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
@@ -45,7 +48,9 @@ class DflashConfig(DrafterLayers):
 
     @property
     def policy(self) -> DraftPolicy:
-        return DraftPolicy(self.block_size - 1, self.taps, self.text.layers, self.block_size)
+        most = self.block_size - 1
+        lengths = (*(n for n in VERIFIED_LENGTHS if n < most), most)
+        return DraftPolicy(most, self.taps, self.text.layers, self.block_size, lengths)
 
     @property
     def words(self) -> str:
@@ -99,6 +104,7 @@ def read_dflash_config(folder: Path, values: dict[str, Any], target: ModelConfig
         bos_id=target.bos_id,
         eos_ids=(),
         quant=read_quant_config(top),
+        activation="silu",
     )
     return DflashConfig(text, _taps(own, len(target.layers)), block, mask, own.flag("is_causal", True))
 

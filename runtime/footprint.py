@@ -60,7 +60,9 @@ def footprint(
     with torch.inference_mode():
         target = synthetic_model(config, ops)
         assistant = None if drafter is None else synthetic_drafter(drafter, ops)
-        head = assistant.head if isinstance(assistant, DrafterWeights) and assistant.centroids is None else None
+        head = target.head if assistant is not None else None  # a DFlash drafter's, too
+        if isinstance(assistant, DrafterWeights):
+            head = assistant.head if assistant.centroids is None else None
         return Footprint(
             weight_bytes=_bytes(target),
             drafter_bytes=_bytes(assistant),

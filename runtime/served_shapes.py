@@ -10,7 +10,9 @@ import torch
 from kerngen.errors import ProblemError, UsageError
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
-from kerngen.runtime.config import DrafterConfig, ModelConfig
+from kerngen.runtime.config import NO_DRAFTER, DrafterConfig, ModelConfig
+from kerngen.runtime.dflash_config import DflashConfig
+from kerngen.runtime.drafters import drafter_for, forward
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.executors.layer_dedup import DedupedLayers
 from kerngen.runtime.executors.record import Record
@@ -25,8 +27,9 @@ WAY_ON = "the torch backend serves any: --backend torch"
 
 
 def require_served(
-    folder: Path, config: ModelConfig, ops: Ops, draft: Path | None = None, drafter: DrafterConfig | None = None
-) -> None:
+    folder: Path, config: ModelConfig, ops: Ops, draft: Path | None = None,
+    drafter: DrafterConfig | DflashConfig | None = None,
+) -> None:  # fmt: skip
     """Raises UsageError, with the way on, where a forward of the model in `folder`, or a draft of the one in `draft`,
     would ask a kernel for a shape that it does not serve; CheckpointError as loading does.
 
@@ -47,14 +50,19 @@ def require_served(
             model = Gemma4(config, planned_model(folder, config, shapes), shapes)
             model.stack = DedupedLayers(model.stack, record)
             start = 0 if config.sparse is None else config.sparse.most_whole  # behind which queries choose keys
-            cache = KVCache.whole(config, shapes, batch=1, max_len=start + 2)
-            ids = torch.zeros(1, dtype=torch.int64, device=shapes.device)
-            states = model.forward(Batch.decode(ids[None], ids, cache, 2, shapes), cache)
-            model.greedy(states)
-            model.forward(Batch.prefill(ids, start, cache, config.sparse), cache, outputs="last")
+            policy, small = NO_DRAFTER, None
             if draft is not None and drafter is not None:
-                small = MtpDrafter(drafter, planned_drafter(draft, drafter, shapes), model)
-                small.stack = DedupedLayers(small.stack, record)
-                small.greedy(small.step(ids, states, ids, cache, 2))
+                policy, small = drafter.policy, drafter_for(drafter, planned_drafter(draft, drafter, shapes), model)
+                if isinstance(small, MtpDrafter):
+                    small.stack = DedupedLayers(small.stack, record)
+            cache = KVCache.whole(config, shapes, batch=1, max_len=start + 2 + max(policy.block, policy.max_drafts),
+                                  drafter_layers=policy.cache_layers)  # fmt: skip
+            ids = torch.zeros(1, dtype=torch.int64, device=shapes.device)
+            states = forward(model, small, Batch.decode(ids[None], ids, cache, 2, shapes), cache)
+            model.greedy(states)
+            forward(model, small, Batch.prefill(ids, start, cache, config.sparse), cache, "last")
+            if small is not None:
+                drafts = small.propose(ids, states, ids, cache, policy.max_drafts, 2)
+                forward(model, small, Batch.decode(drafts, ids, cache, 2 + policy.max_drafts, shapes), cache)
     except ProblemError as e:
         raise UsageError(f"no kernel serves the model in {folder}: {e.message}", hint=WAY_ON) from e

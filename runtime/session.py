@@ -21,7 +21,6 @@ from kerngen.runtime.completion import Answer, Completion, CompletionStream
 from kerngen.runtime.config import (
     AS_STORED,
     NO_DRAFTER,
-    DrafterConfig,
     Keeping,
     ModelConfig,
     in_int4,
@@ -31,7 +30,7 @@ from kerngen.runtime.config import (
     read_suppressed_ids,
 )
 from kerngen.runtime.config_fields import config_path, is_gguf, require_folder
-from kerngen.runtime.drafters import AnyDrafter, drafter_for, require_drafts
+from kerngen.runtime.drafters import AnyDrafter, drafter_for
 from kerngen.runtime.engine import MEDIA_CACHE_BYTES, CacheShape, Engine, Request, TokenMask, require_draft_tokens
 from kerngen.runtime.engine.sizing import usual_step
 from kerngen.runtime.footprint import tower_bytes
@@ -573,8 +572,7 @@ def open_checkpoint(
     config = with_kv_scales(read_model_config(folder).keeping(kept), folder)
     drafter_config = read_drafter_config(draft, config).keeping(kept) if draft else None
     if drafter_config is not None:
-        require_drafts(drafter_config, ops)
-        require_draft_tokens(num_draft_tokens, ops, drafter_config.policy)
+        require_draft_tokens(num_draft_tokens, drafter_config.policy)
     config = config.divided(ops.collectives.world)
     drafter_config = drafter_config.divided(config) if drafter_config else None
     support = open_support(folder, media or MediaOptions())
@@ -586,9 +584,7 @@ def open_checkpoint(
     if ops.name != "torch":
         from kerngen.runtime.served_shapes import require_served
 
-        require_served(
-            folder, config, ops, draft, drafter_config if isinstance(drafter_config, DrafterConfig) else None
-        )
+        require_served(folder, config, ops, draft, drafter_config)
     weights = load_model(folder, config, ops, advance=advance, keep_repacked=keep_repacked)
     seen = open_input(support, lambda asked: load_towers(folder, asked, ops, advance=advance),
                       partial(tower_bytes, dtype=ops.dtype))  # fmt: skip

@@ -15,7 +15,7 @@ from kerngen.cli.bench_ab import ab
 from kerngen.cli.bench_page import RunPage, page_options
 from kerngen.cli.bench_serve import serve
 from kerngen.cli.keeping_options import density_lines, keeping_options
-from kerngen.cli.model_options import tensor_parallel_option
+from kerngen.cli.model_options import draft_option, tensor_parallel_option
 from kerngen.cli.soak import bench_soak
 from kerngen.cli.step_options import step_of, step_options
 from kerngen.cli.tables import Table, fitted, new_console, say
@@ -254,7 +254,7 @@ def _model_table(rows: list[dict[str, Any]], *, has_drafts: bool) -> Table:
 
 @bench.command()
 @click.argument("name")
-@click.option("--draft", default=None, help="Folder of the assistant, where NAME is a folder.")
+@draft_option
 @keeping_options
 @click.option("--db", "db_urls", multiple=True, help="Tuning database; several are compared with the first.")
 @click.option("--untuned", is_flag=True, help="Compare all with the default configurations.")
@@ -314,7 +314,7 @@ def step(
 
 @bench.command()
 @click.argument("name")
-@click.option("--draft", default=None, help="Folder of the assistant, where NAME is a folder.")
+@draft_option
 @keeping_options
 @step_options
 @click.option("--db", "db_url", default=None, help="Tuning database whose winners to run. Default: the user's.")

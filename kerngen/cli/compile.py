@@ -14,7 +14,7 @@ import click
 
 from kerngen.arch import Target, find_device, parse_arches
 from kerngen.cli.keeping_options import keeping_options
-from kerngen.cli.model_options import engine_option, tensor_parallel_option
+from kerngen.cli.model_options import draft_option, engine_option, tensor_parallel_option
 from kerngen.cli.signing import signers, signing_options
 from kerngen.cli.tables import echo
 from kerngen.compiler.compile import Cubin
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @click.option("--device", "device_names", default=None,
               help="Boards to choose for (kerngen arch ls). Default: the usual one of each arch.")  # fmt: skip
 @click.option("--model", default=None, help="A model's name, folder or GGUF file: compile what its workload needs.")
-@click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
+@draft_option
 @keeping_options
 @tensor_parallel_option
 @engine_option

@@ -19,7 +19,7 @@ from kerngen.arch import ARCHES, borrowed
 from kerngen.boards import DEVICES, NEAR, Device, distance, is_slice, nearest
 from kerngen.cli.doctor_model import examine, print_model, target_of
 from kerngen.cli.keeping_options import keeping_options
-from kerngen.cli.model_options import tensor_parallel_option
+from kerngen.cli.model_options import draft_option, tensor_parallel_option
 from kerngen.errors import KerngenError, UsageError
 from kerngen.runtime.config import AS_STORED, KEEPING_OPTIONS, Keeping
 from kerngen.system.gpus import has_driver
@@ -175,7 +175,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (_python, _compile, _kernels, _gpu, 
 @click.option(
     "--model", default=None, help="A model's name, folder or GGUF file: say what its kernels would run, and its memory."
 )
-@click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
+@draft_option
 @keeping_options
 @tensor_parallel_option
 @click.option("--arch", "arch_name", default=None, help="With --model: for this arch. Default: the GPU that is here.")

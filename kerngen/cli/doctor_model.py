@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import click
@@ -44,7 +43,6 @@ def examine(
     """
     from kerngen.bundles.bundle import sources_for
     from kerngen.bundles.preflight import KINDS, advice, preflight
-    from kerngen.runtime.dflash_config import DflashConfig
     from kerngen.runtime.fallbacks import FALLBACKS
     from kerngen.runtime.footprint import footprint
     from kerngen.runtime.selection import Selector
@@ -53,20 +51,18 @@ def examine(
 
     ranks = find_model(model, draft, kept).ranks(tensor_parallel)
     found = ranks[0]
-    block = found.drafter if isinstance(found.drafter, DflashConfig) else None  # which no kernels run
-    load = joined([workload(rank if block is None else replace(rank, drafter=None), target.arch) for rank in ranks])
+    load = joined([workload(rank, target.arch) for rank in ranks])
     sources, cache, shipped = sources_for(db_url, bundle)
     if shipped is not None:
         shipped.require(target.arch)
     ready = preflight(load, Selector(sources, target), cache)
-    named = [model, *(("--draft", draft) if draft and block is None else ()), *kept.options]
+    named = [model, *(("--draft", draft) if draft else ()), *kept.options]
     named += ("--tensor-parallel", str(tensor_parallel)) if tensor_parallel > 1 else ()
     dtype = TORCH_DTYPE[target.arch.dtype]
     sizes = {"as released": footprint(found.target, found.drafter, dtype, context)}
     if found.target.quant is not None:
         sizes["unquantized"] = footprint(found.target, found.drafter, dtype, context, dense=True)
     return {
-        **({} if block is None else {"drafter": block.words}),
         "model": load.model, "arch": target.arch.name, "device": target.device.name, "works": ready.works,
         "kernels": {name: {k: counts[k] for k in KINDS} for name, counts in ready.kinds.items()},
         "builds": ready.builds, "in_database": ready.stored, "missing": [str(b) for b in ready.missing],
@@ -101,8 +97,6 @@ def print_model(about: dict[str, Any]) -> None:
             click.echo(f"     and {len(missing) - 3} more (--json lists all)")
     for text in about["unsupported"]:
         click.echo(f"-- cannot run: {text}")
-    if "drafter" in about:
-        click.echo(f"drafter: {about['drafter']}; kernels do not run it yet, the torch backend does")
     for name, why in about["outside"].items():
         click.echo(f"outside our kernels: {name} ({why})")
     memory = about["memory"]

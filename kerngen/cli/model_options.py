@@ -38,6 +38,10 @@ tensor_parallel_option = click.option(
     "--tensor-parallel", "--tensor-parallel-size", type=click.IntRange(1), default=1, show_default=True, metavar="N",
     help="Divide the model among N GPUs of this host, from --device on.",
 )  # fmt: skip
+draft_option = click.option(
+    "--draft", default=None,
+    help="The drafter: of a released model assistant (the default) or dflash, of a folder its own folder.",
+)  # fmt: skip
 engine_option = click.option(
     "--engine", type=click.Choice(["kerngen", "vllm"]), default="kerngen", show_default=True,
     help="What runs the model: vllm for what it asks of kerngen.vllm, of each part.",

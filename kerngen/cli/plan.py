@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
@@ -49,8 +49,7 @@ def print_plan(
     parts = takes.parts if takes else ()
     towers = {part: tower_bytes(only, torch.bfloat16) for part in parts if takes and (only := takes.only([part]))}
     block = found.drafter if isinstance(found.drafter, DflashConfig) else None
-    alone = found if block is None else replace(found, drafter=None)
-    steps = {} if device is None else dict(_predicted(alone, device))
+    steps = {} if device is None else dict(_predicted(found, device))
     if as_json:
         predicted = {} if device is None else {"predicted": {"board": device.name, "step_ms": steps}}
         click.echo(json.dumps({"model": found.name, "tensor_parallel": num_ranks, "reserve_bytes": RESERVE_BYTES,
@@ -65,9 +64,7 @@ def print_plan(
                "take in few bits beside the weights, from which greedy tokens are chosen; - where memory is short."
                )  # fmt: skip
     if block is not None:
-        own = " Its steps are not in what is predicted." if steps else ""
-        click.echo(f"The drafter: {block.words}. What it keeps of each token is counted above. The torch backend runs "
-                   f"it, kernels do not yet.{own}")  # fmt: skip
+        click.echo(f"The drafter: {block.words}. What it keeps of each token is counted above.")
     for part, size in towers.items():
         counted = "which are counted above" if part in which else "not counted above, where it is loaded"
         click.echo(f"What embeds {WORDS[part]} takes {size / 1e6:,.0f} MB more, {counted}.")
@@ -107,7 +104,10 @@ def _predicted(model: Model, device: Device) -> Iterator[tuple[str, float]]:
 
     target = Target.of(device)
     selector = Selector(sources_for(None), target)
-    of_drafter = () if model.drafter is None else (Step.verify(1, 4, 512), Step.draft(1, 512))
+    of_drafter: tuple[Step, ...] = ()
+    if model.drafter is not None:
+        usual = [1 + n for n in model.drafter.policy.lengths] or [4]
+        of_drafter = *(Step.verify(1, q_len, 512) for q_len in usual), Step.draft(1, 512)
     decode = (Step.decode(1, 512), Step.decode(1, 8192), Step.decode(8, 2048), Step.decode(32, 2048))
     for step in (*decode, *of_drafter, Step.prefill(2048, 2048), Step.prefill(8192, 8192)):
         if step.context > model.target.max_positions:

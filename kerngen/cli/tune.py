@@ -17,7 +17,7 @@ import click
 from kerngen.arch import Arch, Target, find_arch, find_device
 from kerngen.cli.duration import Duration
 from kerngen.cli.keeping_options import keeping_options
-from kerngen.cli.model_options import engine_option, tensor_parallel_option
+from kerngen.cli.model_options import draft_option, engine_option, tensor_parallel_option
 from kerngen.cli.tables import Table, new_console, say
 from kerngen.cli.tune_cluster import Needed, kind_for, show, submitted
 from kerngen.cli.tune_objective import objective_for, worker_for
@@ -40,7 +40,7 @@ BEGUN_S = 10.0  # that it takes to record a model and to start the process that 
               help="What to tune for, e.g. sm70. Default: that of --device, or of this machine's GPU.")  # fmt: skip
 @click.option("--model", cls=Needed, help="A model's name, or a folder in Hugging Face format; several with commas, or "
               "all released ones: all. They are tuned one after the other, and share the time budget.")  # fmt: skip
-@click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
+@draft_option
 @keeping_options
 @tensor_parallel_option
 @engine_option

@@ -99,8 +99,10 @@ class StepGraph:
     def _cache(self, step: Step) -> KVCache:
         model = self.stage.made
         last = model.config.window + max(step.chunk, step.q_len)
-        cache = KVCache.whole(model.config, model.ops, batch=step.batch, max_len=step.context, last=last)
-        for layer in model.config.layers:
+        of_drafter = () if self.stage.drafter is None else self.stage.drafter.policy.cache_layers
+        cache = KVCache.whole(model.config, model.ops, batch=step.batch, max_len=step.context, last=last,
+                              drafter_layers=of_drafter)  # fmt: skip
+        for layer in (*model.config.layers, *of_drafter):
             if layer.owns_kv:
                 randomize(cache.pages(layer))
                 if (means := cache.means(layer)) is not None:

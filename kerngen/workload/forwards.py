@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
-from kerngen.runtime.drafters import AnyDrafter
-from kerngen.runtime.drafting import MtpDrafter
+from kerngen.runtime.dflash import DflashDrafter
+from kerngen.runtime.drafters import AnyDrafter, forward
 from kerngen.runtime.model import Gemma4
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Forwards:
         states: list[Tensor] = []
 
         def run() -> Tensor:
-            states[:] = [model.forward(Batch.decode(ids, lengths, cache, step.context, ops), cache)]
+            states[:] = [forward(model, self.drafter, Batch.decode(ids, lengths, cache, step.context, ops), cache)]
             tokens = model.greedy(states[0]).view(step.batch, step.q_len)
             return ops.decode_advance(tokens, drafts, states[0], token, lengths, limits, hidden)
 
@@ -74,12 +74,14 @@ class Forwards:
         """A chunk of one sequence: a whole prompt, or what follows keys that are in the cache already."""
         cache = self._cache_of(step)
         batch = Batch.prefill(self._ids(step.chunk), step.context - step.chunk, cache, self.model.config.sparse)
-        return lambda: self.model.forward(batch, cache, outputs="last")
+        return lambda: forward(self.model, self.drafter, batch, cache, "last")
 
     def _draft(self, step: Step) -> tuple[Forward, Beside | None]:
         drafter = self.drafter
-        if not isinstance(drafter, MtpDrafter):
-            raise TypeError(f"{step.name}: the model has no drafter that makes one draft after the other")
+        if drafter is None:
+            raise TypeError(f"{step.name}: the model has no drafter")
+        if isinstance(drafter, DflashDrafter):
+            return self._block(step, drafter)
         ops, cache = drafter.ops, self._cache_of(step)
         ids, lengths = self._ids(step.batch), self._lengths(step, 1)
         hidden = self._new(step.batch, self.model.config.hidden_size, dtype=ops.dtype)
@@ -96,3 +98,15 @@ class Forwards:
         return run, None if drafter.weights.centroids is not None else lambda: ops.greedy(
             states[0], drafter.weights.head, 0.0
         )
+
+    def _block(self, step: Step, drafter: DflashDrafter) -> tuple[Forward, Beside]:
+        """All drafts of a step, at once."""
+        model, block, cache = self.model, drafter.policy.block, self._cache_of(step)
+        ids, lengths = self._ids(step.batch), self._lengths(step, block)
+        states: list[Tensor] = []
+
+        def run() -> Tensor:
+            states[:] = [drafter.block(ids, lengths, cache, step.context - block)[:, 1:].flatten(0, 1)]
+            return drafter.greedy(states[0])
+
+        return run, lambda: model.ops.greedy(states[0], model.weights.head, model.config.logit_cap)

@@ -10,7 +10,7 @@ import torch
 from kerngen.errors import DeviceError
 from kerngen.runtime.config import DrafterConfig, ModelConfig
 from kerngen.runtime.dflash_config import DflashConfig
-from kerngen.runtime.drafters import AnyDrafter, drafter_for, require_drafts
+from kerngen.runtime.drafters import AnyDrafter, drafter_for
 from kerngen.runtime.footprint import footprint
 from kerngen.runtime.media.input import MediaInput
 from kerngen.runtime.model import Gemma4
@@ -37,8 +37,6 @@ def generated_model(
     nothing. Another head tells contexts apart. media: what it takes beside text. Raises DeviceError as
     `require_memory`.
     """
-    if drafter_config is not None:
-        require_drafts(drafter_config, ops)
     if ops.device.type == "cpu":
         require_memory(name, config, drafter_config)
     if own_head:

@@ -158,7 +158,7 @@ def _generated_part(
     found = find_model(name, named, kept).divided(ops.collectives.world)
     place, drafter_config = Path(folder), found.drafter if draft else None
     if drafter_config is not None:
-        require_draft_tokens(num_draft_tokens, ops, drafter_config.policy)
+        require_draft_tokens(num_draft_tokens, drafter_config.policy)
     codec, support = TextCodec(place, found.target.bos_id), open_support(place, media)
     with explaining_memory(ops.device):
         # Tied to a random embedding, a head would say the same token for ever.

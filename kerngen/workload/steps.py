@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kerngen.arch import Arch, Target
 from kerngen.errors import UsageError
-from kerngen.runtime.config import DrafterConfig, LayerConfig, ModelConfig
+from kerngen.runtime.config import MAX_MTP_DRAFTS, NO_DRAFTER, DrafterConfig, LayerConfig, ModelConfig
 from kerngen.runtime.dflash_config import DflashConfig
 from kerngen.runtime.selection import default_selector
 from kerngen.templates import find_kernel
@@ -105,10 +105,13 @@ class Recorder:
     dtype: of activations, "bf16" or "fp16". arch: None for all without bulk copies, which ask for the same.
     """
 
-    def __init__(self, target: ModelConfig, drafter: DrafterConfig | None, dtype: str, arch: Arch | None) -> None:
+    def __init__(
+        self, target: ModelConfig, drafter: DrafterConfig | DflashConfig | None, dtype: str, arch: Arch | None
+    ) -> None:
         import torch
 
         from kerngen.runtime.cache import KVCache
+        from kerngen.runtime.drafters import drafter_for
         from kerngen.runtime.drafting import MtpDrafter
         from kerngen.runtime.executors.layer_dedup import DedupedLayers
         from kerngen.runtime.executors.record import Record
@@ -132,12 +135,16 @@ class Recorder:
             ops = KernelOps(self._executor, TORCH_DTYPE[dtype])
             model = Gemma4(target, synthetic_model(target, ops), ops)
             model.stack = DedupedLayers(model.stack, self._executor)
-            drafting = None if drafter is None else MtpDrafter(drafter, synthetic_drafter(drafter, ops), model)
-            if drafting is not None:
+            drafting = None if drafter is None else drafter_for(drafter, synthetic_drafter(drafter, ops), model)
+            if isinstance(drafting, MtpDrafter):
                 drafting.stack = DedupedLayers(drafting.stack, self._executor)
-            self._pool = KVCache.whole(target, ops, batch=1, max_len=1)  # of which problems show the tables alone
+            self.policy = NO_DRAFTER if drafter is None else drafter.policy
+            # of which problems show the tables alone
+            self._pool = KVCache.whole(target, ops, batch=1, max_len=1, drafter_layers=self.policy.cache_layers)
         self._forwards = Forwards(model, drafting, self._cache)
-        self.config, self.has_drafter, self.max_decode_len = target, drafter is not None, ops.max_decode_len
+        self.config, self.has_drafter = target, drafter is not None
+        # Of a model without a drafter those that others verify, too.
+        self.draft_lengths = self.policy.draft_lengths if drafter is not None else range(1, MAX_MTP_DRAFTS + 1)
 
     def record(
         self, step: Step, note: Note, beside: Note | None = None, *, other: Note | None = None,
@@ -174,8 +181,8 @@ class Recorder:
         if step.phase == "prefill":
             if not 1 <= step.chunk <= step.context:
                 raise UsageError(f"{step.name}: a chunk has from 1 to all of its context's tokens")
-        elif not 1 <= step.q_len <= self.max_decode_len:
-            raise UsageError(f"{step.name}: kernels take 1 to {self.max_decode_len} tokens a sequence")
+        elif not 1 <= step.q_len <= (most := 1 + self.draft_lengths[-1]):
+            raise UsageError(f"{step.name}: a step takes 1 to {most} tokens a sequence")
 
     def _called(self, kernel: str, problem: Any, where: str) -> None:
         self._note(kernel, problem, where)
@@ -208,17 +215,14 @@ def _unheard_collective(kind: str, num_bytes: int) -> None:
 
 @cache
 def recorder(target: ModelConfig, drafter: DrafterConfig | DflashConfig | None, arch: Arch) -> Recorder:
-    """The one of a model in the dtype that it has on `arch` (fp16 on sm70 and sm75, else bf16). Raises UsageError for a
-    drafter that no kernels run.
-    """
-    if isinstance(drafter, DflashConfig):
-        raise UsageError(f"kerngen's kernels do not run this drafter yet ({drafter.words}): there is nothing to tune, "
-                         "compile or time", hint="leave --draft out, or name the model's assistant")  # fmt: skip
+    """The one of a model in the dtype that it has on `arch` (fp16 on sm70 and sm75, else bf16)."""
     return _recorder(target, drafter, arch.dtype, arch if arch.has_tma else None)
 
 
 @cache
-def _recorder(target: ModelConfig, drafter: DrafterConfig | None, dtype: str, arch: Arch | None) -> Recorder:
+def _recorder(
+    target: ModelConfig, drafter: DrafterConfig | DflashConfig | None, dtype: str, arch: Arch | None
+) -> Recorder:
     return Recorder(target, drafter, dtype, arch)
 
 

@@ -41,6 +41,7 @@ from kerngen.templates.qkv_norm_rope.spec import Problem as NewHeads
 from kerngen.workload.steps import Fuses, Kind, Recorder, Step, recorder
 
 BATCHES = (1, 2, 4, 8, 16, 32)
+ASSISTANT = "assistant"  # what the drafter of a released model is called that goes with it
 VERIFY_LENS = (4, 5)  # tokens a sequence at every batch and context: the last known one and 3 or 4 drafts
 OTHER_VERIFY_BATCHES = (1, 8)  # of the other lengths that a drafter may be asked for,
 OTHER_VERIFY_CONTEXTS = (512, 8192, 131072)  # at these contexts
@@ -235,7 +236,8 @@ def _sizes(config: ModelConfig) -> tuple[Any, ...]:
 def find_model(name: str, drafter: str | None = None, kept: Keeping = AS_STORED) -> Model:
     """A released model by name, or the one in a Hugging Face folder or a GGUF file, whose configuration is checked.
 
-    drafter: folder of the assistant, or of a DFlash drafter, that goes with a folder. kept: how its tensors and the
+    drafter: folder of the assistant, or of a DFlash drafter, that goes with a folder; of a released model "assistant",
+    which None means, or "dflash". kept: how its tensors and the
     cache are. Raises UnknownName, CheckpointError or UsageError.
     """
     found = _find_model(name, drafter)
@@ -251,10 +253,13 @@ def find_model(name: str, drafter: str | None = None, kept: Keeping = AS_STORED)
 
 def _find_model(name: str, drafter: str | None) -> Model:
     if name in MODELS:
-        if drafter is not None:
-            raise UsageError(f"{name} is a released model, with a drafter of its own: --draft goes with a folder")
+        known = sorted(place.parent.name for place in (RELEASED / name).glob("*/config.json"))
+        if (asked := drafter or ASSISTANT) not in known:
+            raise UsageError(f"{name} is a released model, with drafters of its own: --draft {asked} is none of them",
+                             hint=f"it has: {', '.join(known)}")  # fmt: skip
         target = read_model_config(RELEASED / name)
-        return Model(name, target, read_drafter_config(RELEASED / name / "assistant", target), media=find_media(name))
+        own = name if asked == ASSISTANT else f"{name}-{asked}"
+        return Model(own, target, read_drafter_config(RELEASED / name / asked, target), media=find_media(name))
     folder = place_of_model(Path(name))
     if not folder.exists() and "/" not in name and not is_gguf(folder):
         raise UnknownName("model", name, [*MODELS, "or a model's folder or GGUF file"])
@@ -510,7 +515,7 @@ def _recorded(
     model: Recorder, fuses: Fuses | None = None
 ) -> tuple[tuple[Item, ...], tuple[str, ...], tuple[Step, ...]]:
     """The items of one model, what went past the kernels, and the steps. fuses: as in Recorder.record."""
-    steps = tuple(_steps(model.config, model.has_drafter, model.max_decode_len))
+    steps = tuple(_steps(model.config, model.has_drafter, [1 + count for count in model.draft_lengths]))
     notes = _Notes()
     for step in steps:
         notes.begin(step)
@@ -518,9 +523,9 @@ def _recorded(
     return tuple(notes.items()), tuple(model.outside), steps
 
 
-def _steps(config: ModelConfig, has_drafter: bool, max_decode_len: int) -> Iterator[Step]:
+def _steps(config: ModelConfig, has_drafter: bool, verify_lens: Sequence[int]) -> Iterator[Step]:
     for batch in BATCHES:
-        for q_len in range(1, max_decode_len + 1):  # single steps, and the verification of every number of drafts
+        for q_len in (1, *verify_lens):  # single steps, and the verification of every number of drafts
             usual = q_len in (1, *VERIFY_LENS)
             for context in _contexts(config, batch):
                 if usual or (batch in OTHER_VERIFY_BATCHES and context in OTHER_VERIFY_CONTEXTS):

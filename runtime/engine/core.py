@@ -19,7 +19,7 @@ from kerngen.runtime.cache import KINDS, PAGE_SIZE, KVCache
 from kerngen.runtime.config import NO_DRAFTER, DraftPolicy, require_reproducible
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine import page_check
-from kerngen.runtime.engine.draft_length import FIRST_LENGTH, Choice, DraftLength
+from kerngen.runtime.engine.draft_length import Choice, DraftLength
 from kerngen.runtime.engine.mask import allowed_bits
 from kerngen.runtime.engine.media_cache import MEDIA_CACHE_BYTES, MediaCache
 from kerngen.runtime.engine.mixed_batches import Shape
@@ -38,14 +38,13 @@ from kerngen.runtime.engine.prefill_graphs import TIMED_RUNS, sizes_worth_paddin
 from kerngen.runtime.engine.request import Event, Generation, Handle, Load, Request
 from kerngen.runtime.engine.runner import EmbeddingFailed, Runner, StepOutput, Wait
 from kerngen.runtime.engine.scheduler import Chunk, Scheduler
-from kerngen.runtime.engine.sizing import PREFILL_CHUNK, CacheShape, most_drafts, step_of
+from kerngen.runtime.engine.sizing import PREFILL_CHUNK, CacheShape, step_of
 from kerngen.runtime.engine.warmup import warm_up, warm_up_captured
 from kerngen.runtime.executors import Say
 from kerngen.runtime.executors.trace import Trace
 from kerngen.runtime.logprobs import MOST_LOGPROBS, TokenLogprobs, read_logprobs
 from kerngen.runtime.media.input import Block, longest_block
 from kerngen.runtime.model import Gemma4
-from kerngen.runtime.ops import Ops
 from kerngen.runtime.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -54,14 +53,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def require_draft_tokens(count: int | None, ops: Ops, policy: DraftPolicy) -> None:
-    """Raises UsageError unless such a drafter drafts `count` tokens and a step of `ops` can verify them; 0 is no
-    drafting, None as many as pay.
-    """
-    most = most_drafts(ops, policy)
+def require_draft_tokens(count: int | None, policy: DraftPolicy) -> None:
+    """Raises UsageError unless such a drafter drafts `count` tokens; 0 is no drafting, None as many as pay."""
+    most = policy.max_drafts
     if count is not None and not 0 <= count <= most:
-        what = "a step verifies" if policy.max_drafts > most else "its drafter makes"
-        raise UsageError(f"{count} draft tokens; {what} at most {most} of them", hint=f"ask for 1 to {most}")
+        raise UsageError(f"{count} draft tokens; its drafter makes at most {most} of them", hint=f"ask for 1 to {most}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +123,7 @@ class Engine:
             raise UsageError(f"{max_len} tokens of context; the model takes {config.max_positions:,}")
         policy = NO_DRAFTER if drafter is None else drafter.policy
         if drafter is not None:
-            require_draft_tokens(num_draft_tokens, ops, policy)
+            require_draft_tokens(num_draft_tokens, policy)
         if prefill_chunk < 1:
             raise UsageError(f"a prefill chunk of {prefill_chunk} tokens never ends")
         if reproducible and drafter is not None and num_draft_tokens is None:
@@ -139,9 +135,9 @@ class Engine:
             require_reproducible(config.sparse)
         self.max_len, self.max_batch, self.prefill_chunk = max_len, max_batch, prefill_chunk
         self._fixed = 0 if drafter is None else num_draft_tokens
-        most = most_drafts(ops, policy) if self._fixed is None else self._fixed
+        most = policy.max_drafts if self._fixed is None else self._fixed
         self._budget = PrefillBudget(prefill_chunk, None if reproducible else max_stall)
-        self._lengths = DraftLength(most if self._fixed is None else 0)
+        self._lengths = DraftLength(policy.draft_lengths if self._fixed is None else ())
         self._async_depth = async_depth if async_depth is not None else 1 if ops.supports_graphs else 0
         step = step_of(most, self._async_depth, policy)
         self.shape = CacheShape(config, ops.dtype, page_size, step, prefill_chunk, policy,
@@ -159,7 +155,7 @@ class Engine:
             self.cache = KVCache(config, ops, num_pages=pages, batch=max_batch, max_len=room, page_size=page_size,
                                  drafter_layers=policy.cache_layers)  # fmt: skip
             if page_check.is_wanted():
-                self.cache.check = page_check.PageCheck(ops, self.cache, config)
+                self.cache.check = page_check.PageCheck(ops, self.cache, config, most + 1)
             self.runner = Runner(model, drafter, self.cache, max_batch=max_batch, max_kv_len=room,
                                  reproducible=reproducible,
                                  buckets=(max_batch,) if reproducible else buckets)  # fmt: skip
@@ -192,10 +188,9 @@ class Engine:
     @torch.inference_mode()
     def prepare(self, say: Say = lambda *_: None, usual: Sampling | None = None) -> None:
         """What every rank does of `make_ready`: all but the timing, which rank 0 does with plans."""
-        fixed, most = self._fixed, self._lengths.longest
-        lengths = range(most + 1) if fixed is None else sorted({0, fixed})
-
-        usually = sorted({0, min(FIRST_LENGTH, most)}) if fixed is None else [fixed]
+        fixed = self._fixed
+        lengths = self._lengths.lengths if fixed is None else sorted({0, fixed})
+        usually = sorted({0, self._lengths.first}) if fixed is None else [fixed]
         modes = sorted({SamplingMode(), SamplingMode.for_sampling([usual or Sampling()])})
 
         def ask_captured(trace: Trace) -> None:

@@ -43,10 +43,14 @@ class Choice:
 
 
 class DraftLength:
-    """Decides for one engine, whose steps may be observed while the next ones run. longest: the most drafts."""
+    """Decides for one engine, whose steps may be observed while the next ones run. lengths: numbers of drafts that it
+    may choose beside none, in ascending order; () for none at all.
+    """
 
-    def __init__(self, longest: int) -> None:
-        self.longest = longest
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = (0, *lengths)
+        self.longest = longest = self.lengths[-1]
+        self.first = self._at_most(FIRST_LENGTH)  # that is tried where none is known to pay
         self._judged = [0.0] * longest
         self._accepted = [0.0] * longest
         self._costs: dict[int, list[float | None]] = {}  # of a step with 0, 1, ... drafts, by batch bucket
@@ -75,7 +79,7 @@ class DraftLength:
         if self._latest is not None and costs[self._latest.length] is None:
             best = 0  # what the step under way takes is not known at all
         while best and self._extra(costs, best) > self._account - self._held:
-            best -= 1
+            best = max(k for k in self.lengths if k < best)
         self._latest, self._held = Choice(best, bucket, is_look), self._extra(costs, best)
         return self._latest
 
@@ -83,12 +87,13 @@ class DraftLength:
         """A length to try in place of `best`: some drafts where none seem to pay, else what was timed longest ago."""
         reach = self._reach(costs)
         if best == 0:
-            return min(FIRST_LENGTH, reach)
+            return min(self.first, reach)
         rates = self._rates(costs)
         low = [self._cost(costs, max(i for i in range(k + 1) if costs[i] is not None)) for k in range(reach + 1)]
         hopes = [rates[k] * self._cost(costs, k) / low[k] for k in range(reach + 1)]
         timed = self._timed.setdefault(bucket, [0] * (self.longest + 1))
-        worth = [k for k in range(reach + 1) if k != best and (k == 0 or hopes[k] > WORTH_A_LOOK * rates[best])]
+        others = [k for k in self.lengths if k <= reach and k != best]
+        worth = [k for k in others if k == 0 or hopes[k] > WORTH_A_LOOK * rates[best]]
         return min(worth, key=lambda k: timed[k])
 
     def observe(self, choice: Choice, seconds: float, accepted: Sequence[int]) -> None:
@@ -137,9 +142,14 @@ class DraftLength:
         return rates
 
     def _reach(self, costs: Sequence[float | None]) -> int:
-        """The longest length that may be tried: about twice what was timed."""
+        """The longest length that may be tried: about twice what was timed, or the next one."""
         timed = max(i for i, cost in enumerate(costs) if cost is not None)
-        return min(2 * timed + 1, self.longest)
+        return self._at_most(2 * timed + 1, above=timed)
+
+    def _at_most(self, length: int, above: int = 0) -> int:
+        """The longest of `lengths` up to `length`, or where none of those is beyond `above` the first that is."""
+        longer = [k for k in self.lengths if k > above]
+        return max((k for k in longer if k <= length), default=longer[0] if longer else above)
 
     def _rates(self, costs: Sequence[float | None]) -> list[float]:
         """Tokens a second that each length is expected to make of a sequence."""
@@ -152,7 +162,7 @@ class DraftLength:
 
     def _best(self, costs: Sequence[float | None]) -> int:
         rates = self._rates(costs)[: self._reach(costs) + 1]
-        best = max(range(len(rates)), key=rates.__getitem__)
+        best = max((k for k in self.lengths if k < len(rates)), key=rates.__getitem__)
         held = min(self._before, len(rates) - 1)
         return best if rates[best] > rates[held] * MARGIN else held
 

@@ -55,7 +55,8 @@ class Violation:
 class PageCheck:
     """Of the steps of one rank, on `cache` and those made `with_tables` of it."""
 
-    def __init__(self, ops: Ops, cache: KVCache, config: ModelConfig) -> None:
+    def __init__(self, ops: Ops, cache: KVCache, config: ModelConfig, most: int) -> None:
+        """most: tokens of a sequence in a decode step."""
         self._ops, self._page_size, self._num_pages = ops, cache.page_size, [cache.num_pages[kind] for kind in KINDS]
         self._world = config.world
         # What the scheduler promises is what a drafter reads: positions from the window before the last token on.
@@ -65,7 +66,7 @@ class PageCheck:
         self._writers = torch.full((2, max(self._num_pages)), NOBODY, dtype=torch.int32, device=ops.device)
         self._seen: dict[str, Tensor] = {}  # by forwards of this step that were no graphs
         _, batch, max_pages = cache.tables.shape
-        sizes = {DECODE: (batch, batch * ops.max_decode_len), CHUNKS: (SEQUENCES, SIZES[-1])}
+        sizes = {DECODE: (batch, batch * most), CHUNKS: (SEQUENCES, SIZES[-1])}
         self._seen_in_graphs: dict[str, Tensor] = {}  # at addresses that all graphs have
         for part, (rows, tokens) in sizes.items() if ops.supports_graphs else ():
             shapes = {

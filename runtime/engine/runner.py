@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kerngen.errors import KerngenError, UsageError
+from kerngen.runtime import drafters
 from kerngen.runtime.batch import Batch, ListedChunks, MediaRows, ragged_layout
 from kerngen.runtime.cache import KINDS, KVCache
 from kerngen.runtime.drafting import Drafter
@@ -38,11 +39,10 @@ from kerngen.runtime.engine.plan import (
     StepPlan,
 )
 from kerngen.runtime.engine.prefill_graphs import SEQUENCES, STRIDE, MediaOfChunks, PrefillGraphs
-from kerngen.runtime.engine.sizing import most_drafts
 from kerngen.runtime.executors.layer_dedup import OneOfEachKind
 from kerngen.runtime.logprobs import logprob_words
 from kerngen.runtime.media.values import Media
-from kerngen.runtime.model import Gemma4, Taps
+from kerngen.runtime.model import Gemma4
 from kerngen.runtime.ops.fallbacks import GATHERED_ROWS
 from kerngen.runtime.sampling import Parameters, choose, likeliest
 from kerngen.templates.common.rows.spec import is_rotated
@@ -200,7 +200,7 @@ class Runner:
         return Limits(
             max_batch=len(self.hidden),
             max_len=self.max_kv_len,
-            max_drafts=0 if self.drafter is None else most_drafts(model.ops, self.drafter.policy),
+            max_drafts=0 if self.drafter is None else self.drafter.policy.max_drafts,
             vocab_size=model.config.vocab_size,
             page_size=cache.page_size,
             num_pages=tuple(cache.num_pages[kind] for kind in KINDS),
@@ -484,15 +484,8 @@ class Runner:
         return self.drafter is not None and self.drafter.policy.taps is not None
 
     def forward(self, batch: Batch, cache: KVCache, outputs: str = "all") -> Tensor:
-        """The target's forward (Gemma4.forward), and what its drafter takes in of it."""
-        if self.drafter is None or self.drafter.policy.taps is None:  # _ingests, as mypy reads it
-            return self.model.forward(batch, cache, outputs=outputs)
-        taps = Taps(self.drafter.policy.taps)
-        states = self.model.forward(batch, cache, taps=taps)
-        self.drafter.ingest(batch, taps.states, cache)
-        if outputs == "none":
-            return states[:0]
-        return states if outputs == "all" or batch.cu_seqlens is None else states[batch.cu_seqlens[1:].long() - 1]
+        """See drafters.forward."""
+        return drafters.forward(self.model, self.drafter, batch, cache, outputs)
 
     def timed_prefills(self) -> Iterator[tuple[int, float]]:
         """(tokens with the padding, seconds) of the forwards that have ended, each once; waits for none."""

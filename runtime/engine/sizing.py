@@ -9,16 +9,10 @@ import torch
 from kerngen.runtime.cache import KINDS, PAGE_SIZE
 from kerngen.runtime.config import NO_DRAFTER, DraftPolicy, ModelConfig
 from kerngen.runtime.engine.scheduler import pages_for, window_pages
-from kerngen.runtime.ops import Ops
 from kerngen.templates.values import KV_FORMATS
 
 PREFILL_CHUNK = 2048
 LEAST_CHUNK = 256  # where memory is short: the scheduler shortens chunks to the pages there are
-
-
-def most_drafts(ops: Ops, drafter: DraftPolicy) -> int:
-    """That a step of `ops` verifies of such a drafter's."""
-    return min(ops.max_decode_len - 1, drafter.max_drafts)
 
 
 def step_of(most: int, async_depth: int, drafter: DraftPolicy) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DENSE",
-    "DflashOps",
     "Experts",
     "HeadScreen",
     "LayerInStep",
@@ -128,7 +127,6 @@ class Ops(Protocol):
     residual_dtype: torch.dtype  # `residual_dtype(dtype)`
     collectives: Collectives  # what this rank computes with the others of a divided model
     supports_graphs: bool  # the engine captures the decode step in a CUDA graph
-    max_decode_len: int  # the longest q_len that attend_decode takes; more goes to attn_prefill
     place: str  # where in the model the next ops are ("sliding"): set by the model, read by records and profiles
     # Set by the engine for each step: a token's results need the same bits in whichever row of the batch it stands. On
     # a GPU kernels are chosen by it; eager torch takes what its library gives.
@@ -220,6 +218,9 @@ class Ops(Protocol):
         residual [T, H] residual_dtype, h [T, H] dtype. Returns [T, H] in dtype.
         """
 
+    def add_rmsnorm(self, residual: Tensor, h: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual <- residual + h, in place; returns norm(residual; weight). Shapes and dtypes as of add_norm."""
+
     def share_memory(self, hidden: int) -> None:
         """Told, as a model is made on all ranks, how wide the rows are that exchange_norm will be asked for: memory for
         them, and for the choice of a greedy token, is shared where it is within reach.
@@ -249,6 +250,11 @@ class Ops(Protocol):
         nq, d] dtype.
         """
 
+    def qk_norm_rope(self, qkv: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> Tensor:
+        """As qkv_norm_rope, but V is not normed: v = v. qkv [T, (nq + nkv + nkv) * d] as q | k | v, whose rows may lie
+        apart; k | v where heads.num_q_heads is 0. Returns q [T, nq, d] dtype.
+        """
+
     def q_norm_rope(self, q: Tensor, heads: HeadNorms, batch: AttnBatch) -> Tensor:
         """As qkv_norm_rope for a layer that owns no KV: q [T, nq * d]. Returns q [T, nq, d]."""
 
@@ -262,11 +268,14 @@ class Ops(Protocol):
         [batch * q_len, nq, d]; a query that sees no key gives zeros.
         """
 
-    def attn_prefill(self, q: Tensor, kv: KVView, batch: AttnBatch) -> Tensor:
-        """attend_decode's softmax(q k^T) v for ragged queries, whose K and V the cache holds.
+    def attn_decode(self, q: Tensor, kv: KVView, batch: AttnBatch) -> Tensor:
+        """attend_decode's softmax(q k^T) v of ready queries, whose K and V the cache holds; under a full mask, too.
 
-        q [T, nq, d], normed and rotated. Never captured in a graph.
+        q [batch * q_len, nq, d], normed and rotated.
         """
+
+    def attn_prefill(self, q: Tensor, kv: KVView, batch: AttnBatch) -> Tensor:
+        """attn_decode for ragged queries. q [T, nq, d]."""
 
     def write_means(self, means: Tensor, kv: KVView, batch: AttnBatch, starts: Tensor, num_keys: int) -> None:
         """Means of keys that the cache has got, whole ones: key_means (templates/key_means/op.py).
@@ -290,6 +299,9 @@ class Ops(Protocol):
 
         gate and up are rounded to dtype, and so is the activation before it meets up.
         """
+
+    def silu_gated(self, x: Tensor, gate_up: Linear) -> Tensor:
+        """silu(gate) * up, else as `gated`; gate_up is no `gated` one (Linear)."""
 
     def ple_block(
         self,
@@ -404,19 +416,3 @@ class Ops(Protocol):
         y [B, d]; centroids [C, d]; token_ids [C, vocab / C] int64; embed [vocab, d]. Returns the selected
         tokens [B, n] int64 and their logits y . embed[id] [B, n] fp32, n = top_k * vocab / C.
         """
-
-
-@runtime_checkable
-class DflashOps(Ops, Protocol):
-    """What a DFlash drafter asks beside all that. A backend that has these runs one (runtime/dflash.py)."""
-
-    def qk_norm_rope(self, qkv: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> Tensor:
-        """As qkv_norm_rope, but V is not normed: v = v. qkv [T, (nq + nkv + nkv) * d] as q | k | v, whose rows may lie
-        apart; k | v where heads.num_q_heads is 0. Returns q [T, nq, d] dtype.
-        """
-
-    def add_rmsnorm(self, residual: Tensor, h: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """residual <- residual + h, in place; returns norm(residual; weight). Shapes and dtypes as of add_norm."""
-
-    def silu_gated(self, x: Tensor, gate_up: Linear) -> Tensor:
-        """silu(gate) * up, as `gated`."""

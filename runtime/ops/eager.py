@@ -47,7 +47,6 @@ from kerngen.templates.common.attention.tile_lists_torch import (
     scores_of_lists,
     write_means,
 )
-from kerngen.templates.common.rows.spec import require
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, gelu_gated, rms_norm, rope
 from kerngen.templates.common.w4.pack import dequantize
 from kerngen.templates.values import AttnBatch, HeadNorms, KVView, Mask, PageLimits, PagesInUse
@@ -58,7 +57,6 @@ class TorchOps:
 
     name = "torch"
     supports_graphs = False
-    max_decode_len = 16  # any would do; no drafter has a longer block
 
     def __init__(self, device: torch.device, dtype: torch.dtype, collectives: Collectives | None = None) -> None:
         """collectives: of this rank of a divided model; None for a world of one."""
@@ -186,10 +184,6 @@ class TorchOps:
         return self.attn_decode(q, kv, batch)
 
     def attn_decode(self, q: Tensor, kv: KVView, batch: AttnBatch) -> Tensor:
-        """Of ready queries [batch * q_len, nq, d]: the second half of attend_decode."""
-        require(
-            batch.mask.is_causal, "attn_decode has causal masks: attn_prefill takes queries that see keys behind them"
-        )
         return _attend_each(q.split(batch.q_len), kv, batch)
 
     def attn_prefill(self, q: Tensor, kv: KVView, batch: AttnBatch) -> Tensor:

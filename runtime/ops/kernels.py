@@ -35,9 +35,8 @@ from kerngen.runtime.ops.divided import best_token, whole_logits
 from kerngen.runtime.ops.eager import unpacked
 from kerngen.runtime.ops.formats import FORMATS
 from kerngen.runtime.weights.layout import MoeWeights, PleLayerWeights
-from kerngen.templates.add_norm.op import add_norm, add_post_norm
-from kerngen.templates.attn_decode.op import attn_decode_qkv, attn_decode_raw_q
-from kerngen.templates.attn_decode.spec import MAX_Q_LEN
+from kerngen.templates.add_norm.op import add_norm, add_post_norm, add_rmsnorm
+from kerngen.templates.attn_decode.op import attn_decode, attn_decode_qkv, attn_decode_raw_q
 from kerngen.templates.attn_prefill.op import attn_prefill
 from kerngen.templates.call import Call
 from kerngen.templates.centroid_head.op import centroid_greedy, centroid_logits
@@ -61,7 +60,7 @@ from kerngen.templates.exchange_best.op import exchange_best, exchange_best_logi
 from kerngen.templates.exchange_best.spec import POSTED
 from kerngen.templates.exchange_norm.op import exchange_norm, exchange_pair_norm
 from kerngen.templates.gather_kv.op import gather_kv, gathered, keys_seen
-from kerngen.templates.gelu_gate.op import gelu_mul
+from kerngen.templates.gelu_gate.op import gelu_mul, silu_gate
 from kerngen.templates.greedy_head import spec as head_spec
 from kerngen.templates.greedy_head.op import greedy_head, greedy_head_packed
 from kerngen.templates.key_means.op import key_means
@@ -70,7 +69,7 @@ from kerngen.templates.moe_router.op import moe_router
 from kerngen.templates.ple_block import spec as ple_spec
 from kerngen.templates.ple_block.op import ple_block
 from kerngen.templates.ple_inputs.op import ple_inputs
-from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qkv_norm_rope
+from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qk_norm_rope, qkv_norm_rope
 from kerngen.templates.rmsnorm.op import rmsnorm
 from kerngen.templates.softcap_argmax.op import argmax, softcap
 from kerngen.templates.tile_lists.op import TileRule, tile_lists
@@ -130,8 +129,6 @@ def heads_at_once(queries: int, kv: KVView, batch: AttnBatch) -> int:
 
 class KernelOps:
     """See `kerngen.runtime.ops.Ops` for every method's contract."""
-
-    max_decode_len = MAX_Q_LEN
 
     def __init__(self, executor: Executor, dtype: torch.dtype) -> None:
         self.executor = executor
@@ -235,6 +232,9 @@ class KernelOps:
         call = add_norm(residual, h, norms.post_weight, norms.layer_scalar, norms.next_weight, norms.eps)
         return self.run(call, where)
 
+    def add_rmsnorm(self, residual: Tensor, h: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self.run(add_rmsnorm(residual, h, weight, eps), "residual and norm")
+
     def share_memory(self, hidden: int) -> None:
         self.executor.share_memory(hidden)
 
@@ -273,6 +273,12 @@ class KernelOps:
         call = qkv_norm_rope(qkv, heads, positions_of(batch), kv, slots)
         return self.run(call, "head norms, RoPE, cache")
 
+    def qk_norm_rope(self, qkv: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> Tensor:
+        if (slots := slots_of(heads, batch)) is None:
+            raise TypeError("a layer that owns no K and V has q alone: Ops.q_norm_rope")
+        call = qk_norm_rope(qkv, heads, positions_of(batch), kv, slots)
+        return self.run(call, "head norms, RoPE, cache")
+
     def q_norm_rope(self, q: Tensor, heads: HeadNorms, batch: AttnBatch) -> Tensor:
         return self.run(q_norm_rope(q, heads, positions_of(batch)), "q norm and RoPE")
 
@@ -283,6 +289,9 @@ class KernelOps:
             return self.run(call, "q norm, RoPE, attention")
         call = attn_decode_qkv(projected, heads, kv, batch)
         return self.run(call, "head norms, RoPE, cache, attention")
+
+    def attn_decode(self, q: Tensor, kv: KVView, batch: AttnBatch) -> Tensor:
+        return self.run(attn_decode(q, kv, batch), "attention")
 
     def attn_prefill(self, q: Tensor, kv: KVView, batch: AttnBatch) -> Tensor:
         heads, count = heads_at_once(len(q), kv, batch), kv.num_kv_heads
@@ -319,6 +328,9 @@ class KernelOps:
 
     def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
         return FORMATS[gate_up.format.name].gated(self, x, gate_up)
+
+    def silu_gated(self, x: Tensor, gate_up: Linear) -> Tensor:
+        return self.run(silu_gate(self.linear(x, gate_up)), "SiLU gate")
 
     def ple_block(
         self,

@@ -103,7 +103,7 @@ def planned_model(folder: Path, config: ModelConfig, ops: Ops) -> ModelWeights:
     return build_model(Planned(source), find_prefix(source.checkpoint))
 
 
-def planned_drafter(folder: Path, config: DrafterConfig, ops: Ops) -> DrafterWeights:
+def planned_drafter(folder: Path, config: DrafterConfig | DflashConfig, ops: Ops) -> DrafterWeights | DflashWeights:
     """As planned_model, of load_drafter."""
     return build_drafter(Planned(CheckpointSource(open_tensors(folder, config.text.quant), config.text, ops)), config)
 

@@ -158,7 +158,7 @@ class CheckpointSource(TensorSource):
         return made if in_features.is_whole else replace(made, is_summand=True)
 
     def mlp(self, gate_up: Parts, down: Parts, norm: Tensor) -> tuple[Linear, Linear]:
-        """As `linear` of both. In fp16 with the powers of two that keep gelu(gate) * up in range (fp16_range.py)."""
+        """As `linear` of both. In fp16 with the powers of two that keep what is between in range (fp16_range.py)."""
         hidden, inner = Span.of(norm.shape[0]), gate_up[0][1]
         if self.ops.dtype != torch.float16:  # one after the other: what is stored of one goes before the next comes
             first = self._prepared(self._joined(gate_up, hidden, self.ops.dtype), gate_up, gated=True)
@@ -187,7 +187,7 @@ class CheckpointSource(TensorSource):
         ):
             packed, scales = to_int4(weights.weight, quant.group_size)
             weights = int4_weights(packed, scales, rows, cols, quant.group_size, fused_name(parts))
-        if gated and not weights.is_dense:
+        if gated and not weights.is_dense and self.config.activation == "gelu_tanh":
             weights = replace(weights, gated=True)
         return weights if self.is_dry else self.ops.prepare(weights)
 

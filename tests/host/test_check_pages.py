@@ -302,7 +302,7 @@ def test_a_rank_says_which_it_is_and_reads_nobodys_memory(backend: str) -> None:
         ops = KernelOps(Reference(), torch.float32)
     config = read_model_config(plan_replay.TINY / "gemma-4-tiny")
     cache = KVCache.whole(config, ops, batch=2, max_len=64, page_size=8)
-    cache.check = check = page_check.PageCheck(ops, cache, config.divided(World(0, 2)))
+    cache.check = check = page_check.PageCheck(ops, cache, config.divided(World(0, 2)), 1)
     chunk = PrefillChunk((0,), 0, ((1,), (1,)))
     right, plan = cache.tables.clone(), StepPlan(num_running=2, chunks=(chunk, chunk))
 

@@ -15,7 +15,7 @@ from command import Kerngen
 from safetensors.torch import save_file
 from test_engine_batches import PAGE, REQUESTS, alone, assert_nothing_is_held, engine_for
 from tiny_dflash import BLOCK, MASK, WINDOW, block_by_hand, dflash_json, load_dflash, make_dflash
-from tiny_gemma import BASE, load, make_target, prompt
+from tiny_gemma import BASE, CPU, load, make_target, prompt
 from torch import Tensor
 from transformers import Gemma4ForCausalLM
 
@@ -23,16 +23,18 @@ from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import Keeping, read_drafter_config, read_model_config
-from kerngen.runtime.dflash import DflashDrafter, dflash_ops
+from kerngen.runtime.dflash import DflashDrafter
 from kerngen.runtime.dflash_config import DflashConfig
 from kerngen.runtime.engine import Engine, Request
-from kerngen.runtime.executors.record import Record
+from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.model import Gemma4, Taps
+from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.sampling import Sampling
-from kerngen.runtime.weights.loader import load_drafter
+from kerngen.runtime.weights.loader import load_drafter, load_model
 from kerngen.runtime.world import World
 
+TINY = Path(__file__).parents[2] / "examples" / "tiny"
 NUM_LAYERS, TAPS = 5, (0, 1, 3)  # of the variant k_eq_v
 Made = tuple[Gemma4ForCausalLM, Gemma4, dict[str, Tensor], Path]
 
@@ -48,18 +50,22 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 def kept(drafter: DflashDrafter, cache: KVCache, row: int, length: int) -> Tensor:
     """K and V [2 * layers, length, heads, dim] of the first `length` tokens of a sequence."""
     places = torch.arange(length)
-    at = cache.groups["full"].block_table[row, places // PAGE].long(), slice(None), places % PAGE
+    size = cache.page_size
+    at = cache.groups["full"].block_table[row, places // size].long(), slice(None), places % size
     pages = [cache.pages(layer) for layer in drafter.policy.cache_layers]
     return torch.stack([pool[at] for page in pages for pool in (page.k_cache, page.v_cache)])
 
 
-def drafted(drafter: DflashDrafter, ids: list[int], chunks: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+def drafted(
+    drafter: DflashDrafter, ids: list[int], chunks: int = 1, page_size: int = PAGE
+) -> tuple[Tensor, Tensor, Tensor]:
     """(states, drafts) of the block behind `ids`, from an empty cache, and what is kept of the context, which is
     prefilled in so many chunks.
     """
     model = drafter.target
-    cache = KVCache(model.config, model.ops, num_pages=dict.fromkeys(("full", "sliding"), 40), batch=1,
-                    max_len=len(ids) + BLOCK, page_size=PAGE, drafter_layers=drafter.policy.cache_layers)  # fmt: skip
+    own, num_pages = drafter.policy.cache_layers, dict.fromkeys(("full", "sliding"), 40)
+    cache = KVCache(model.config, model.ops, num_pages=num_pages, batch=1, max_len=len(ids) + BLOCK,
+                    page_size=page_size, drafter_layers=own)  # fmt: skip
     cache.tables.copy_(1 + torch.randperm(39, generator=torch.Generator().manual_seed(1))[: cache.tables.shape[2]])
     begin = 0
     for part in np.array_split(ids[:-1], chunks):
@@ -94,6 +100,36 @@ def test_a_block_is_what_numpy_says(made: Made, is_causal: bool) -> None:
     assert len(seen) > 10, "drafts that are all the same would be right by chance"
     other, _ = block_by_hand(hf, tensors, TAPS, ids, is_causal=not is_causal)
     assert abs(other - expected).max() > 0.1, "the masks do not matter here"
+
+
+@pytest.mark.parametrize(("weights", "cache_dtype"), [("stored", "auto"), ("int4", "auto"), ("stored", "int8")])
+@torch.inference_mode()
+def test_kernels_draft_what_torch_does(tmp_path: Path, weights: str, cache_dtype: str) -> None:
+    """The released drafters' heads, in fp32; with the engine verification of every number of drafts, too."""
+    folder, kept_as = TINY / "gemma-4-tiny-w4a16", Keeping(weights, cache_dtype)
+    config = read_model_config(folder).keeping(kept_as)
+    make_dflash(tmp_path / "drafter", len(config.layers), (1, 3, 5), hidden_size=config.hidden_size, head_dim=128,
+                intermediate_size=192, vocab_size=config.vocab_size)  # fmt: skip
+    own = read_drafter_config(tmp_path / "drafter", config).keeping(kept_as)
+    assert isinstance(own, DflashConfig)
+    pair = []
+    for ops in (TorchOps(CPU, torch.float32), KernelOps(Reference(), torch.float32)):
+        model = Gemma4(config, load_model(folder, config, ops), ops)
+        pair.append(DflashDrafter(own, load_drafter(tmp_path / "drafter", own, ops), model))
+    for length in (1, 2, WINDOW - 1, WINDOW + 1, 40):
+        ids = prompt(length + 1, seed=length)
+        (states, drafts, context), other = (drafted(drafter, ids, 1 + length % 3, page_size=16) for drafter in pair)
+        torch.testing.assert_close(other[0], states, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(other[2], context, rtol=1e-3, atol=1e-3)
+        assert other[1].tolist() == drafts.tolist()
+    for count in (3, 15, None):
+        made = []
+        for drafter in pair:
+            engine = Engine(drafter.target, drafter, max_len=64, num_draft_tokens=count, max_batch=2)
+            made.append(engine.generate_many([Request(prompt(n, seed=n), 12) for n in (9, 30)]))
+        assert [g.tokens for g in made[0]] == [g.tokens for g in made[1]]
+        if count is not None:  # else lengths depend on time
+            assert [g.stats.accepted for g in made[0]] == [g.stats.accepted for g in made[1]]
 
 
 class Noting(DflashDrafter):
@@ -232,9 +268,6 @@ def test_where_it_does_not_run_yet_is_said_with_the_way_on(made: Made) -> None:
     with pytest.raises(UsageError, match="divided among ranks yet") as error:
         read_drafter_config(root / "drafter", config).divided(config.divided(World(0, 2)))
     assert "--no-draft" in error.value.hint
-    with pytest.raises(UsageError, match="kernels do not run DFlash drafters yet") as error:
-        dflash_ops(KernelOps(Record(lambda *_: None, lambda _: None), torch.bfloat16))
-    assert "--backend torch" in error.value.hint
 
 
 def test_a_plan_says_what_it_is(made: Made, kerngen: Kerngen) -> None:

@@ -72,7 +72,9 @@ def test_where_no_draft_is_accepted_at_most_one_percent_is_lost(costs: str, batc
     """From the 200 tokens of a short answer on, and less and less after that; before, less than one plain step."""
     for seed in range(4):
         for steps in (20, 200, 1000, 8000):
-            run = simulate(DraftLength(LONGEST), COSTS[costs], steps, lambda _: 0.0, batch=batch, seed=seed)
+            run = simulate(
+                DraftLength(range(1, LONGEST + 1)), COSTS[costs], steps, lambda _: 0.0, batch=batch, seed=seed
+            )
             assert run.loss * steps < 1 + 1.05 * EARNS * steps
             if steps >= 200:
                 assert run.loss <= 0.01
@@ -86,7 +88,7 @@ def test_it_is_near_the_best_fixed_length_and_never_slower_than_none(costs: str,
     emitted = [sum(chance**i for i in range(k + 1)) for k in range(LONGEST + 1)]
     best = max(e / c for e, c in zip(emitted, table, strict=True))
     for seed in range(4):
-        run = simulate(DraftLength(LONGEST), table, 4000, lambda _: chance, seed=seed)
+        run = simulate(DraftLength(range(1, LONGEST + 1)), table, 4000, lambda _: chance, seed=seed)
         assert run.loss <= 0.01
         assert run.tokens / run.seconds > 0.93 * best, f"{run.tokens / run.seconds:.0f} of {best:.0f} tokens a second"
 
@@ -94,7 +96,7 @@ def test_it_is_near_the_best_fixed_length_and_never_slower_than_none(costs: str,
 def test_it_follows_the_text() -> None:
     """Prose, then code that is easy to draft, then prose: it drafts again within some looks, and stops at once."""
     table = COSTS["large"]
-    run = simulate(DraftLength(LONGEST), table, 9000, lambda step: 0.9 if 3000 <= step < 6000 else 0.0)
+    run = simulate(DraftLength(range(1, LONGEST + 1)), table, 9000, lambda step: 0.9 if 3000 <= step < 6000 else 0.0)
     easy, after = run.lengths[3000:6000], run.lengths[6000:]
     assert sum(length >= 3 for length in easy) > 0.75 * len(easy)
     assert sum(length > 0 for length in after) < 0.1 * len(after)
@@ -103,7 +105,7 @@ def test_it_follows_the_text() -> None:
 
 def test_costs_that_grow_with_the_context_do_not_mislead_it() -> None:
     """Every step takes longer and longer, in proportion: what a draft pays does not change."""
-    lengths, table = DraftLength(LONGEST), COSTS["large"]
+    lengths, table = DraftLength(range(1, LONGEST + 1)), COSTS["large"]
     draw = random.Random(0)
     used = []
     for step in range(3000):
@@ -117,7 +119,7 @@ def test_costs_that_grow_with_the_context_do_not_mislead_it() -> None:
 
 
 def test_without_a_choice_there_is_none() -> None:
-    lengths = DraftLength(0)
+    lengths = DraftLength(())
     for _ in range(5):
         choice = lengths.choose(1)
         assert choice.length == 0
@@ -126,7 +128,7 @@ def test_without_a_choice_there_is_none() -> None:
 
 def test_a_batch_is_timed_by_its_size() -> None:
     """What pays for one row does not for many: the verification of a large batch is dear."""
-    lengths = DraftLength(LONGEST)
+    lengths = DraftLength(range(1, LONGEST + 1))
     one = simulate(lengths, COSTS["large"], 600, lambda _: 0.6)
     many = simulate(lengths, COSTS["compute-bound"], 600, lambda _: 0.6, batch=64)
     again = simulate(lengths, COSTS["large"], 100, lambda _: 0.6)

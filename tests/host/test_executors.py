@@ -17,7 +17,7 @@ import torch
 
 from kerngen.arch import find_arch
 from kerngen.runtime.batch import Batch
-from kerngen.runtime.config import ModelConfig, read_drafter_config, read_model_config
+from kerngen.runtime.config import MAX_MTP_DRAFTS, ModelConfig, read_drafter_config, read_model_config
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine, Request
 from kerngen.runtime.engine.plan import NewRow, PrefillChunk, SamplingMode, StepPlan
@@ -32,7 +32,6 @@ from kerngen.runtime.weights.loader import load_drafter, load_model
 from kerngen.runtime.weights.synthetic import synthetic_drafter, synthetic_model
 from kerngen.runtime.world import World
 from kerngen.templates import find_kernel
-from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.kernel import static_fields
 from kerngen.templates.values import AttnBatch, HeadNorms, KVView
 from kerngen.tuning_db.read.ids import canonical
@@ -72,7 +71,7 @@ def prompt(config: ModelConfig, length: int) -> list[int]:
     return [config.bos_id, *ids.tolist()[1:]]
 
 
-@pytest.mark.parametrize("drafts", [0, MAX_Q_LEN - 1])  # 2 of a batch in the next test
+@pytest.mark.parametrize("drafts", [0, MAX_MTP_DRAFTS])  # 2 of a batch in the next test
 def test_the_kernel_path_gives_the_oracles_tokens(folders: tuple[Path, Path], drafts: int) -> None:
     """Prompts past the window, chunks of odd sizes, with and without drafting."""
     generated = []
@@ -152,9 +151,7 @@ def _listed(model: Model, arch: str) -> set[tuple[str, str]]:
 def _run_all(model: Gemma4, drafter: MtpDrafter | None) -> None:
     """Everything that a generation may do, with every draft length that the engine permits, on meta tensors."""
     ops = model.ops
-    for drafts in range(ops.max_decode_len):
-        if drafts and drafter is None:
-            break
+    for drafts in (0, *(() if drafter is None else drafter.policy.draft_lengths)):
         for suppressed, sampling in WAYS if drafts in (0, 3) else WAYS[:1]:
             target = Gemma4(model.config, model.weights, ops, suppressed_ids=suppressed)
             engine = Engine(target, drafter, max_len=300, max_batch=5, num_draft_tokens=drafts)

@@ -34,7 +34,7 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"kv_len": 8192, "batch": 1},
         {"head_dim": 128, "num_q_heads": 32, "num_kv_heads": 8, "q_len": 1, "page_size": 64, "window": 0,
          "dtype": "bf16", "logit_cap": False, "source": "q", "num_rotated_pairs": 0,
-         "page_heads": 0, "kv_format": "plain"},
+         "page_heads": 0, "kv_format": "plain", "causal": True},
         {"block_m": 8, "block_n": 16, "split_d": 1, "num_warps": 4, "num_stages": 2, "num_splits": 1,
          "warpgroups": False, "cluster": 1, "key_parts": 2, "push_bits": 0, "in_flight": 0,
          "prefetch": 0},
@@ -132,7 +132,7 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "gelu_gate": (
         {"num_tokens": 1},
-        {"width": 21504, "dtype": "bf16", "packed": True, "has_bounds": False},
+        {"width": 21504, "dtype": "bf16", "packed": True, "has_bounds": False, "activation": "gelu_tanh"},
         {"threads": 128, "vecs_per_thread": 1},
     ),
     "greedy_head": (
@@ -190,7 +190,8 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qkv_norm_rope": (
         {"num_tokens": 1},
         {"num_q_heads": 32, "num_kv_heads": 16, "head_dim": 256, "num_rotated_pairs": 128, "page_size": 64,
-         "dtype": "bf16", "k_eq_v": False, "q_only": False, "page_heads": 0, "kv_format": "plain"},
+         "dtype": "bf16", "k_eq_v": False, "q_only": False, "page_heads": 0, "kv_format": "plain", "v_norm": True,
+         "row_heads": 0},
         {"num_warps": 4, "heads_per_group": 1},
     ),
     "qkv_norm_rope_2d": (

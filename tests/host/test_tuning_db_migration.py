@@ -95,6 +95,8 @@ ADDED_SINCE = {
     *((kernel, name) for kernel in ("attn_decode", "attn_prefill", "qkv_norm_rope")
       for name in ("page_heads", "kv_format")),
     *((kernel, "has_bounds") for kernel in ("add_norm", "gelu_gate")),
+    *((kernel, name) for kernel in ("draft_inputs", "embed", "greedy_head") for name in ("table", "group_size")),
+    ("attn_decode", "causal"), ("gelu_gate", "activation"), ("qkv_norm_rope", "v_norm"), ("qkv_norm_rope", "row_heads"),
 }  # fmt: skip
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from kerngen.arch import ARCHES, Target, find_arch
 from kerngen.errors import CheckpointError, KerngenError, UnknownName, UsageError
+from kerngen.runtime.config import MAX_MTP_DRAFTS
 from kerngen.runtime.fallbacks import FALLBACKS
 from kerngen.templates import find_kernel
-from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.kernel import fields_of
 from kerngen.workload.workload import BATCHES, CONTEXTS, MODELS, VERIFY_LENS, Item, find_model, find_workload, workload
 
@@ -111,7 +111,7 @@ def test_verification_covers_every_batch() -> None:
     load = find_workload("gemma-4-12b", find_arch("sm90"))
     seen = {(i.problem.batch, i.problem.q_len) for i in load.items if i.kernel == "attn_decode"}
     assert seen >= {(b, q) for b in BATCHES for q in (1, *VERIFY_LENS)}
-    assert {q for b, q in seen if b == 1} == set(range(1, MAX_Q_LEN + 1)), "every draft length that is permitted"
+    assert {q for b, q in seen if b == 1} == set(range(1, MAX_MTP_DRAFTS + 2)), "every draft length that is permitted"
     tokens = [i.problem.num_tokens for i in load.items if i.kernel == "w4a16_gemm"]
     assert max(BATCHES) * max(VERIFY_LENS) <= max(t for t in tokens if t < 512)
 

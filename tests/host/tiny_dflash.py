@@ -37,14 +37,17 @@ def dflash_json(num_layers: int, taps: tuple[int, ...], **overrides: Any) -> dic
 
 
 def make_dflash(folder: Path, num_layers: int, taps: tuple[int, ...], **overrides: Any) -> dict[str, torch.Tensor]:
-    """Its tensors, which it has written."""
-    made: dict[str, tuple[int, ...]] = {"fc": (H, len(taps) * H), "hidden_norm": (H,), "norm": (H,)}
-    for i in range(len(TYPES)):
+    """Its tensors, which it has written. overrides: of its config."""
+    config = dflash_json(num_layers, taps, **overrides)
+    h, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q, kv = (config[f"num_{name}_heads"] * dim for name in ("attention", "key_value"))
+    made: dict[str, tuple[int, ...]] = {"fc": (h, len(taps) * h), "hidden_norm": (h,), "norm": (h,)}
+    for i in range(config["num_hidden_layers"]):
         made |= {f"layers.{i}.{name}": shape for name, shape in {
-            "input_layernorm": (H,), "post_attention_layernorm": (H,), "self_attn.q_proj": (HEADS * DIM, H),
-            "self_attn.k_proj": (KV_HEADS * DIM, H), "self_attn.v_proj": (KV_HEADS * DIM, H),
-            "self_attn.o_proj": (H, HEADS * DIM), "self_attn.q_norm": (DIM,), "self_attn.k_norm": (DIM,),
-            "mlp.gate_proj": (INNER, H), "mlp.up_proj": (INNER, H), "mlp.down_proj": (H, INNER),
+            "input_layernorm": (h,), "post_attention_layernorm": (h,), "self_attn.q_proj": (q, h),
+            "self_attn.k_proj": (kv, h), "self_attn.v_proj": (kv, h), "self_attn.o_proj": (h, q),
+            "self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,), "mlp.gate_proj": (inner, h),
+            "mlp.up_proj": (inner, h), "mlp.down_proj": (h, inner),
         }.items()}  # fmt: skip
     generator = torch.Generator().manual_seed(5)
     tensors = {}
@@ -53,7 +56,7 @@ def make_dflash(folder: Path, num_layers: int, taps: tuple[int, ...], **override
         tensors[f"{name}.weight"] = 1.5 + 0.3 * noise if len(shape) == 1 else 1.5 * noise / shape[-1] ** 0.5
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(dflash_json(num_layers, taps, **overrides)))
+    (folder / "config.json").write_text(json.dumps(config))
     return tensors
 
 

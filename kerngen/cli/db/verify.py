@@ -12,6 +12,7 @@ import click
 from kerngen.cli.db.common import echo_json
 from kerngen.cli.duration import Duration
 from kerngen.cli.keeping_options import keeping_options
+from kerngen.cli.model_options import draft_option
 from kerngen.cli.tables import echo
 from kerngen.errors import DeviceError, UsageError
 from kerngen.runtime.config import AS_STORED, KEEPING_OPTIONS, Keeping
@@ -28,7 +29,7 @@ _LISTED = 20  # faults that are told one by one
 @click.command()
 @click.argument("file", metavar="FILE|URL")
 @click.option("--model", default=None, help="Prove too that nothing has to be compiled to run this model.")
-@click.option("--draft", default=None, help="Folder of the assistant, where --model is a folder.")
+@draft_option
 @keeping_options
 @click.option("--arch", "arch_names", default=None, help="With --model: on these arches. Default: the file's own.")
 @click.option("--device", "device_names", default=None, help="With --model: on these boards. Default: the file's own.")

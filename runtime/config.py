@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 DRAFTER_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+ASSISTANT = "assistant"  # what the drafter of a released model is called that goes with it
 MAX_MTP_DRAFTS = 7  # a forward each: those behind are seldom accepted
 DRAFT_WEIGHTS = ("stored", "int4")  # what a drafter's matrices are kept as
 # What keys and values are kept as: "auto" in the activations' dtype.

@@ -19,7 +19,7 @@ from kerngen.cli.model_options import draft_option, tensor_parallel_option
 from kerngen.cli.soak import bench_soak
 from kerngen.cli.step_options import step_of, step_options
 from kerngen.cli.tables import Table, fitted, new_console, say
-from kerngen.runtime.config import Keeping, in_int4
+from kerngen.runtime.config import ASSISTANT, Keeping, in_int4
 from kerngen.system.cores import usable_cores
 from kerngen.system.urls import without_password
 
@@ -164,9 +164,28 @@ def _limits_line(limit: Ceilings) -> str:
 @click.option("--context", "contexts", default="512", show_default=True, help="Prompt lengths, comma-separated.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences that decode together.")
 @click.option("--tokens", default=128, show_default=True, help="Tokens to generate at each context.")
-@click.option("--draft/--no-draft", default=False, help="Draft with the model's assistant, also generated.")
+@click.option(
+    "--draft",
+    is_flag=False,
+    flag_value=ASSISTANT,
+    default=None,
+    metavar="[DRAFTER]",
+    help="Draft, with generated weights too: with the model's assistant, dflash, or the drafter in a folder.",
+)
 @keeping_options
-@click.option("--num-draft-tokens", default=3, show_default=True)
+@click.option(
+    "--num-draft-tokens",
+    type=click.IntRange(1),
+    default=None,
+    help="Verified a step. Default: 3, of dflash all of a block.",
+)
+@click.option(
+    "--assume-acceptance",
+    type=click.FloatRange(0, 1),
+    default=None,
+    metavar="P",
+    help="Accept each draft behind accepted ones with this chance, in place of comparing tokens.",
+)
 @click.option("--prefill-chunk", default=8192, show_default=True, help="Prompt tokens a prefill pass.")
 @click.option("--backend", type=click.Choice(["torch", "cuda", "auto"]), default="auto", show_default=True)
 @click.option("--device", default=None, help="cpu, cuda or cuda:N. Default: the first GPU, else the CPU.")
@@ -178,14 +197,16 @@ def _limits_line(limit: Ceilings) -> str:
 @page_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def model(
-    name: str, contexts: str, batch: int, tokens: int, draft: bool, kept: Keeping, num_draft_tokens: int,
-    prefill_chunk: int, backend: str, device: str | None, db_url: str | None, bundle: str | None, seed: int,
-    tensor_parallel: int, verbose: bool, page: Path | None, against: Path | None, as_json: bool,
+    name: str, contexts: str, batch: int, tokens: int, draft: str | None, kept: Keeping, num_draft_tokens: int | None,
+    assume_acceptance: float | None, prefill_chunk: int, backend: str, device: str | None, db_url: str | None,
+    bundle: str | None, seed: int, tensor_parallel: int, verbose: bool, page: Path | None, against: Path | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Time prefill and decode of a model, with generated weights of its shapes.
 
     NAME is a released model (gemma-4-31b), a folder with a config.json or a GGUF file. No checkpoint is read. Of a
-    --batch, prefill is what passes until all of it decode.
+    --batch, prefill is what passes until all of it decode. Drafts of generated weights are hardly ever accepted:
+    --assume-acceptance shows what a text would be worth whose drafts are.
 
     Example: kerngen bench model gemma-4-31b --context 512,8192
     """
@@ -199,20 +220,26 @@ def model(
         raise UsageError(f"--context {contexts!r} is not a list of numbers", hint="--context 512,8192") from None
     if tokens < 2 or min(lengths) < 1:
         raise UsageError("time at least 2 tokens after a context of at least 1")
-    if not kept.drafts_as_stored and not draft:
-        raise UsageError(f"--draft-weights {kept.draft_weights} goes with --draft")
-    found = find_model(name, None, kept)
+    for option, given in (("--draft-weights", not kept.drafts_as_stored), ("--num-draft-tokens", num_draft_tokens),
+                          ("--assume-acceptance", assume_acceptance is not None)):  # fmt: skip
+        if given and not draft:
+            raise UsageError(f"{option} goes with --draft")
+    if assume_acceptance is not None and tensor_parallel > 1:
+        raise UsageError("--assume-acceptance is for one GPU: ranks would accept each its own drafts")
+    found = find_model(name, None if draft == ASSISTANT else draft, kept)
+    if draft and found.drafter is None:
+        raise UsageError(f"no drafter goes with {name} by itself", hint="name it: --draft FOLDER")
     made = RunPage("model", page, against, {"model": found.name})
     report = time_model(
         found.name, found.target, found.drafter if draft else None, lengths, batch=batch, tokens=tokens,
-        num_draft_tokens=num_draft_tokens, prefill_chunk=prefill_chunk, backend=backend, device=device,
-        db_url=db_url, bundle=bundle, seed=seed, tensor_parallel=tensor_parallel,
+        num_draft_tokens=num_draft_tokens, assumed_acceptance=assume_acceptance, prefill_chunk=prefill_chunk,
+        backend=backend, device=device, db_url=db_url, bundle=bundle, seed=seed, tensor_parallel=tensor_parallel,
     )  # fmt: skip
     run = made.of(report)
     if as_json:
         click.echo(json.dumps(run))
     else:
-        _print_model(report, has_drafts=draft, verbose=verbose)
+        _print_model(report, has_drafts=draft is not None, verbose=verbose)
     made.draw(run)
 
 
@@ -242,13 +269,17 @@ def _print_model(report: dict[str, Any], *, has_drafts: bool, verbose: bool) -> 
 
 def _model_table(rows: list[dict[str, Any]], *, has_drafts: bool) -> Table:
     has_floor = any(r["floor_ms"] for r in rows)
-    floor, drafts = ((">floor ms", ">share") if has_floor else ()), ((">tokens a step",) if has_drafts else ())
+    floor = (">floor ms", ">share") if has_floor else ()
+    drafts = (">draft ms", ">verify ms", ">tokens a step", ">tokens/s") if has_drafts else ()
     table = Table("", ">context", ">batch", ">prefill ms", ">step ms", ">least-most", *floor, *drafts)
     for r in rows:
         cells = [str(r["context"]), str(r["batch"]), f"{r['prefill_ms']:.1f}", f"{r['step_ms']:.3f}",
                  f"{r['step_ms_min']:.3f}-{r['step_ms_max']:.3f}"]  # fmt: skip
         cells += [f"{r['floor_ms']:.2f}", f"{r['floor_ms'] / r['step_ms']:.2f}"] if has_floor else []
-        table.add_row(*cells, *([f"{r['acceptance_length']:.2f}"] if has_drafts else []))
+        if has_drafts:
+            rate = 1e3 * r["batch"] * r["acceptance_length"] / r["step_ms"]
+            cells += [f"{r['draft_ms']:.3f}", f"{r['verify_ms']:.3f}", f"{r['acceptance_length']:.2f}", f"{rate:.1f}"]
+        table.add_row(*cells)
     return table
 
 

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kerngen.runtime.backend import open_backend
+from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import DrafterConfig, ModelConfig
 from kerngen.runtime.dflash_config import DflashConfig
 from kerngen.runtime.drafters import AnyDrafter
 from kerngen.runtime.engine import Engine, Request
+from kerngen.runtime.engine.draft_length import FIRST_LENGTH
+from kerngen.runtime.engine.graphs import Graphs
 from kerngen.runtime.engine.ranks import Ranks
 from kerngen.runtime.executors.collectives import Collectives
+from kerngen.runtime.executors.layer_dedup import OneOfEachKind
 from kerngen.runtime.model import Gemma4
 from kerngen.runtime.session import open_divided
 from kerngen.templates.common.screen.screen_spec import bits_of, least_bytes
 from kerngen.templates.values import KV_FORMATS
+from kerngen.workload.forwards import Forwards
 from kerngen.workload.generated import generated_model
+from kerngen.workload.steps import Step
 
 RUNS = 5
 
@@ -100,7 +108,8 @@ def time_model(
     *,
     batch: int = 1,
     tokens: int,
-    num_draft_tokens: int,
+    num_draft_tokens: int | None,
+    assumed_acceptance: float | None = None,
     prefill_chunk: int,
     backend: str,
     device: str | None,
@@ -112,8 +121,10 @@ def time_model(
     """A report: one row a context, medians over RUNS generations of `tokens` tokens after one that warms up.
 
     A step's time is the decode's wall time over its steps, host work included. Of a batch of several, prefill ends when
-    all of them decode, and `tokens` steps are timed from there. tensor_parallel: ranks that the model is divided among;
-    bytes and floor are then those of the first. Raises as open_backend and open_divided do.
+    all of them decode, and `tokens` steps are timed from there. num_draft_tokens: None for as many as are usual.
+    assumed_acceptance: see Runner. draft_ms, verify_ms: of a step with drafts, each of its two parts by itself: all
+    drafts, and the target's forward with the choice of tokens and what is accepted of them. tensor_parallel: ranks that
+    the model is divided among; bytes and floor are then those of the first. Raises as open_backend and open_divided do.
     """
     began = time.perf_counter()
     opens = partial(_opened, name, config, drafter_config, backend, db_url, bundle, seed)
@@ -129,16 +140,18 @@ def time_model(
         from kerngen.timing.measure import ceilings
 
         read_gbps, board = ceilings().read_gbps, probe_device().name
+    count = num_draft_tokens or usual_drafts(drafter)
     rows = []
     generator = torch.Generator().manual_seed(seed)
     for context in contexts:
         prompts = torch.randint(0, config.vocab_size, (batch, context), generator=generator).tolist()
         # The first may decode while the last is prefilled; a step with drafts makes several tokens.
         before = batch * (1 + -(-context // prefill_chunk))
-        most = tokens if batch == 1 else (tokens + before) * (1 if drafter is None else 1 + num_draft_tokens)
-        engine = Engine(model, drafter, max_len=context + most, max_batch=batch, num_draft_tokens=num_draft_tokens,
+        most = tokens if batch == 1 else (tokens + before) * (1 + count)
+        engine = Engine(model, drafter, max_len=context + most, max_batch=batch, num_draft_tokens=count,
                         prefill_chunk=prefill_chunk, max_stall=None, prefix_caching=False,
                         ranks=opened.ranks)  # fmt: skip
+        engine.runner.assumed_acceptance = assumed_acceptance
         if opened.ranks is not None:
             engine.make_ready()  # by all cores, on all ranks at once
         time_once = _time_one if batch == 1 else _time_batch
@@ -154,18 +167,67 @@ def time_model(
                 "acceptance_length": statistics.median(r.tokens_a_step for r in runs),
                 "step_bytes": weight_bytes + kv_bytes,
                 "density": engine.load.density,
+                **_parts(model, drafter, batch, context, count),
                 "floor_ms": (weight_bytes + kv_bytes) / read_gbps / 1e6 if read_gbps else 0.0,
             }
         )  # fmt: skip
         del engine
     return {
         "model": name, "tensor_parallel": tensor_parallel, "device": board, "backend": ops.name,
-        "dtype": str(ops.dtype).removeprefix("torch."),
+        "dtype": str(ops.dtype).removeprefix("torch."), "num_draft_tokens": count,
+        "assumed_acceptance": assumed_acceptance,
         "draft_weights": None if drafter_config is None else drafter_config.weights,
         "kv_format": config.kv_format, "kv_is_shared": config.kv_is_shared,
         "build_s": built, "weight_gb": step_bytes(model, 0)[0] / 1e9, "read_gbps": read_gbps,
         "rows": rows, "configurations": ops.sources(), "outside": ops.outside(), "kernels": _resolved(ops),
     }  # fmt: skip
+
+
+def usual_drafts(drafter: AnyDrafter | None) -> int:
+    """That a step verifies where nobody says: of a drafter that makes all at once all of them."""
+    if drafter is None:
+        return 0
+    return drafter.policy.max_drafts if drafter.policy.block else FIRST_LENGTH
+
+
+def _parts(model: Gemma4, drafter: AnyDrafter | None, batch: int, context: int, count: int) -> dict[str, float]:
+    """draft_ms and verify_ms of a step with `count` drafts, each part by itself; nothing without a drafter, and of a
+    divided model, whose ranks run whole steps together.
+    """
+    if drafter is None or model.config.world.size > 1:
+        return {}
+    own = drafter.policy.cache_layers
+    longest = context + max(drafter.policy.block, count + 1)
+
+    def cache_of(step: Step) -> KVCache:
+        return KVCache.whole(model.config, model.ops, batch=batch, max_len=longest, drafter_layers=own)
+
+    forwards = Forwards(model, drafter, cache_of)
+    times = 1 if drafter.policy.block else count  # forwards of the drafter in a step
+    parts = {"draft_ms": (times, Step.draft(batch, longest)), "verify_ms": (1, Step.verify(batch, count + 1, longest))}
+    return {name: times * _ms_of(model, drafter, forwards.prepare(step)[0]) for name, (times, step) in parts.items()}
+
+
+def _ms_of(model: Gemma4, drafter: AnyDrafter, part: Callable[[], Tensor]) -> float:
+    """The median of RUNS runs, as a graph where steps are graphs."""
+    if model.ops.supports_graphs:
+        graph, _ = Graphs(OneOfEachKind(model, drafter)).capture(part, ())
+        run: Callable[[], object] = graph.replay
+    else:
+        run = part
+    found = []
+    for _ in range(RUNS + 1):
+        _wait(model)
+        began = time.perf_counter()
+        run()
+        _wait(model)
+        found.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(found[1:])
+
+
+def _wait(model: Gemma4) -> None:
+    if model.ops.device.type == "cuda":
+        torch.cuda.synchronize(model.ops.device)
 
 
 @dataclass(slots=True, weakref_slot=True)

@@ -18,6 +18,7 @@ from kerngen.arch import Arch, Target
 from kerngen.errors import UnknownName, UsageError
 from kerngen.runtime.config import (
     AS_STORED,
+    ASSISTANT,
     DrafterConfig,
     Keeping,
     ModelConfig,
@@ -41,7 +42,6 @@ from kerngen.templates.qkv_norm_rope.spec import Problem as NewHeads
 from kerngen.workload.steps import Fuses, Kind, Recorder, Step, recorder
 
 BATCHES = (1, 2, 4, 8, 16, 32)
-ASSISTANT = "assistant"  # what the drafter of a released model is called that goes with it
 VERIFY_LENS = (4, 5)  # tokens a sequence at every batch and context: the last known one and 3 or 4 drafts
 OTHER_VERIFY_BATCHES = (1, 8)  # of the other lengths that a drafter may be asked for,
 OTHER_VERIFY_CONTEXTS = (512, 8192, 131072)  # at these contexts

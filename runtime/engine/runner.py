@@ -169,6 +169,9 @@ class Runner:
         self._prefills: deque[tuple[int, _Moment, _Moment]] = deque(maxlen=MOST_TIMED)  # tokens, beginning, end
         self._embeddings: dict[bytes, Tensor] = {}  # [num_tokens, H] of items, by digest
         self._key_tiles: dict[int, tuple[int, int]] = {}
+        # For timing alone: the chance that a draft behind accepted ones is accepted, in place of what it is; None for
+        # what it is.
+        self.assumed_acceptance: float | None = None
         self._counting: tuple[Tensor, torch.cuda.Event | None] | None = None  # a copy of the cache's density
 
     @property
@@ -640,6 +643,9 @@ class Runner:
         """
         tokens, words = self._choose(states, positions, drafts, rows, mode)
         chosen = tokens.view(rows.stop - rows.start, -1)
+        if self.assumed_acceptance is not None and drafts is not None:
+            right = torch.rand(drafts.shape, device=drafts.device) < self.assumed_acceptance
+            drafts = torch.where(right, chosen[:, :-1], chosen[:, :-1] + 1)
         result = self.model.ops.decode_advance(
             chosen, self.logit_processors.refuse(drafts, rows, mode), states, self.ints[TOKEN, rows],
             self.ints[LENGTH, rows], self.ints[LIMIT, rows], self.hidden[rows],

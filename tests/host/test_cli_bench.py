@@ -21,7 +21,7 @@ from kerngen.timing.step_compare import Compared
 from kerngen.tuning_db import Store
 from kerngen.workload.steps import ALL_STEPS, STEPS, Ratio, Step
 
-TINY = str(ROOT / "examples" / "tiny" / "gemma-4-tiny-w4a16")
+TINY, ASSISTANT = (str(ROOT / "examples" / "tiny" / f"gemma-4-tiny-{name}") for name in ("w4a16", "assistant"))
 ROW = {
     "p50_us": 2.0, "p10_us": 1.9, "p90_us": 2.1, "gbps": 1.0, "share_read": 0.1, "tflops": 0.1, "share_matmul": 0.1,
 }  # fmt: skip
@@ -104,18 +104,31 @@ def test_the_times_of_a_model_come_last(kerngen: Kerngen) -> None:
     assert report["configurations"] == {}
 
 
-@pytest.mark.parametrize("draft", ["--no-draft", "--draft"])
-def test_sequences_that_decode_together_are_timed(kerngen: Kerngen, draft: str) -> None:
+@pytest.mark.parametrize("draft", [(), ("--draft", ASSISTANT)], ids=["alone", "drafts"])
+def test_sequences_that_decode_together_are_timed(kerngen: Kerngen, draft: tuple[str, ...]) -> None:
     args = ("bench", "model", TINY, "--backend", "torch", "--context", "9", "--tokens", "3", "--prefill-chunk", "8")
-    out = kerngen.ok(*args, "--batch", "3", draft)
+    out = kerngen.ok(*args, "--batch", "3", *draft)
     assert out.splitlines()[-1].split()[:2] == ["9", "3"]
-    assert ("tokens a step" in out.splitlines()[-2]) == (draft == "--draft")
-    (one,) = json.loads(kerngen(*args, draft, "--json")[1])["rows"]
-    (three,) = json.loads(kerngen(*args, "--batch", "3", draft, "--json")[1])["rows"]
+    assert ("tokens a step" in out.splitlines()[-2]) == bool(draft)
+    (one,) = json.loads(kerngen(*args, *draft, "--json")[1])["rows"]
+    (three,) = json.loads(kerngen(*args, "--batch", "3", *draft, "--json")[1])["rows"]
     assert (one["batch"], three["batch"]) == (1, 3)
     assert one["step_bytes"] < three["step_bytes"] < 3 * one["step_bytes"]
-    assert three["acceptance_length"] == 1 if draft == "--no-draft" else 1 <= three["acceptance_length"] <= 4
+    assert 1 <= three["acceptance_length"] <= (4 if draft else 1)
     assert 0 < three["step_ms_min"] <= three["step_ms"] <= three["step_ms_max"]
+
+
+@pytest.mark.parametrize(("args", "message"), [
+    ((TINY, "--draft"), "no drafter goes with"),
+    (("gemma-4-31b", "--draft", "medusa"), "--draft medusa is none of them\n  it has: assistant, dflash"),
+    ((TINY, "--assume-acceptance", "0.5"), "--assume-acceptance goes with --draft"),
+    ((TINY, "--num-draft-tokens", "2"), "--num-draft-tokens goes with --draft"),
+    ((TINY, "--draft", ASSISTANT, "--assume-acceptance", "0.5", "--tensor-parallel", "2"), "is for one GPU"),
+])  # fmt: skip
+def test_what_does_not_go_with_a_models_drafts_is_said(kerngen: Kerngen, args: tuple[str, ...], message: str) -> None:
+    code, _, err = kerngen("bench", "model", *args)
+    assert code == 2
+    assert message in err
 
 
 def test_configurations_are_listed_where_they_are_asked_for(kerngen: Kerngen, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -371,4 +371,18 @@ def test_steps_are_timed_with_it() -> None:
         db_url=None, bundle=None, seed=0,
     )  # fmt: skip
     assert report["draft_weights"] == "int4"
-    assert report["rows"][0]["step_ms"] > 0
+    (row,) = report["rows"]
+    assert min(row["step_ms"], row["draft_ms"], row["verify_ms"]) > 0
+
+
+@pytest.mark.parametrize(("chance", "length"), [(1.0, 3), (0.0, 1)])
+def test_acceptance_may_be_assumed(chance: float, length: int) -> None:
+    """Whatever tokens generated weights say: all drafts of a step are accepted, or none."""
+    from kerngen.timing.model_bench import time_model
+
+    config, drafter = configs("stored")
+    report = time_model(
+        "tiny", config, drafter, [8], tokens=13, num_draft_tokens=2, assumed_acceptance=chance, prefill_chunk=8,
+        backend="torch", device="cpu", db_url=None, bundle=None, seed=0,
+    )  # fmt: skip
+    assert report["rows"][0]["acceptance_length"] == length

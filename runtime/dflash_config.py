@@ -58,10 +58,7 @@ class DflashConfig(DrafterLayers):
         return f"DFlash, {self.block_size - 1} tokens at once, by the target's layers {', '.join(map(str, self.taps))}"
 
     def divided(self, target: ModelConfig) -> DflashConfig:
-        """Itself, beside a whole `target`. Raises UsageError beside a part of one."""
-        if target.share is not None:
-            raise UsageError("a DFlash drafter does not run beside a model that is divided among ranks yet",
-                             hint="--no-draft; or the model's assistant: --draft FOLDER")  # fmt: skip
+        """Itself: each rank of a divided target has all of it, and of the head that it drafts by some rows."""
         return self
 
 

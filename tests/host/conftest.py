@@ -252,6 +252,7 @@ SLOW = (
         f"test_tensor_parallel.py::test_a_divided_model_makes_one_ranks_tokens[{of}]"  # 22 s
         for of in ("3-dense", "4-dense", "4-k_eq_v", "4-moe")
     ),
+    *(f"test_tensor_parallel.py::test_a_dflash_drafter_drafts_alike_on_all_ranks[{of}" for of in ("3-", "4-t")),  # 10 s
     "test_tensor_parallel.py::test_every_rank_embeds_what_it_needs[4]",  # 8 s
     "test_tensor_parallel_cli.py::test_a_server_starts_a_divided_model_again_whose_rank_has_died",  # 12 s
     "test_tensor_parallel_cli.py::test_doctor_knows_the_problems_of_uneven_ranks",  # 9 s

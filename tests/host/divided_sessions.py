@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kerngen.runtime.config import read_drafter_config, read_model_config
-from kerngen.runtime.drafting import MtpDrafter
+from kerngen.runtime.drafters import drafter_for
 from kerngen.runtime.executors.collectives import Collectives
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.media.input import MediaInput
@@ -38,7 +38,7 @@ def opens(
     model, drafting = Gemma4(config, load_model(target, config, ops), ops), None
     if drafter is not None:
         drafts = read_drafter_config(drafter, whole).divided(config)
-        drafting = MtpDrafter(drafts, load_drafter(drafter, drafts, ops), model)
+        drafting = drafter_for(drafts, load_drafter(drafter, drafts, ops), model)
     return Session(target, config, NOTHING, model, drafting, (), 0.0)
 
 

@@ -32,7 +32,6 @@ from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import KernelOps
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.weights.loader import load_drafter, load_model
-from kerngen.runtime.world import World
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 NUM_LAYERS, TAPS = 5, (0, 1, 3)  # of the variant k_eq_v
@@ -260,14 +259,10 @@ def test_a_table_of_its_own_is_refused(made: Made, tmp_path: Path) -> None:
         load_drafter(tmp_path, read_drafter_config(tmp_path, model.config), model.ops)
 
 
-def test_where_it_does_not_run_yet_is_said_with_the_way_on(made: Made) -> None:
-    config, root = made[1].config, made[3]
+def test_it_is_no_model(made: Made) -> None:
     with pytest.raises(UsageError, match="holds a drafter") as error:
-        read_model_config(root / "drafter")
+        read_model_config(made[3] / "drafter")
     assert "--draft" in error.value.hint
-    with pytest.raises(UsageError, match="divided among ranks yet") as error:
-        read_drafter_config(root / "drafter", config).divided(config.divided(World(0, 2)))
-    assert "--no-draft" in error.value.hint
 
 
 def test_a_plan_says_what_it_is(made: Made, kerngen: Kerngen) -> None:

@@ -47,7 +47,7 @@ CROWDED = {"num_pages": {"full": 12, "sliding": 14}}  # less than what four take
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    found = {variant: make_pair(tmp_path_factory.mktemp(variant), variant) for variant in ODD}
+    found = {variant: make_pair(tmp_path_factory.mktemp(variant), variant) for variant in (*ODD, "dflash")}
     return found | {"trained": (TINY / "gemma-4-tiny", TINY / "gemma-4-tiny-assistant")}
 
 
@@ -102,6 +102,22 @@ def test_so_do_the_kernels(
     made = engine.generate_many([requests()[i] for i in some])
     assert [g.tokens for g in made] == [expected[variant][i] for i in some]
     assert "sums of routed experts" in session.ops.outside() or variant != "moe"
+
+
+@pytest.mark.parametrize("backend", ["torch", "kernels"])
+def test_a_dflash_drafter_drafts_alike_on_all_ranks(
+    ranks: Ranks, pairs: dict[str, tuple[Path, Path]], expected: dict[str, list[list[int]]], backend: str
+) -> None:
+    """Each rank has all of it, and some rows of the head."""
+    session = ranks.load(partial(opens, *pairs["dflash"], backend))
+    engine = engine_of(session, num_draft_tokens=5, page_size=16)
+    some = [0, 2, 6]
+    made = engine.generate_many([requests()[i] for i in some])
+    assert [g.tokens for g in made] == [expected["dflash"][i] for i in some]
+    alone = engine_of(opens(*pairs["dflash"], backend, None, None, None), num_draft_tokens=5, page_size=16)
+    assert [g.stats.accepted for g in alone.generate_many([requests()[i] for i in some])] == [
+        g.stats.accepted for g in made
+    ]
 
 
 def test_an_engine_without_drafts_of_a_model_that_has_a_drafter(

@@ -21,6 +21,10 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 import kerngen
+from kerngen.runtime.batch import Batch
+from kerngen.runtime.cache import KVCache
+from kerngen.runtime.dflash import DflashDrafter
+from kerngen.runtime.drafters import forward
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY = EXAMPLES / "tiny"
@@ -34,6 +38,7 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(TINY))  # the scripts there import each other by name
 import acceptance  # noqa: E402
 import corpus  # noqa: E402
+import dflash  # noqa: E402
 import export  # noqa: E402
 import media  # noqa: E402
 import model as training  # noqa: E402
@@ -294,6 +299,36 @@ def test_checkpoints_that_see_and_hear_are_trained_anywhere(
         assert {n: t.shape for n, t in made.items()} == {n: t.shape for n, t in shipped.items()}
         for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
             assert (tmp_path / folder.name / name).read_text() == (folder / name).read_text(), name
+
+
+def test_a_dflash_drafter_is_trained_anywhere_and_drafts_here_as_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it says takes a longer training; what the script computes is what runs."""
+    options = ["--steps", "2", "--rows", "4", "--batch", "2", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["dflash.py", "--target", str(TINY), "--out", str(tmp_path), *options])
+    dflash.main()
+    assert capsys.readouterr().out.count("accepted per round") == 2
+    folder = tmp_path / dflash.DFLASH_DIR
+    ours, theirs = training.Target(), dflash.Dflash()
+    export.load_target(ours, TINY)
+    theirs.load_state_dict(load_file(folder / "model.safetensors"))
+    ids = torch.randint(110, 1000, (1, dflash.WINDOW + 30), generator=torch.Generator().manual_seed(3))
+    session = kerngen.load(TARGET, draft=str(folder), device="cpu", dtype="fp32")
+    drafter = session.drafter
+    assert isinstance(drafter, DflashDrafter)
+    for length in (3, dflash.WINDOW + 20):
+        with torch.inference_mode():
+            features, _ = dflash.seen_by(ours, ids)
+            wanted = theirs(ours, features.float(), ids[:, length : length + 1], torch.tensor([[length]]))[0, 0]
+            cache = KVCache.whole(session.config, session.ops, batch=1, max_len=length + dflash.BLOCK,
+                                  drafter_layers=drafter.policy.cache_layers)  # fmt: skip
+            forward(session.model, drafter, Batch.prefill(ids[0, :length], 0, cache), cache)
+            states = drafter.block(ids[0, length : length + 1], torch.tensor([length]), cache, length)[0, 1:]
+            torch.testing.assert_close(session.model.logits(states), wanted, rtol=1e-2, atol=1e-2)
+    prompt = "What is a warp?"
+    plain = kerngen.load(TARGET, draft=False, device="cpu", dtype="fp32").generate(prompt, max_new_tokens=24)
+    assert session.generate(prompt, max_new_tokens=24).text == plain.text
 
 
 @pytest.mark.parametrize("folder", SEEING, ids=lambda p: p.name)

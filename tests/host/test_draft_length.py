@@ -37,8 +37,9 @@ class Run:
 
 
 def simulate(lengths: DraftLength, costs: list[float], steps: int, chance: Callable[[int], float], *, batch: int = 1,
-             seed: int = 0, noise: float = 0.03, async_depth: int = 1) -> Run:  # fmt: skip
-    """chance: that a draft is accepted, by step. noise: of a step's measured time. lag: steps chosen before it is told.
+             seed: int = 0, noise: float = 0.03, async_depth: int = 1, fading: float = 1.0) -> Run:  # fmt: skip
+    """chance: that a draft is accepted, by step; fading: times that for each position behind the first. noise: of a
+    step's measured time. lag: steps chosen before it is told.
 
     Now and then a step is never told of, as where all its requests were cancelled.
     """
@@ -50,7 +51,7 @@ def simulate(lengths: DraftLength, costs: list[float], steps: int, chance: Calla
         length, accepted = choice.length, []
         for _ in range(batch):
             count = 0
-            while count < length and draw.random() < chance(step):
+            while count < length and draw.random() < chance(step) * fading**count:
                 count += 1
             accepted.append(count)
         seconds = costs[length] * (1 + draw.uniform(-noise, noise))
@@ -101,6 +102,46 @@ def test_it_follows_the_text() -> None:
     assert sum(length >= 3 for length in easy) > 0.75 * len(easy)
     assert sum(length > 0 for length in after) < 0.1 * len(after)
     assert run.loss < 0
+
+
+# Of a drafter whose block costs the same whatever is verified: steps with 0 to 15 drafts.
+BLOCK_LENGTHS = (3, 5, 7, 11, 15)
+BLOCK_COSTS = [1.0, *(1.15 + 0.028 * k for k in range(1, 16))]
+PROFILES = {"code": (0.92, 1.0), "prose": (0.75, 0.93), "steep": (0.9, 0.85), "lists": (0.08, 1.0)}  # chance, fading
+
+
+def emitted(length: int, chance: float, fading: float) -> float:
+    total, reached = 1.0, 1.0
+    for i in range(length):
+        reached *= chance * fading**i
+        total += reached
+    return total
+
+
+def best_rate(chance: float, fading: float) -> float:
+    """Tokens a second of the best of the lengths."""
+    return max(emitted(k, chance, fading) / BLOCK_COSTS[k] for k in (0, *BLOCK_LENGTHS))
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_of_a_blocks_lengths_it_finds_the_best(profile: str) -> None:
+    chance, fading = PROFILES[profile]
+    for seed in range(4):
+        run = simulate(DraftLength(BLOCK_LENGTHS), BLOCK_COSTS, 3000, lambda _: chance, seed=seed, fading=fading)
+        assert set(run.lengths) <= {0, *BLOCK_LENGTHS}
+        assert run.loss <= 0.01
+        assert run.tokens / run.seconds > 0.95 * best_rate(chance, fading)
+
+
+def test_it_changes_a_blocks_length_in_the_middle_of_a_text() -> None:
+    """Lists, then code, then lists again."""
+    lengths, wanted, seconds, made = DraftLength(BLOCK_LENGTHS), 0.0, 0.0, 0.0
+    for profile in ("lists", "code", "lists"):
+        chance, fading = PROFILES[profile]
+        run = simulate(lengths, BLOCK_COSTS, 3000, lambda _, c=chance: c, fading=fading)  # type: ignore[misc]
+        seconds, made = seconds + run.seconds, made + run.tokens
+        wanted += run.tokens / best_rate(chance, fading)
+    assert seconds < wanted / 0.95
 
 
 def test_costs_that_grow_with_the_context_do_not_mislead_it() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.dflash_config import DflashConfig
-from kerngen.runtime.model import Gemma4, inverse_frequencies
+from kerngen.runtime.model import Gemma4, inverse_frequencies, tap_scale
 from kerngen.runtime.ops import fitting
 from kerngen.runtime.weights.dflash import DflashWeights
 from kerngen.templates.values import AttnBatch, HeadNorms, Mask
@@ -52,14 +52,13 @@ class DflashDrafter:
         self._masks = [Mask("causal" if is_causal and layer.window else "full", layer.window) for layer in text.layers]
 
     def context(self, states: Sequence[Tensor]) -> Tensor:
-        """What K and V of a context are made of, [T, H]. states: the output [T, H] of each tapped layer."""
+        """What K and V of a context are made of, [T, H]. states: the output [T, H] of each tapped layer, times
+        `tap_scale`, which the norm takes away.
+        """
         ops = self.ops
         ops.place = "drafter context"
-        return ops.rmsnorm(
-            ops.linear(torch.cat(list(states), dim=-1), self.weights.fc),
-            self.weights.hidden_norm,
-            self.config.text.rms_norm_eps,
-        )
+        made = ops.linear(torch.cat(list(states), dim=-1), self.weights.fc)
+        return ops.rmsnorm(made, self.weights.hidden_norm, self.config.text.rms_norm_eps * tap_scale(ops.dtype) ** 2)
 
     def ingest(self, batch: Batch, states: Sequence[Tensor], cache: KVCache) -> None:
         """Write K and V of a forward's tokens, all layers' from one product."""

@@ -38,13 +38,21 @@ def rounded_scale(value: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(value, dtype=dtype))
 
 
+def tap_scale(dtype: torch.dtype) -> float:
+    """What tapped rows are multiplied by, a power of two: with fp16 the residual stream is fp32, and may leave fp16's
+    range.
+    """
+    return 2.0**-8 if dtype == torch.float16 else 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Taps:
     """Layers, in their order, whose output a forward is asked for beside its result; states: of each, [T, H] in
-    `ops.dtype`, once it has run.
+    `ops.dtype`, once it has run, times `scale`, a power of two.
     """
 
     layers: tuple[int, ...]
+    scale: float = 1.0
     states: list[Tensor] = field(default_factory=list)
 
 
@@ -251,7 +259,7 @@ class Gemma4:
             before_shared = index + 1 == self._first_shared and outputs != "all"  # few rows go on, or none
             row = self.stack.layer(index, residual, row, attend, part, projects=not before_shared)
             if taps is not None and index in taps.layers:
-                taps.states.append(residual.to(self.ops.dtype, copy=True))
+                taps.states.append((residual * taps.scale).to(self.ops.dtype))
         if outputs == "none":
             return residual[:0].to(self.ops.dtype)
         if outputs == "last" and batch.cu_seqlens is not None:

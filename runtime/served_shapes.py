@@ -63,6 +63,7 @@ def require_served(
             forward(model, small, Batch.prefill(ids, start, cache, config.sparse), cache, "last")
             if small is not None:
                 drafts = small.propose(ids, states, ids, cache, policy.max_drafts, 2)
-                forward(model, small, Batch.decode(drafts, ids, cache, 2 + policy.max_drafts, shapes), cache)
+                verified = torch.cat((ids[:, None], drafts), dim=1)
+                forward(model, small, Batch.decode(verified, ids, cache, 2 + policy.max_drafts, shapes), cache)
     except ProblemError as e:
         raise UsageError(f"no kernel serves the model in {folder}: {e.message}", hint=WAY_ON) from e

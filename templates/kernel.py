@@ -72,9 +72,10 @@ class Arg:
     A kernel gets `ptrs` as the address of an array of addresses, and `map` as a CUtensorMap of the tensor that the
     argument `of` names: the launcher makes it as the spec's `tensor_map` says, and no call passes it. align: what a
     pointer's address is a multiple of, in bytes: 16 where the kernel reads vectors. contiguous: False where another
-    argument says how far apart the tensor's rows are. page_heads: of a paged cache, the problem's field that says how
-    many heads a page has in memory (values.py, page_strides); it must lie so, and be contiguous where that field is 0.
-    only: the problem's flag without which the entry has no such argument; empty for one that is always there.
+    argument, or the problem, says how far apart the tensor's rows are. page_heads: of a paged cache, the problem's
+    field that says how many heads a page has in memory (values.py, page_strides); it must lie so, and be contiguous
+    where that field is 0. only: the problem's flag without which the entry has no such argument; empty for one that is
+    always there.
     """
 
     name: str

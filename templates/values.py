@@ -257,7 +257,8 @@ class PageLimits:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """How the heads of a layer's projection become q and k: normed, then rotated. V is normed without a weight.
+    """How the heads of a layer's projection become q and k: normed, then rotated. V is normed without a weight, but for
+    an op that says otherwise.
 
     q_weight, k_weight [head_dim]; k_weight is None for a layer that owns no K and V. inv_freq [head_dim / 2] fp32:
     pairs (j, j + head_dim / 2) turn by position * inv_freq[j]; the first num_rotated_pairs do, the others pass

@@ -193,7 +193,7 @@ def accepted(target: Target, drafter: Dflash, data: Data) -> float:
     for row in range(len(data[0])):
         places = spoken[row, 1 : LENGTH - BLOCK].nonzero()[::7, 0] + 1
         if len(places):
-            guess, wanted, _ = blocks(target, drafter, data, torch.tensor([row]), places[None])
+            guess, wanted, _ = blocks(target, drafter, data, torch.tensor([row], device=places.device), places[None])
             found += float((guess.argmax(-1) == wanted.argmax(-1)).cumprod(-1).sum())
             rounds += len(places)
     return found / max(rounds, 1)

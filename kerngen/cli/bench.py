@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -268,18 +268,27 @@ def _print_model(report: dict[str, Any], *, has_drafts: bool, verbose: bool) -> 
 
 
 def _model_table(rows: list[dict[str, Any]], *, has_drafts: bool) -> Table:
-    has_floor = any(r["floor_ms"] for r in rows)
-    floor = (">floor ms", ">share") if has_floor else ()
-    drafts = (">draft ms", ">verify ms", ">tokens a step", ">tokens/s") if has_drafts else ()
-    table = Table("", ">context", ">batch", ">prefill ms", ">step ms", ">least-most", *floor, *drafts)
-    for r in rows:
-        cells = [str(r["context"]), str(r["batch"]), f"{r['prefill_ms']:.1f}", f"{r['step_ms']:.3f}",
-                 f"{r['step_ms_min']:.3f}-{r['step_ms_max']:.3f}"]  # fmt: skip
-        cells += [f"{r['floor_ms']:.2f}", f"{r['floor_ms'] / r['step_ms']:.2f}"] if has_floor else []
-        if has_drafts:
-            rate = 1e3 * r["batch"] * r["acceptance_length"] / r["step_ms"]
-            cells += [f"{r['draft_ms']:.3f}", f"{r['verify_ms']:.3f}", f"{r['acceptance_length']:.2f}", f"{rate:.1f}"]
-        table.add_row(*cells)
+    """Columns that all rows have. With drafts the spread of a step's time is left out, so that a terminal has room."""
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "context": lambda r: str(r["context"]),
+        "batch": lambda r: str(r["batch"]),
+        "prefill ms": lambda r: f"{r['prefill_ms']:.1f}",
+        "step ms": lambda r: f"{r['step_ms']:.3f}",
+    }
+    if not has_drafts:
+        columns["least-most"] = lambda r: f"{r['step_ms_min']:.3f}-{r['step_ms_max']:.3f}"
+    if any(r["floor_ms"] for r in rows):
+        columns["floor ms"] = lambda r: f"{r['floor_ms']:.2f}"
+        columns["share"] = lambda r: f"{r['floor_ms'] / r['step_ms']:.2f}"
+    if has_drafts and all("draft_ms" in r for r in rows):
+        columns["draft ms"] = lambda r: f"{r['draft_ms']:.3f}"
+        columns["verify ms"] = lambda r: f"{r['verify_ms']:.3f}"
+    if has_drafts:
+        columns["tokens a step"] = lambda r: f"{r['acceptance_length']:.2f}"
+        columns["tokens/s"] = lambda r: f"{1e3 * r['batch'] * r['acceptance_length'] / r['step_ms']:.1f}"
+    table = Table("", *(f">{name}" for name in columns))
+    for row in rows:
+        table.add_row(*(cell(row) for cell in columns.values()))
     return table
 
 

@@ -167,7 +167,7 @@ def time_model(
                 "acceptance_length": statistics.median(r.tokens_a_step for r in runs),
                 "step_bytes": weight_bytes + kv_bytes,
                 "density": engine.load.density,
-                **_parts(model, drafter, batch, context, count),
+                **_parts(model, drafter, batch, context, count, engine.runner.captures(batch * (count + 1))),
                 "floor_ms": (weight_bytes + kv_bytes) / read_gbps / 1e6 if read_gbps else 0.0,
             }
         )  # fmt: skip
@@ -190,9 +190,11 @@ def usual_drafts(drafter: AnyDrafter | None) -> int:
     return drafter.policy.max_drafts if drafter.policy.block else FIRST_LENGTH
 
 
-def _parts(model: Gemma4, drafter: AnyDrafter | None, batch: int, context: int, count: int) -> dict[str, float]:
-    """draft_ms and verify_ms of a step with `count` drafts, each part by itself; nothing without a drafter, and of a
-    divided model, whose ranks run whole steps together.
+def _parts(
+    model: Gemma4, drafter: AnyDrafter | None, batch: int, context: int, count: int, captured: bool
+) -> dict[str, float]:
+    """draft_ms and verify_ms of a step with `count` drafts, each part by itself; nothing without a drafter, where
+    memory is short, and of a divided model, whose ranks run whole steps together. captured: such a step is a graph.
     """
     if drafter is None or model.config.world.size > 1:
         return {}
@@ -200,17 +202,25 @@ def _parts(model: Gemma4, drafter: AnyDrafter | None, batch: int, context: int, 
     longest = context + max(drafter.policy.block, count + 1)
 
     def cache_of(step: Step) -> KVCache:
-        return KVCache.whole(model.config, model.ops, batch=batch, max_len=longest, drafter_layers=own)
+        kept = model.config.window + count + 1
+        return KVCache.whole(model.config, model.ops, batch=batch, max_len=longest, last=kept, drafter_layers=own)
 
     forwards = Forwards(model, drafter, cache_of)
     times = 1 if drafter.policy.block else count  # forwards of the drafter in a step
-    parts = {"draft_ms": (times, Step.draft(batch, longest)), "verify_ms": (1, Step.verify(batch, count + 1, longest))}
-    return {name: times * _ms_of(model, drafter, forwards.prepare(step)[0]) for name, (times, step) in parts.items()}
+    draft = Step.draft(batch, longest, count if drafter.policy.block else 1)
+    parts = {"draft_ms": (times, draft), "verify_ms": (1, Step.verify(batch, count + 1, longest))}
+    try:
+        return {
+            name: times * _ms_of(model, drafter, forwards.prepare(step)[0], captured)
+            for name, (times, step) in parts.items()
+        }
+    except torch.OutOfMemoryError:  # beside the engine's own cache
+        return {}
 
 
-def _ms_of(model: Gemma4, drafter: AnyDrafter, part: Callable[[], Tensor]) -> float:
-    """The median of RUNS runs, as a graph where steps are graphs."""
-    if model.ops.supports_graphs:
+def _ms_of(model: Gemma4, drafter: AnyDrafter, part: Callable[[], Tensor], captured: bool) -> float:
+    """The median of RUNS runs. captured: as a graph."""
+    if captured:
         graph, _ = Graphs(OneOfEachKind(model, drafter)).capture(part, ())
         run: Callable[[], object] = graph.replay
     else:

@@ -40,7 +40,6 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 import kerngen.ops  # noqa: F401 - torch.ops.kerngen
 from kerngen.errors import DeviceError, ProblemError, UnknownName
 from kerngen.templates import find_kernel
-from kerngen.templates.attn_decode.spec import MAX_Q_LEN
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME
 from kerngen.vllm.ahead import AHEAD
 from kerngen.vllm.attention_grid import PAGE_SIZE, Grid, Heads, bucket_of
@@ -48,6 +47,7 @@ from kerngen.vllm.image_ends import Images, ends_of, images_among
 from kerngen.vllm.linear import target
 
 log = logging.getLogger("vllm.kerngen")
+MAX_VERIFIED = 8  # tokens of a sequence that attn_decode takes within full CUDA graphs: what is tuned and was measured
 CACHE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -265,7 +265,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
         """Where a verification has more tokens than attn_decode takes, single tokens alone are captured whole."""
         drafts = vllm_config.speculative_config
-        if drafts is not None and 1 + (drafts.num_speculative_tokens or 0) > MAX_Q_LEN:
+        if drafts is not None and 1 + (drafts.num_speculative_tokens or 0) > MAX_VERIFIED:
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return cls._cudagraph_support
 
@@ -358,7 +358,7 @@ def _q_lens(vllm_config: VllmConfig) -> tuple[int, ...]:
     """New tokens of a sequence that attn_decode is asked for: one, and with drafts all that are verified."""
     drafts = vllm_config.speculative_config
     verified = 1 + ((drafts.num_speculative_tokens or 0) if drafts is not None else 0)
-    return tuple(sorted({1, verified if verified <= MAX_Q_LEN else 1}))
+    return tuple(sorted({1, verified if verified <= MAX_VERIFIED else 1}))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -100,13 +100,14 @@ class Forwards:
         )
 
     def _block(self, step: Step, drafter: DflashDrafter) -> tuple[Forward, Beside]:
-        """All drafts of a step, at once."""
+        """A block, and what its first step.q_len drafts are; all where that is 1."""
+        count = step.q_len if step.q_len > 1 else drafter.policy.max_drafts
         model, block, cache = self.model, drafter.policy.block, self._cache_of(step)
         ids, lengths = self._ids(step.batch), self._lengths(step, block)
         states: list[Tensor] = []
 
         def run() -> Tensor:
-            states[:] = [drafter.block(ids, lengths, cache, step.context - block)[:, 1:].flatten(0, 1)]
+            states[:] = [drafter.block(ids, lengths, cache, step.context - block)[:, 1 : count + 1].flatten(0, 1)]
             return drafter.greedy(states[0])
 
         return run, lambda: model.ops.greedy(states[0], model.weights.head, model.config.logit_cap)

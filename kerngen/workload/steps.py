@@ -32,7 +32,8 @@ Kind = tuple[str, int, int, int]  # of a step, whatever its context: phase, batc
 class Step:
     """What a model does between two answers. phase: decode, verify, prefill or draft (one of the drafter's forwards).
 
-    q_len: tokens a sequence, 0 in prefill. context: the most keys that a sequence has, in prefill its chunk's own
+    q_len: tokens a sequence, 0 in prefill; of a drafter that drafts a block at once how many of its drafts are chosen,
+    1 for all. context: the most keys that a sequence has, in prefill its chunk's own
     included. chunk: tokens of a prefill's, else 0.
     """
 
@@ -52,8 +53,9 @@ class Step:
         return Step("verify", batch, q_len, context)
 
     @staticmethod
-    def draft(batch: int, context: int) -> Step:
-        return Step("draft", batch, 1, context)
+    def draft(batch: int, context: int, count: int = 1) -> Step:
+        """count: of a block's drafts; 1 for all."""
+        return Step("draft", batch, count, context)
 
     @staticmethod
     def prefill(chunk: int, context: int) -> Step:
@@ -70,6 +72,8 @@ class Step:
         if self.phase == "prefill":
             return f"prefill {self.chunk} tokens of {self.context}"
         what = f"verify {self.q_len} tokens" if self.phase == "verify" else self.phase
+        if self.phase == "draft" and self.q_len > 1:
+            what = f"draft {self.q_len} tokens"
         return f"{what}, batch {self.batch}, context {self.context}"
 
 
@@ -143,8 +147,8 @@ class Recorder:
             self._pool = KVCache.whole(target, ops, batch=1, max_len=1, drafter_layers=self.policy.cache_layers)
         self._forwards = Forwards(model, drafting, self._cache)
         self.config, self.has_drafter = target, drafter is not None
-        # Of a model without a drafter those that others verify, too.
-        self.draft_lengths = self.policy.draft_lengths if drafter is not None else range(1, MAX_MTP_DRAFTS + 1)
+        # Of a model without a drafter what others verify, too.
+        self.most_drafts = self.policy.max_drafts if drafter is not None else MAX_MTP_DRAFTS
 
     def record(
         self, step: Step, note: Note, beside: Note | None = None, *, other: Note | None = None,
@@ -181,7 +185,7 @@ class Recorder:
         if step.phase == "prefill":
             if not 1 <= step.chunk <= step.context:
                 raise UsageError(f"{step.name}: a chunk has from 1 to all of its context's tokens")
-        elif not 1 <= step.q_len <= (most := 1 + self.draft_lengths[-1]):
+        elif not 1 <= step.q_len <= (most := 1 + self.most_drafts):
             raise UsageError(f"{step.name}: a step takes 1 to {most} tokens a sequence")
 
     def _called(self, kernel: str, problem: Any, where: str) -> None:

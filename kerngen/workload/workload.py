@@ -236,9 +236,9 @@ def _sizes(config: ModelConfig) -> tuple[Any, ...]:
 def find_model(name: str, drafter: str | None = None, kept: Keeping = AS_STORED) -> Model:
     """A released model by name, or the one in a Hugging Face folder or a GGUF file, whose configuration is checked.
 
-    drafter: folder of the assistant, or of a DFlash drafter, that goes with a folder; of a released model "assistant",
-    which None means, or "dflash". kept: how its tensors and the
-    cache are. Raises UnknownName, CheckpointError or UsageError.
+    drafter: folder of the assistant, or of a DFlash drafter, that goes with a folder; of a released model
+    "assistant", which None means, or "dflash". kept: how its tensors and the cache are. Raises UnknownName,
+    CheckpointError or UsageError.
     """
     found = _find_model(name, drafter)
     if name in MODELS and kept.kv_cache_dtype == "fp8":  # its shapes are those of checkpoints with scales, too
@@ -253,10 +253,10 @@ def find_model(name: str, drafter: str | None = None, kept: Keeping = AS_STORED)
 
 def _find_model(name: str, drafter: str | None) -> Model:
     if name in MODELS:
-        known = sorted(place.parent.name for place in (RELEASED / name).glob("*/config.json"))
+        known = drafters_of(name)
         if (asked := drafter or ASSISTANT) not in known:
-            raise UsageError(f"{name} is a released model, with drafters of its own: --draft {asked} is none of them",
-                             hint=f"it has: {', '.join(known)}")  # fmt: skip
+            raise UsageError(f"{name}, a released model, has no drafter called {asked}",
+                             hint=f"--draft {' or '.join(known)}")  # fmt: skip
         target = read_model_config(RELEASED / name)
         own = name if asked == ASSISTANT else f"{name}-{asked}"
         return Model(own, target, read_drafter_config(RELEASED / name / asked, target), media=find_media(name))
@@ -266,6 +266,11 @@ def _find_model(name: str, drafter: str | None) -> Model:
     target = read_model_config(folder)
     with_drafter = read_drafter_config(Path(drafter), target) if drafter else None
     return Model(name, target, with_drafter, media=find_media(name))
+
+
+def drafters_of(name: str) -> list[str]:
+    """What the drafters of a released model are called."""
+    return sorted(place.parent.name for place in (RELEASED / name).glob("*/config.json"))
 
 
 def find_media(name: str) -> MediaConfig | None:
@@ -515,7 +520,7 @@ def _recorded(
     model: Recorder, fuses: Fuses | None = None
 ) -> tuple[tuple[Item, ...], tuple[str, ...], tuple[Step, ...]]:
     """The items of one model, what went past the kernels, and the steps. fuses: as in Recorder.record."""
-    steps = tuple(_steps(model.config, model.has_drafter, [1 + count for count in model.draft_lengths]))
+    steps = tuple(_steps(model))
     notes = _Notes()
     for step in steps:
         notes.begin(step)
@@ -523,20 +528,24 @@ def _recorded(
     return tuple(notes.items()), tuple(model.outside), steps
 
 
-def _steps(config: ModelConfig, has_drafter: bool, verify_lens: Sequence[int]) -> Iterator[Step]:
+def _steps(model: Recorder) -> Iterator[Step]:
+    config, policy = model.config, model.policy
+    verified = [1 + count for count in policy.lengths] or VERIFY_LENS
     for batch in BATCHES:
-        for q_len in (1, *verify_lens):  # single steps, and the verification of every number of drafts
-            usual = q_len in (1, *VERIFY_LENS)
+        for q_len in range(1, model.most_drafts + 2):  # single steps, and the verification of every number of drafts
             for context in _contexts(config, batch):
-                if usual or (batch in OTHER_VERIFY_BATCHES and context in OTHER_VERIFY_CONTEXTS):
+                if q_len in (1, *verified) or (batch in OTHER_VERIFY_BATCHES and context in OTHER_VERIFY_CONTEXTS):
                     yield Step.decode(batch, context) if q_len == 1 else Step.verify(batch, q_len, context)
     chunks = {(t, t) for t in PREFILL_TOKENS}
     for keys in CHUNK_KEYS:
         sizes = {t for t in CHUNK_TOKENS if t < keys} | {min(keys, CHUNK_TOKENS[-1])}
         chunks |= {(t, keys) for t in sizes if t * keys <= MOST_PAIRS}
     yield from (Step.prefill(t, keys) for t, keys in sorted(chunks) if keys <= config.max_positions)
-    if has_drafter:
+    if model.has_drafter:
         yield from (Step.draft(batch, context) for batch in BATCHES for context in _contexts(config, batch))
+    for count in range(2, policy.max_drafts if policy.block else 0):  # of a block that is as ever but for its head
+        usual = BATCHES if count in policy.lengths else OTHER_VERIFY_BATCHES
+        yield from (Step.draft(batch, OTHER_VERIFY_CONTEXTS[0], count) for batch in usual)
 
 
 def _contexts(config: ModelConfig, batch: int) -> Iterator[int]:

@@ -24,12 +24,13 @@ _SCRATCH_VALUES = 1 << 24  # of a matrix at a time, in fp32 a few times over
 
 
 def mlp_exponents(
-    gate_up: WeightView, down: WeightView, norm: Tensor, ranks: Collectives | None = None
+    gate_up: WeightView, down: WeightView, norm: Tensor, ranks: Collectives | None = None, *, normed: bool = True
 ) -> tuple[Tensor, Tensor]:
     """(up, down): the exponents of the powers of two to multiply the rows of up and all of down by.
 
     gate_up [2 I, H] as gate | up, down [H, I], norm [H] the weight of the RMS norm before them; of experts [E, 2 I, H]
-    and [E, H, I]. Returns int32 [E], [1] without experts; 0 where everything is in range.
+    and [E, H, I]. Returns int32 [E], [1] without experts; 0 where everything is in range. normed: an RMS norm stands
+    behind down, which cancels a power of two.
 
     ranks: of a divided model, whose ranks each have some of the I rows and columns. All get the same exponents, as the
     products that they are to add have one scale: what is bounded is the greatest on any of them, or their sum.
@@ -68,7 +69,7 @@ def mlp_exponents(
     shift = torch.where(lowered > 0, lowered, raised)
     # one power for all experts: it leaves their sum as it is but for the norm behind
     excess = (_exponent(outputs.amax().sqrt()) - LARGEST_OUTPUT).clamp(min=0)
-    return -shift, shift - excess
+    return -shift, shift - excess if normed else shift
 
 
 def times_power(values: Tensor, exponents: Tensor) -> Tensor:

@@ -228,7 +228,9 @@ class CheckpointSource(TensorSource):
         """
         if self.is_dry or self.ops.dtype != torch.float16:
             return gate_up, down
-        up, down_exponents = mlp_exponents(gate_up, down, norm, self.ops.collectives)
+        up, down_exponents = mlp_exponents(
+            gate_up, down, norm, self.ops.collectives, normed=self.config.activation == "gelu_tanh"
+        )
         of_gate_and_up = torch.stack((torch.zeros_like(up), up), -1)  # [2] or [E, 2]
         made = []
         for weights, exponents, names in zip((gate_up, down), (of_gate_and_up, down_exponents), stored, strict=True):

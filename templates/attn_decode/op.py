@@ -27,7 +27,8 @@ def attn_decode(q: Tensor, kv: KVView, batch: AttnBatch, sm_scale: float = 1.0, 
 
     q [B * q_len, nq, d]; caches [num_pages, nkv, page_size, d], contiguous, or the same heads of each page of a
     larger tensor (KVView.page_heads); block_table [B, max_pages] int32; kv_lens [B] int32, the new tokens included.
-    Query i of a sequence sits at kv_len - q_len + i and sees keys at or before it, the last `window` of them if
+    Query i of a sequence sits at kv_len - q_len + i and sees keys at or before it, or under a full mask all keys, where
+    kv_len is at least q_len. It sees those that are less than `window` before it if
     window > 0. max_kv_len: no kv_len is longer, which decides the splits of KV; 0 for what the block table holds.
     logit_cap: 0 for none. Returns [B * q_len, nq, d]; a query that sees no key gives zeros.
     """

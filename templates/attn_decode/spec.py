@@ -68,7 +68,7 @@ class Problem:
     num_rotated_pairs: int = 0  # 0 with source q
     page_heads: int = 0  # that a page of each cache has in memory (values.py, page_strides); 0: num_kv_heads
     kv_format: str = "plain"  # of the caches (values.py, KVFormat)
-    causal: bool = True  # a query sees no key behind its own
+    causal: bool = True  # a query sees no key behind its own; without that no kv_len is below q_len
 
     def __post_init__(self) -> None:
         require(self.head_dim in (128, 256, 512), f"head_dim={self.head_dim}: attn_decode serves 128, 256 and 512")

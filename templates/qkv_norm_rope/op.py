@@ -95,7 +95,9 @@ def _row_heads(x: Tensor, dim: int) -> int:
     tokens, width = x.shape
     apart = x.stride(0) if tokens > 1 else width
     whole = x.stride(1) == 1 and apart >= width and apart % dim == 0
-    require(whole, f"rows of {width} columns have strides {x.stride()}; they lie heads of {dim} apart, without gaps")
+    require(
+        whole, f"rows of {width} columns have strides {x.stride()}; rows lie a whole number of heads of {dim} apart"
+    )
     return 0 if apart == width else apart // dim
 
 

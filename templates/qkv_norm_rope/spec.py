@@ -61,7 +61,9 @@ class Problem(TokenProblem):
         )
         kv_only = self.num_q_heads == 0 and self.num_kv_heads > 0 and not self.k_eq_v
         require(self.num_q_heads > 0 or kv_only, f"num_q_heads={self.num_q_heads} is not positive, nor 0 with k | v")
-        require(self.v_norm or not (self.q_only or self.k_eq_v), "v_norm=False is for q | k | v: v is a tensor's own")
+        require(
+            self.v_norm or not (self.q_only or self.k_eq_v), "v_norm=False takes a v of its own: q | k | v or k | v"
+        )
         require(
             self.row_heads == 0 or self.row_heads >= self.num_heads,
             f"row_heads={self.row_heads} are fewer than the {self.num_heads} of a token",

@@ -18,6 +18,7 @@ import torch
 from kerngen.arch import find_arch
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.config import MAX_MTP_DRAFTS, ModelConfig, read_drafter_config, read_model_config
+from kerngen.runtime.drafters import AnyDrafter, drafter_for
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine, Request
 from kerngen.runtime.engine.plan import NewRow, PrefillChunk, SamplingMode, StepPlan
@@ -148,10 +149,11 @@ def _listed(model: Model, arch: str) -> set[tuple[str, str]]:
 
 
 @torch.inference_mode()
-def _run_all(model: Gemma4, drafter: MtpDrafter | None) -> None:
+def _run_all(model: Gemma4, drafter: AnyDrafter | None) -> None:
     """Everything that a generation may do, with every draft length that the engine permits, on meta tensors."""
     ops = model.ops
-    for drafts in (0, *(() if drafter is None else drafter.policy.draft_lengths)):
+    most = 0 if drafter is None else drafter.policy.max_drafts
+    for drafts in range(most + 1) if most <= MAX_MTP_DRAFTS else (0, 1, 3, 4, most):
         for suppressed, sampling in WAYS if drafts in (0, 3) else WAYS[:1]:
             target = Gemma4(model.config, model.weights, ops, suppressed_ids=suppressed)
             engine = Engine(target, drafter, max_len=300, max_batch=5, num_draft_tokens=drafts)
@@ -177,6 +179,11 @@ def test_nor_does_a_rank_of_a_divided_model(name: str, world: World) -> None:
     _check_record(find_model(name).divided(world), "sm90")
 
 
+@pytest.mark.parametrize("arch", ["sm80", "sm90"])
+def test_nor_does_a_run_with_a_dflash_drafter(arch: str) -> None:
+    _check_record(find_model("gemma-4-26b-a4b", "dflash"), arch)
+
+
 def test_nor_does_a_run_of_any_member_of_the_family(folders: tuple[Path, Path]) -> None:
     target, assistant = folders
     _check_record(find_model(str(target), str(assistant)), "sm90")
@@ -189,7 +196,7 @@ def _check_record(found: Model, arch: str) -> None:
     model = Gemma4(found.target, synthetic_model(found.target, ops), ops)
     drafter = None
     if found.drafter is not None:
-        drafter = MtpDrafter(found.drafter, synthetic_drafter(found.drafter, ops), model)
+        drafter = drafter_for(found.drafter, synthetic_drafter(found.drafter, ops), model)
     _run_all(model, drafter)
     assert asked.found, "nothing was recorded"
     lacking = asked.found - _listed(found, arch)

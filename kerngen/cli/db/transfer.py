@@ -174,20 +174,23 @@ def build(
 
 
 def cells_of(model: str, arch: Any) -> set[str]:
-    """ProblemKey.cell of all that a model needs on an arch, however its weights and its cache are kept and read."""
+    """ProblemKey.cell of all that a model needs on an arch, however its weights and its cache are kept and read, and
+    whichever of its drafters drafts.
+    """
     from kerngen.runtime.config import DRAFT_WEIGHTS, KV_CACHES, Keeping
     from kerngen.templates import find_kernel
     from kerngen.tuning_db import problem_key
-    from kerngen.workload.workload import find_model, workload
+    from kerngen.workload.workload import MODELS, drafters_of, find_model, workload
 
-    found = find_model(model)
+    found, drafters = find_model(model), drafters_of(model) if model in MODELS else [None]
     kinds = DRAFT_WEIGHTS if found.drafter is not None else DRAFT_WEIGHTS[:1]
     shared = any(layer.v_is_k for layer in found.target.layers)
     caches = [cache for cache in KV_CACHES if shared or cache[1] != "shared"]
     # No problem has an alpha, and what a drafter's weights are changes no prompt.
     ways = [Keeping(kind, *cache) for kind, cache in product(kinds, caches)]
     ways += [Keeping(kinds[0], *cache, sparse_prefill=0.1) for cache in caches]
-    items = [item for kept in ways for item in workload(find_model(model, None, kept), arch).items]
+    each = (find_model(model, drafter, kept) for drafter in drafters for kept in ways)
+    items = [item for one in each for item in workload(one, arch).items]
     return {problem_key(find_kernel(item.kernel), item.problem).cell for item in items}
 
 

@@ -188,6 +188,11 @@ class Mask:
         alone = self.kind == "causal" and not self.window and self.ends is None
         require(self.lists is None or alone, "lists of tiles are for a causal mask without window and ends")
 
+    def require_no_tensors(self) -> None:
+        """Raises ProblemError for ends or lists, which attn_prefill alone has."""
+        plain = self.ends is None and self.lists is None
+        require(plain, "attn_decode has causal and full masks: attn_prefill takes ends and lists of keys")
+
     @property
     def is_causal(self) -> bool:
         """Whether a query sees all keys up to itself, as far as the window goes, and no other."""

@@ -184,6 +184,7 @@ class TorchOps:
         return self.attn_decode(q, kv, batch)
 
     def attn_decode(self, q: Tensor, kv: KVView, batch: AttnBatch) -> Tensor:
+        batch.mask.require_no_tensors()
         return _attend_each(q.split(batch.q_len), kv, batch)
 
     def attn_prefill(self, q: Tensor, kv: KVView, batch: AttnBatch) -> Tensor:

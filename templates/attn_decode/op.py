@@ -100,8 +100,7 @@ def _call(
     kv.require_known()
     require(heads is None or batch.positions is not None, "positions is None: RoPE turns q and k by them")
     require(batch.cu_seqlens_q is None, "attn_decode has one q_len for all: attn_prefill takes ragged queries")
-    plain = batch.mask.ends is None and batch.mask.lists is None
-    require(plain, "attn_decode has causal and full masks: attn_prefill takes ends and lists of keys")
+    batch.mask.require_no_tensors()
     sequences, max_pages = batch.block_table.shape
     page_size = kv.page_size
     problem = Problem(

@@ -1,7 +1,7 @@
 """activation(gate) * up in torch, with the activation rounded to dtype before the product, as the models have it.
 
 Source: Gemma4TextMLP.forward in transformers 5.22, modeling_gemma4.py; the activation is gelu_pytorch_tanh. A
-DFlash drafter's is Qwen3MLP.forward, modeling_qwen3.py, with silu.
+DFlash drafter has that of Qwen3MLP, with silu.
 """
 
 from __future__ import annotations

@@ -318,9 +318,9 @@ def test_what_decodes_refuses_a_query_that_sees_behind_itself() -> None:
     kv = KVView(*(torch.zeros(2, 1, 16, 128) for _ in range(2)))
     table, kv_lens, ends = (torch.tensor(x, dtype=torch.int32) for x in ([[0], [1]], [3, 4], [2, 3]))
     batch = AttnBatch(table, kv_lens, Mask(window=16, ends=ends))
-    with pytest.raises(ProblemError, match="attn_decode has causal masks: attn_prefill takes queries"):
+    with pytest.raises(ProblemError, match="attn_decode has causal and full masks: attn_prefill takes ends"):
         attn_decode(q, kv, batch)
-    with pytest.raises(ProblemError, match="attn_decode has causal masks: attn_prefill takes queries"):
+    with pytest.raises(ProblemError, match="attn_decode has causal and full masks: attn_prefill takes ends"):
         TorchOps(torch.device("cpu"), torch.float32).attn_decode(q, kv, batch)
 
 

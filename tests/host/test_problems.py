@@ -15,7 +15,7 @@ OF_8, DTYPES = "is not a positive multiple of 8", "dtype='fp64' is not one of: "
 REFUSED: dict[str, list[tuple[dict[str, Any], str | None]]] = {
     "attn_decode": [
         *(({name: value}, None) for name, value in (
-            ("head_dim", 64), ("q_len", 9), ("q_len", 0), ("page_size", 24), ("page_size", 8), ("dtype", "fp64"),
+            ("head_dim", 64), ("q_len", 17), ("q_len", 0), ("page_size", 24), ("page_size", 8), ("dtype", "fp64"),
             ("window", -1), ("batch", 0), ("source", "kv"), ("num_rotated_pairs", 1))),
         ({"num_q_heads": 6, "num_kv_heads": 4}, "4"), ({"num_q_heads": 24, "num_kv_heads": 8}, "3"),
         ({"source": "qkv", "num_rotated_pairs": 65}, "65"),

@@ -42,16 +42,18 @@ def _widened(model: Any) -> Any:
     from kerngen.runtime.model import Gemma4
     from kerngen.runtime.ops.eager import TorchOps
 
-    def widen(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.float() if value.is_floating_point() else value
-        if isinstance(value, tuple):
-            return tuple(widen(v) for v in value)
-        if is_dataclass(value) and not isinstance(value, type):
-            return replace(value, **{f.name: widen(getattr(value, f.name)) for f in fields(value)})
-        return value
+    return Gemma4(model.config, _widen(model.weights), TorchOps(model.ops.device, torch.float32))
 
-    return Gemma4(model.config, widen(model.weights), TorchOps(model.ops.device, torch.float32))
+
+def _widen(value: Any) -> Any:
+    """Weights in fp32."""
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, tuple):
+        return tuple(_widen(v) for v in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _widen(getattr(value, f.name)) for f in fields(value)})
+    return value
 
 
 def _hidden(model: Any, ids: torch.Tensor) -> torch.Tensor:

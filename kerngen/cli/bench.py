@@ -220,10 +220,12 @@ def model(
         raise UsageError(f"--context {contexts!r} is not a list of numbers", hint="--context 512,8192") from None
     if tokens < 2 or min(lengths) < 1:
         raise UsageError("time at least 2 tokens after a context of at least 1")
-    for option, given in (("--draft-weights", not kept.drafts_as_stored), ("--num-draft-tokens", num_draft_tokens),
-                          ("--assume-acceptance", assume_acceptance is not None)):  # fmt: skip
-        if given and not draft:
-            raise UsageError(f"{option} goes with --draft")
+    if not draft:
+        stored = None if kept.drafts_as_stored else kept.draft_weights
+        for option, given in (("--draft-weights", stored), ("--num-draft-tokens", num_draft_tokens),
+                              ("--assume-acceptance", assume_acceptance)):  # fmt: skip
+            if given is not None:
+                raise UsageError(f"{option} {given} goes with --draft")
     if assume_acceptance is not None and tensor_parallel > 1:
         raise UsageError("--assume-acceptance is for one GPU: ranks would accept each its own drafts")
     found = find_model(name, None if draft == ASSISTANT else draft, kept)

@@ -121,8 +121,8 @@ def test_sequences_that_decode_together_are_timed(kerngen: Kerngen, draft: tuple
 @pytest.mark.parametrize(("args", "message"), [
     ((TINY, "--draft"), "no drafter goes with"),
     (("gemma-4-31b", "--draft", "medusa"), "has no drafter called medusa\n  --draft assistant or dflash"),
-    ((TINY, "--assume-acceptance", "0.5"), "--assume-acceptance goes with --draft"),
-    ((TINY, "--num-draft-tokens", "2"), "--num-draft-tokens goes with --draft"),
+    ((TINY, "--assume-acceptance", "0.5"), "--assume-acceptance 0.5 goes with --draft"),
+    ((TINY, "--num-draft-tokens", "2"), "--num-draft-tokens 2 goes with --draft"),
     ((TINY, "--draft", ASSISTANT, "--assume-acceptance", "0.5", "--tensor-parallel", "2"), "is for one GPU"),
 ])  # fmt: skip
 def test_what_does_not_go_with_a_models_drafts_is_said(kerngen: Kerngen, args: tuple[str, ...], message: str) -> None:

@@ -120,7 +120,7 @@ def test_a_step_that_the_model_cannot_take_is_refused() -> None:
         sequence(replace(model, drafter=None), Step.draft(1, 64), SM90)
     with pytest.raises(UsageError, match=r"prefill 65 tokens of 64\b"):
         sequence(model, Step.prefill(65, 64), SM90)
-    with pytest.raises(UsageError, match=r"verify 9 tokens.*take 1 to 8"):
+    with pytest.raises(UsageError, match=r"verify 9 tokens.*takes 1 to 8"):
         sequence(model, Step.verify(1, 9, 64), SM90)
     alone = workload(replace(model, drafter=None), SM90)
     assert "draft" not in {w.step.phase for w in steps_for(alone)}

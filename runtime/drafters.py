@@ -10,7 +10,7 @@ from kerngen.runtime.config import DrafterConfig
 from kerngen.runtime.dflash import DflashDrafter
 from kerngen.runtime.dflash_config import DflashConfig
 from kerngen.runtime.drafting import Drafter, MtpDrafter
-from kerngen.runtime.model import Gemma4, Taps, tap_scale
+from kerngen.runtime.model import Gemma4, Taps
 from kerngen.runtime.weights.dflash import DflashWeights
 from kerngen.runtime.weights.layout import DrafterWeights
 
@@ -21,7 +21,7 @@ def forward(model: Gemma4, drafter: Drafter | None, batch: Batch, cache: KVCache
     """The target's forward (Gemma4.forward), and what its drafter takes in of it."""
     if drafter is None or drafter.policy.taps is None:
         return model.forward(batch, cache, outputs=outputs)
-    taps = Taps(drafter.policy.taps, tap_scale(model.ops.dtype))
+    taps = Taps(drafter.policy.taps)
     states = model.forward(batch, cache, taps=taps)
     drafter.ingest(batch, taps.states, cache)
     if outputs == "none":

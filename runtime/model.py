@@ -48,11 +48,10 @@ def tap_scale(dtype: torch.dtype) -> float:
 @dataclass(frozen=True, slots=True)
 class Taps:
     """Layers, in their order, whose output a forward is asked for beside its result; states: of each, [T, H] in
-    `ops.dtype`, once it has run, times `scale`, a power of two.
+    `ops.dtype`, times `tap_scale`, once it has run.
     """
 
     layers: tuple[int, ...]
-    scale: float = 1.0
     states: list[Tensor] = field(default_factory=list)
 
 
@@ -259,7 +258,7 @@ class Gemma4:
             before_shared = index + 1 == self._first_shared and outputs != "all"  # few rows go on, or none
             row = self.stack.layer(index, residual, row, attend, part, projects=not before_shared)
             if taps is not None and index in taps.layers:
-                taps.states.append((residual * taps.scale).to(self.ops.dtype))
+                taps.states.append((residual * tap_scale(self.ops.dtype)).to(self.ops.dtype))
         if outputs == "none":
             return residual[:0].to(self.ops.dtype)
         if outputs == "last" and batch.cu_seqlens is not None:

@@ -13,8 +13,7 @@ from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import NO_DRAFTER, DrafterConfig, ModelConfig
 from kerngen.runtime.dflash_config import DflashConfig
 from kerngen.runtime.drafters import drafter_for, forward
-from kerngen.runtime.drafting import MtpDrafter
-from kerngen.runtime.executors.layer_dedup import DedupedLayers
+from kerngen.runtime.executors.layer_dedup import dedupe
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.shapes import ShapesAlone
 from kerngen.runtime.model import Gemma4
@@ -48,13 +47,12 @@ def require_served(
     try:
         with torch.inference_mode(), ShapesAlone():
             model = Gemma4(config, planned_model(folder, config, shapes), shapes)
-            model.stack = DedupedLayers(model.stack, record)
+            dedupe(model, record)
             start = 0 if config.sparse is None else config.sparse.most_whole  # behind which queries choose keys
             policy, small = NO_DRAFTER, None
             if draft is not None and drafter is not None:
                 policy, small = drafter.policy, drafter_for(drafter, planned_drafter(draft, drafter, shapes), model)
-                if isinstance(small, MtpDrafter):
-                    small.stack = DedupedLayers(small.stack, record)
+                dedupe(small, record)
             cache = KVCache.whole(config, shapes, batch=1, max_len=start + 2 + max(policy.block, policy.max_drafts),
                                   drafter_layers=policy.cache_layers)  # fmt: skip
             ids = torch.zeros(1, dtype=torch.int64, device=shapes.device)

@@ -116,8 +116,7 @@ class Recorder:
 
         from kerngen.runtime.cache import KVCache
         from kerngen.runtime.drafters import drafter_for
-        from kerngen.runtime.drafting import MtpDrafter
-        from kerngen.runtime.executors.layer_dedup import DedupedLayers
+        from kerngen.runtime.executors.layer_dedup import dedupe
         from kerngen.runtime.executors.record import Record
         from kerngen.runtime.executors.shapes import ShapesAlone
         from kerngen.runtime.model import Gemma4
@@ -138,10 +137,9 @@ class Recorder:
             )  # fmt: skip
             ops = KernelOps(self._executor, TORCH_DTYPE[dtype])
             model = Gemma4(target, synthetic_model(target, ops), ops)
-            model.stack = DedupedLayers(model.stack, self._executor)
+            dedupe(model, self._executor)
             drafting = None if drafter is None else drafter_for(drafter, synthetic_drafter(drafter, ops), model)
-            if isinstance(drafting, MtpDrafter):
-                drafting.stack = DedupedLayers(drafting.stack, self._executor)
+            dedupe(drafting, self._executor)
             self.policy = NO_DRAFTER if drafter is None else drafter.policy
             # of which problems show the tables alone
             self._pool = KVCache.whole(target, ops, batch=1, max_len=1, drafter_layers=self.policy.cache_layers)

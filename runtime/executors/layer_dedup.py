@@ -56,6 +56,12 @@ class DedupedLayers(DecoderStack):
         return h
 
 
+def dedupe(model: Any, executor: Once) -> None:
+    """Have layers of `model`, a target or a drafter, run once of each kind; one without a DecoderStack runs as ever."""
+    if isinstance(getattr(model, "stack", None), DecoderStack):
+        model.stack = DedupedLayers(model.stack, executor)
+
+
 class OneOfEachKind:
     """The stacks of `models`, of which a forward runs one layer of each kind. A drafter without a DecoderStack runs as
     ever.

@@ -268,16 +268,18 @@ class KernelOps:
         return FORMATS[weights.format.name].linear(self, x, weights)
 
     def qkv_norm_rope(self, qkv: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> Tensor:
-        if (slots := slots_of(heads, batch)) is None:
-            raise TypeError("a layer that owns no K and V has q alone: Ops.q_norm_rope")
-        call = qkv_norm_rope(qkv, heads, positions_of(batch), kv, slots)
-        return self.run(call, "head norms, RoPE, cache")
+        return self._write_heads(qkv_norm_rope, qkv, heads, kv, batch)
 
     def qk_norm_rope(self, qkv: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> Tensor:
+        return self._write_heads(qk_norm_rope, qkv, heads, kv, batch)
+
+    def _write_heads(
+        self, make: Callable[[Tensor, HeadNorms, Tensor, KVView, Tensor], Call[Tensor]], qkv: Tensor, heads: HeadNorms,
+        kv: KVView, batch: AttnBatch,
+    ) -> Tensor:  # fmt: skip
         if (slots := slots_of(heads, batch)) is None:
             raise TypeError("a layer that owns no K and V has q alone: Ops.q_norm_rope")
-        call = qk_norm_rope(qkv, heads, positions_of(batch), kv, slots)
-        return self.run(call, "head norms, RoPE, cache")
+        return self.run(make(qkv, heads, positions_of(batch), kv, slots), "head norms, RoPE, cache")
 
     def q_norm_rope(self, q: Tensor, heads: HeadNorms, batch: AttnBatch) -> Tensor:
         return self.run(q_norm_rope(q, heads, positions_of(batch)), "q norm and RoPE")

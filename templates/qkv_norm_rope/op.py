@@ -10,24 +10,23 @@ from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, empty
 from kerngen.templates.qkv_norm_rope.spec import Problem
 from kerngen.templates.values import HeadNorms, KVView
 
-
-@op(
-    mutates=("k_cache", "v_cache"),
-    takes={
-        "qkv": "D[T, W]",
-        "q_weight": "D[HD]",
-        "k_weight": "D[HD]",
-        "inv_freq": "fp32[HD // 2]",
-        "positions": "int64[T]",
-        "k_cache": "D[P, NKV, S, HD]",
-        "v_cache": "D[P, NKV, S, HD]",
-        "slot_mapping": "int64[T]",
-    },
-    required=(
-        "qkv", "q_weight", "k_weight", "inv_freq", "positions", "k_cache", "v_cache", "slot_mapping", "num_q_heads",
-        "num_rotated_pairs", "eps",
-    ),
+_TAKES = {
+    "qkv": "D[T, W]",
+    "q_weight": "D[HD]",
+    "k_weight": "D[HD]",
+    "inv_freq": "fp32[HD // 2]",
+    "positions": "int64[T]",
+    "k_cache": "D[P, NKV, S, HD]",
+    "v_cache": "D[P, NKV, S, HD]",
+    "slot_mapping": "int64[T]",
+}
+_REQUIRED = (
+    "qkv", "q_weight", "k_weight", "inv_freq", "positions", "k_cache", "v_cache", "slot_mapping", "num_q_heads",
+    "num_rotated_pairs", "eps",
 )  # fmt: skip
+
+
+@op(mutates=("k_cache", "v_cache"), takes=_TAKES, required=_REQUIRED)
 def qkv_norm_rope(qkv: Tensor, heads: HeadNorms, positions: Tensor, kv: KVView, slot_mapping: Tensor) -> Call[Tensor]:
     """Head norms, RoPE and the cache write, from the fused projection's output.
 
@@ -41,23 +40,7 @@ def qkv_norm_rope(qkv: Tensor, heads: HeadNorms, positions: Tensor, kv: KVView, 
     return _call(qkv, heads, positions, kv, slot_mapping, v_norm=True)
 
 
-@op(
-    mutates=("k_cache", "v_cache"),
-    takes={
-        "qkv": "D[T, W]",
-        "q_weight": "D[HD]",
-        "k_weight": "D[HD]",
-        "inv_freq": "fp32[HD // 2]",
-        "positions": "int64[T]",
-        "k_cache": "D[P, NKV, S, HD]",
-        "v_cache": "D[P, NKV, S, HD]",
-        "slot_mapping": "int64[T]",
-    },
-    required=(
-        "qkv", "q_weight", "k_weight", "inv_freq", "positions", "k_cache", "v_cache", "slot_mapping", "num_q_heads",
-        "num_rotated_pairs", "eps",
-    ),
-)  # fmt: skip
+@op(mutates=("k_cache", "v_cache"), takes=_TAKES, required=_REQUIRED)
 def qk_norm_rope(qkv: Tensor, heads: HeadNorms, positions: Tensor, kv: KVView, slot_mapping: Tensor) -> Call[Tensor]:
     """As qkv_norm_rope of q | k | v, with v = v: not normed. num_q_heads 0 means k | v, and a result without elements.
     Rows of qkv may lie apart, by whole heads: nothing is copied.

@@ -1,4 +1,4 @@
-"""add_norm and gelu_gate between bounded linears: their own sources on the host's threads."""
+"""add_norm and gelu_gate between bounded linears: their own sources on the host."""
 
 from __future__ import annotations
 

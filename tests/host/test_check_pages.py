@@ -1,4 +1,4 @@
-"""check_pages: the kernel's own source on the host's threads, and engines that are told what is out of bounds."""
+"""check_pages: the kernel's own source on the host, and engines that are told what is out of bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sound is embedded by: the kernels' own sources on the host's threads, and what they refuse."""
+"""What sound is embedded by: the kernels' own sources on the host, and what they refuse."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """decode_layers' attention on the CPU, in each format of the caches: from a projected row to attention's output.
 
-Producer and consumer warps of some blocks run as threads (kernel_on_cpu.py), with their mbarriers, bulk copies, tensor
+Producer and consumer warps of some blocks run by turns (kernel_on_cpu.py), with their mbarriers, bulk copies, tensor
 cores and words by LL. Beside the reference it shows how tiles lie in slots and who waits for whom.
 """
 
@@ -40,32 +40,22 @@ static unsigned max(unsigned a, float b) { return std::max(a, unsigned(b)); }
 
 // An mbarrier, by its address.
 struct Mbarrier { int count = 0, pending = 0; long bytes = 0; unsigned phase = 0; };
-static std::mutex guard;
 static std::map<const void*, Mbarrier> mbarriers;
-static void mbar_init(const void* at, int count) { std::lock_guard lock(guard); mbarriers[at] = {count, count}; }
+static void mbar_init(const void* at, int count) { mbarriers[at] = {count, count}; }
 static void mbar_change(const void* at, int arrivals, long bytes) {
-    std::lock_guard lock(guard);
     Mbarrier& b = mbarriers.at(at);
     b.pending -= arrivals, b.bytes += bytes;
     if (b.pending == 0 && b.bytes == 0) b.phase ^= 1, b.pending = b.count;
 }
 static void mbar_wait(const void* at, unsigned parity) {
-    for (;;) {
-        { std::lock_guard lock(guard); if (mbarriers.at(at).phase != parity) return; }
-        pass_on();
-    }
+    while (mbarriers.at(at).phase == parity) pass_on();
 }
 // Barriers of some of a block's threads.
 static std::map<std::pair<Block*, int>, std::unique_ptr<Barrier>> named;
 static void named_sync(int id, int threads) {
-    Barrier* mine;
-    {
-        std::lock_guard lock(guard);
-        auto& b = named[{block_here, id}];
-        if (!b) b = std::make_unique<Barrier>(threads);
-        mine = b.get();
-    }
-    mine->arrive_and_wait();
+    auto& b = named[{block_here, id}];
+    if (!b) b = std::make_unique<Barrier>(threads);
+    b->arrive_and_wait();
 }
 """
 _PROBE = r"""

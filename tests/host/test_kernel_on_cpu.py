@@ -1,4 +1,4 @@
-"""What the host's threads cannot run of a kernel is refused, not passed over."""
+"""What the host cannot run of a kernel is refused, not passed over."""
 
 from __future__ import annotations
 

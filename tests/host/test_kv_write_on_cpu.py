@@ -1,4 +1,4 @@
-"""kv_write's own source, on the host's threads: every case, and pages of more heads than a cache has."""
+"""kv_write's own source, on the host: every case, and pages of more heads than a cache has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of packed tables, by the kernels' own source on the host's threads: every format, groups of 16 to 64."""
+"""Rows of packed tables, by the kernels' own source on the host: every format, groups of 16 to 64."""
 
 from __future__ import annotations
 

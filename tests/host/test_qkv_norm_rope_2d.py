@@ -1,4 +1,4 @@
-"""qkv_norm_rope_2d: its own source on the host's threads, and what its op refuses."""
+"""qkv_norm_rope_2d: its own source on the host, and what its op refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block-sparse attention: which tiles of keys are kept, and the kernels that choose them, on the host's threads."""
+"""Block-sparse attention: which tiles of keys are kept, and the kernels that choose them, on the host."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def _pointers(arguments: dict[str, Any], names: list[str]) -> list[Any]:
 
 
 def run_case(kernel: Any, case: Case, config: Any, folder: Path) -> None:
-    """The kernel's source on the host's threads gives what its reference says."""
+    """The kernel's source on the host gives what its reference says."""
     entry, inputs = kernel.name, kernel.cases.inputs(case, torch.device("cpu"))
     expected = kernel.reference.expected(case.problem, inputs)
     library = kernel_on_cpu.on_cpu(str(render(kernel, case.problem, config, H200)), entry, folder)

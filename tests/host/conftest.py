@@ -175,6 +175,7 @@ SLOW = (
         f"test_draft_weights.py::test_its_steps_ask_for_int4_products[{m}]"  # 80 s
         for m in ("sm70-gemma-4-31b", "sm70-gemma-4-e2b", "sm90-gemma-4-31b", "sm90-gemma-4-e2b")
     ),
+    "test_eight_ranks.py",  # 60 s: eight processes
     "test_engine_batches.py::test_what_is_reproducible_does_not_depend_on_company[3-1]",  # 11 s
     "test_everyday.py::test_torchs_threads_sleep_while_they_wait",  # 5 s
     "test_examples.py::test_the_training_script_runs_anywhere",  # 14 s

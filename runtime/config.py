@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from kerngen.errors import CheckpointError, UsageError
 from kerngen.runtime.config_fields import Fields, config_path, is_gguf, read_config, read_json, short
@@ -304,6 +304,16 @@ class ModelConfig:
         return owners[-1]
 
 
+class Arm(NamedTuple):
+    """What a step drafts: `length` tokens a sequence, by the drafter number `by` of its engine's."""
+
+    length: int = 0
+    by: int = 0
+
+
+NO_DRAFTS = Arm()
+
+
 @dataclass(frozen=True, slots=True)
 class DraftPolicy:
     """What an engine must know of a drafter, whatever it is, before it drafts.
@@ -316,7 +326,7 @@ class DraftPolicy:
     block: positions from the last known token on that it writes and reads in those layers as it drafts, however many
     drafts are asked for; 0 where it writes none. What it writes there is no token's: the next forward's `ingest` and
     the next block write these rows again. lengths: numbers of drafts of which an engine chooses, in ascending order; ()
-    for all up to max_drafts.
+    for all up to max_drafts. among: the policies of several drafters, of which each step asks one; () of a single one.
     """
 
     max_drafts: int
@@ -324,10 +334,27 @@ class DraftPolicy:
     cache_layers: tuple[LayerConfig, ...] = ()
     block: int = 0
     lengths: tuple[int, ...] = ()
+    among: tuple[DraftPolicy, ...] = ()
 
     @property
-    def draft_lengths(self) -> Sequence[int]:
-        return self.lengths or range(1, self.max_drafts + 1)
+    def arms(self) -> tuple[Arm, ...]:
+        """Of which an engine chooses, beside not drafting."""
+        each = enumerate(self.among or (self,))
+        return tuple(Arm(n, by) for by, one in each for n in one.lengths or range(1, one.max_drafts + 1))
+
+    @staticmethod
+    def joint(policies: Sequence[DraftPolicy]) -> DraftPolicy:
+        """Of all these drafters together. Raises UsageError where two of them take in what the target's layers put out,
+        for which there is one place.
+        """
+        if len(policies) == 1:
+            return policies[0]
+        taking = [policy for policy in policies if policy.taps is not None]
+        if len(taking) > 1:
+            raise UsageError("two drafters that learn from the target's layers do not go together",
+                             hint="name one of them, and an assistant if there is one")  # fmt: skip
+        kept = taking[0] if taking else policies[0]
+        return replace(kept, max_drafts=max(p.max_drafts for p in policies), lengths=(), among=tuple(policies))
 
 
 NO_DRAFTER = DraftPolicy(0)

@@ -1,12 +1,14 @@
-"""The drafters that there are: which one a configuration is of, and a forward of the target beside one."""
+"""The drafters that there are: which one a configuration is of, several for one target, and a forward beside them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
-from kerngen.runtime.config import DrafterConfig
+from kerngen.runtime.config import DrafterConfig, DraftPolicy
 from kerngen.runtime.dflash import DflashDrafter
 from kerngen.runtime.dflash_config import DflashConfig
 from kerngen.runtime.drafting import Drafter, MtpDrafter
@@ -15,6 +17,41 @@ from kerngen.runtime.weights.dflash import DflashWeights
 from kerngen.runtime.weights.layout import DrafterWeights
 
 AnyDrafter = MtpDrafter | DflashDrafter
+
+
+class Drafters:
+    """Several drafters of one target, of which each step asks one (Arm.by: its place in `among`). All of them take in
+    each forward, so that the next step may ask any.
+    """
+
+    def __init__(self, among: Sequence[AnyDrafter]) -> None:
+        """Raises UsageError where they do not go together (DraftPolicy.joint)."""
+        self.among = tuple(among)
+        self.policy = DraftPolicy.joint([drafter.policy for drafter in among])
+
+    def propose(
+        self, ids: Tensor, hidden: Tensor, lengths: Tensor, cache: KVCache, count: int, max_kv_len: int
+    ) -> Tensor:
+        """Not by itself: raises TypeError."""
+        raise TypeError("several drafters: ask one of them (drafters.each)")
+
+    def ingest(self, batch: Batch, states: Sequence[Tensor], cache: KVCache) -> None:
+        """See Drafter."""
+        for drafter in self.among:
+            if drafter.policy.taps is not None:
+                drafter.ingest(batch, states, cache)
+
+
+def each(drafter: Drafter | None) -> tuple[Drafter, ...]:
+    """The drafters that a step may ask, in the order of `Arm.by`."""
+    if isinstance(drafter, Drafters):
+        return drafter.among
+    return () if drafter is None else (drafter,)
+
+
+def together(among: Sequence[AnyDrafter]) -> AnyDrafter | Drafters | None:
+    """All of them as one."""
+    return Drafters(among) if len(among) > 1 else among[0] if among else None
 
 
 def forward(model: Gemma4, drafter: Drafter | None, batch: Batch, cache: KVCache, outputs: str = "all") -> Tensor:

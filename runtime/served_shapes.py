@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import NO_DRAFTER, DrafterConfig, ModelConfig
 from kerngen.runtime.dflash_config import DflashConfig
-from kerngen.runtime.drafters import drafter_for, forward
+from kerngen.runtime.drafters import drafter_for, forward, together
 from kerngen.runtime.executors.layer_dedup import dedupe
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.shapes import ShapesAlone
@@ -26,11 +27,11 @@ WAY_ON = "the torch backend serves any: --backend torch"
 
 
 def require_served(
-    folder: Path, config: ModelConfig, ops: Ops, draft: Path | None = None,
-    drafter: DrafterConfig | DflashConfig | None = None,
-) -> None:  # fmt: skip
-    """Raises UsageError, with the way on, where a forward of the model in `folder`, or a draft of the one in `draft`,
-    would ask a kernel for a shape that it does not serve; CheckpointError as loading does.
+    folder: Path, config: ModelConfig, ops: Ops, drafters: Sequence[tuple[Path, DrafterConfig | DflashConfig]] = ()
+) -> None:
+    """Raises UsageError, with the way on, where a forward of the model in `folder`, or a draft of one of `drafters`
+    (their folders and configurations), would ask a kernel for a shape that it does not serve; CheckpointError as
+    loading does.
 
     Nothing is computed: headers of the checkpoint are read, and layers that are alike are asked for once.
     """
@@ -49,19 +50,21 @@ def require_served(
             model = Gemma4(config, planned_model(folder, config, shapes), shapes)
             dedupe(model, record)
             start = 0 if config.sparse is None else config.sparse.most_whole  # behind which queries choose keys
-            policy, small = NO_DRAFTER, None
-            if draft is not None and drafter is not None:
-                policy, small = drafter.policy, drafter_for(drafter, planned_drafter(draft, drafter, shapes), model)
+            among = [drafter_for(c, planned_drafter(draft, c, shapes), model) for draft, c in drafters]
+            for small in among:
                 dedupe(small, record)
+            joint = together(among)
+            policy = NO_DRAFTER if joint is None else joint.policy
             cache = KVCache.whole(config, shapes, batch=1, max_len=start + 2 + max(policy.block, policy.max_drafts),
                                   drafter_layers=policy.cache_layers)  # fmt: skip
             ids = torch.zeros(1, dtype=torch.int64, device=shapes.device)
-            states = forward(model, small, Batch.decode(ids[None], ids, cache, 2, shapes), cache)
+            states = forward(model, joint, Batch.decode(ids[None], ids, cache, 2, shapes), cache)
             model.greedy(states)
-            forward(model, small, Batch.prefill(ids, start, cache, config.sparse), cache, "last")
-            if small is not None:
-                drafts = small.propose(ids, states, ids, cache, policy.max_drafts, 2)
+            forward(model, joint, Batch.prefill(ids, start, cache, config.sparse), cache, "last")
+            for small in among:
+                count = small.policy.max_drafts
+                drafts = small.propose(ids, states, ids, cache, count, 2)
                 verified = torch.cat((ids[:, None], drafts), dim=1)
-                forward(model, small, Batch.decode(verified, ids, cache, 2 + policy.max_drafts, shapes), cache)
+                forward(model, joint, Batch.decode(verified, ids, cache, 2 + count, shapes), cache)
     except ProblemError as e:
         raise UsageError(f"no kernel serves the model in {folder}: {e.message}", hint=WAY_ON) from e

@@ -21,6 +21,7 @@ from kerngen.runtime.completion import Answer, Completion, CompletionStream
 from kerngen.runtime.config import (
     AS_STORED,
     NO_DRAFTER,
+    DraftPolicy,
     Keeping,
     ModelConfig,
     in_int4,
@@ -30,7 +31,7 @@ from kerngen.runtime.config import (
     read_suppressed_ids,
 )
 from kerngen.runtime.config_fields import config_path, is_gguf, require_folder
-from kerngen.runtime.drafters import AnyDrafter, drafter_for
+from kerngen.runtime.drafters import AnyDrafter, Drafters, drafter_for, each, together
 from kerngen.runtime.engine import MEDIA_CACHE_BYTES, CacheShape, Engine, Request, TokenMask, require_draft_tokens
 from kerngen.runtime.engine.sizing import usual_step
 from kerngen.runtime.footprint import tower_bytes
@@ -78,7 +79,7 @@ class Session:
     steps took. max_len: tokens that the cache holds, prompt and answer
     together; None for as many as a call needs, which makes a longer call allocate (and on a GPU capture) anew.
     max_batch: prompts that `generate_many` works on at once, where memory takes as many.
-    drafter_folder: where the drafter came from, None without one. load_s: seconds that reading and repacking the
+    drafter_folders: where the drafters came from. load_s: seconds that reading and repacking the
     weights took. control_tokens: what looks like one in what users say (<turn|>) is one, as transformers has it; else
     it is text. reproducible, media_cache_bytes: as the engine's. ranks: the other ranks of a divided model, None where
     it is whole; they end with the session, at the latest with this process. media: which images and sounds are read.
@@ -88,13 +89,13 @@ class Session:
     config: ModelConfig
     codec: TextCodec
     model: Gemma4
-    drafter: AnyDrafter | None
+    drafter: AnyDrafter | Drafters | None
     stop_ids: tuple[int, ...]
     load_s: float
     num_draft_tokens: int | None = None
     max_len: int | None = None
     max_batch: int = MAX_BATCH
-    drafter_folder: Path | None = None
+    drafter_folders: tuple[Path, ...] = ()
     control_tokens: bool = False
     reproducible: bool = False
     media_cache_bytes: int = MEDIA_CACHE_BYTES
@@ -120,8 +121,14 @@ class Session:
 
     @property
     def draft_weights(self) -> str | None:
-        """What the drafter's matrices are kept as, "stored" or "int4"; None without one."""
-        return None if self.drafter is None else self.drafter.config.weights
+        """What the drafters' matrices are kept as, "stored" or, of all of them, "int4"; None without one."""
+        kept = {drafter.config.weights for drafter in each(self.drafter) if isinstance(drafter, AnyDrafter)}
+        return kept.pop() if len(kept) == 1 else "stored" if kept else None
+
+    @property
+    def drafter_names(self) -> str | None:
+        """Where the drafters came from, in words; None without one."""
+        return " and ".join(map(str, self.drafter_folders)) or None
 
     def encode(self, prompt: Prompt, *, chat: bool = True, **variables: Any) -> list[int]:
         """Token ids of a text or of chat messages ({"role", "content"}), <bos> included.
@@ -376,7 +383,7 @@ def _sampling(given: Sampling | None, temperature: float, top_k: int, top_p: flo
 def load(
     folder: str | os.PathLike[str],
     *,
-    draft: str | os.PathLike[str] | bool = True,
+    draft: str | os.PathLike[str] | bool | Sequence[str | os.PathLike[str]] = True,
     draft_weights: str = "stored",
     kv_cache_dtype: str = "auto",
     kv_cache_layout: str = "apart",
@@ -397,8 +404,9 @@ def load(
     """Open a Gemma-4 checkpoint in Hugging Face format (bf16 or W4A16), or a GGUF file, and make it ready to generate.
 
     folder: or a GGUF file, a folder with one, or a name on the Hugging Face hub, from where what is needed is
-    downloaded (hub.py). draft: the folder or name of an assistant, or of a DFlash drafter; True for the assistant that
-    belongs to the model, if there is one (`find_drafter`), False for none. draft_weights: "int4" makes the drafter's
+    downloaded (hub.py). draft: the folder or name of an assistant, or of a DFlash drafter, or both, of which each step
+    takes what pays; True for the assistant that belongs to the model, if there is one (`find_drafter`), False for none.
+    draft_weights: "int4" makes the drafter's
     matrices int4 as they are loaded, "stored" leaves them; the output is the same, only how many drafts are accepted
     may differ. kv_cache_dtype: of keys and values, "auto" for dtype, "int8", "int4" or "int3" for that in
     full-attention layers and int8 in sliding ones, or "fp8" for e4m3 by the checkpoint's scales. kv_cache_layout:
@@ -421,14 +429,14 @@ def load(
     place = find_checkpoint(folder)
     require_folder(place)
     chosen = MediaOptions.parse(media, LOCAL) if isinstance(media, str) else media
-    assistant = _find_assistant(folder, place) if draft is True else find_checkpoint(draft) if draft else None
+    drafts = _drafters_of(folder, place, draft)
     kept = Keeping(draft_weights, kv_cache_dtype, kv_cache_layout, sparse_prefill)
-    if assistant is None and not kept.drafts_as_stored:
+    if not drafts and not kept.drafts_as_stored:
         raise UsageError(f"draft weights {draft_weights!r} need a drafter, and {place} has none beside it or is to run "
                          "without", hint="name one: --draft FOLDER, in Python draft=FOLDER")  # fmt: skip
     where = None if device is None else str(device)
     opens = partial(
-        _open_part, place, assistant, kept=kept, num_draft_tokens=num_draft_tokens, backend=backend,
+        _open_part, place, drafts, kept=kept, num_draft_tokens=num_draft_tokens, backend=backend,
         dtype=DTYPE_NAME.get(dtype, str(dtype)) if isinstance(dtype, torch.dtype) else dtype,
         db=None if db is None else os.fspath(db), bundle=None if bundle is None else os.fspath(bundle),
         keep_repacked=keep_repacked, media=chosen, media_cache_bytes=media_cache_bytes,
@@ -437,10 +445,10 @@ def load(
         session = opens(None, where, advance)
     else:
         config = read_model_config(place)
-        if assistant is not None and tensor_parallel > 1:  # before a process is started
-            read_drafter_config(assistant, config).divided(config.divided(World(0, tensor_parallel)))
+        for drafter in drafts if tensor_parallel > 1 else ():  # before a process is started
+            read_drafter_config(drafter, config).divided(config.divided(World(0, tensor_parallel)))
         session = open_divided(tensor_parallel, config, opens, where,
-                               partial(_digest, place, assistant), advance, backend=backend)  # fmt: skip
+                               partial(_digest, place, *drafts), advance, backend=backend)  # fmt: skip
     with explaining_memory(session.ops.device):
         session.max_len = max_len
         if max_len is not None:
@@ -486,7 +494,7 @@ def open_divided(
 
 
 def _open_part(
-    place: Path, assistant: Path | None, collectives: Collectives | None, device: str | None,
+    place: Path, drafts: Sequence[Path], collectives: Collectives | None, device: str | None,
     advance: Callable[[int, int], None] | None, *, kept: Keeping, num_draft_tokens: int | None, backend: str,
     dtype: str | None, db: str | None, bundle: str | None, keep_repacked: bool, media: MediaOptions,
     media_cache_bytes: int,
@@ -494,22 +502,32 @@ def _open_part(
     """What the rank of `collectives` has of the model in `place`; all of it for None."""
     ops = open_backend(backend, device=device, dtype=dtype, db_url=db, bundle=bundle, collectives=collectives)
     with explaining_memory(ops.device):
-        session = open_checkpoint(place, ops, draft=assistant, kept=kept, advance=advance, keep_repacked=keep_repacked,
+        session = open_checkpoint(place, ops, drafts=drafts, kept=kept, advance=advance, keep_repacked=keep_repacked,
                                   media=media, num_draft_tokens=num_draft_tokens)  # fmt: skip
     session.media_cache_bytes = media_cache_bytes
     return session
 
 
-def _digest(*folders: Path | None) -> str:
+def _digest(*folders: Path) -> str:
     """Of what ranks must have in common: configurations, and the names, shapes and places of all weights."""
     digest = hashlib.sha256()
     for folder in folders:
-        if folder is not None:
-            tensors = open_tensors(folder)
-            digest.update(tensors.config_digest.encode())
-            for file in sorted(tensors.files, key=lambda file: file.path.name):
-                digest.update(f"{file.path.name} {file.stat.st_size} {file.digest}".encode())
+        tensors = open_tensors(folder)
+        digest.update(tensors.config_digest.encode())
+        for file in sorted(tensors.files, key=lambda file: file.path.name):
+            digest.update(f"{file.path.name} {file.stat.st_size} {file.digest}".encode())
     return digest.hexdigest()
+
+
+def _drafters_of(
+    model: str | os.PathLike[str], folder: Path, draft: str | os.PathLike[str] | bool | Sequence[str | os.PathLike[str]]
+) -> tuple[Path, ...]:
+    """The folders of those that `load` is to draft with."""
+    if isinstance(draft, bool):
+        found = _find_assistant(model, folder) if draft else None
+        return () if found is None else (found,)
+    named = [draft] if isinstance(draft, (str, os.PathLike)) else draft
+    return tuple(map(find_checkpoint, named))
 
 
 def _find_assistant(model: str | os.PathLike[str], folder: Path) -> Path | None:
@@ -555,14 +573,14 @@ def open_checkpoint(
     folder: Path,
     ops: Ops,
     *,
-    draft: Path | None = None,
+    drafts: Sequence[Path] = (),
     kept: Keeping = AS_STORED,
     advance: Callable[[int, int], None] | None = None,
     keep_repacked: bool = False,
     media: MediaOptions | None = None,
     num_draft_tokens: int | None = None,
 ) -> Session:
-    """Load `folder`, and `draft` if it is given, kept as `kept` says; what the rank has of them where
+    """Load `folder`, and the drafters in `drafts`, kept as `kept` says; what the rank has of them where
     `ops` are those of one. Configurations and tokenizer are checked before any weights. media: None for text alone.
     num_draft_tokens: as the session's.
 
@@ -570,11 +588,11 @@ def open_checkpoint(
     """
     began = time.perf_counter()
     config = with_kv_scales(read_model_config(folder).keeping(kept), folder)
-    drafter_config = read_drafter_config(draft, config).keeping(kept) if draft else None
-    if drafter_config is not None:
-        require_draft_tokens(num_draft_tokens, drafter_config.policy)
+    drafter_configs = [read_drafter_config(draft, config).keeping(kept) for draft in drafts]
+    if drafter_configs:
+        require_draft_tokens(num_draft_tokens, DraftPolicy.joint([each.policy for each in drafter_configs]))
     config = config.divided(ops.collectives.world)
-    drafter_config = drafter_config.divided(config) if drafter_config else None
+    drafters = [(draft, each.divided(config)) for draft, each in zip(drafts, drafter_configs, strict=True)]
     support = open_support(folder, media or MediaOptions())
     codec = TextCodec(folder, config.bos_id)
     if codec.vocab_size > config.vocab_size:
@@ -584,25 +602,23 @@ def open_checkpoint(
     if ops.name != "torch":
         from kerngen.runtime.served_shapes import require_served
 
-        require_served(folder, config, ops, draft, drafter_config)
+        require_served(folder, config, ops, drafters)
     weights = load_model(folder, config, ops, advance=advance, keep_repacked=keep_repacked)
     seen = open_input(support, lambda asked: load_towers(folder, asked, ops, advance=advance),
                       partial(tower_bytes, dtype=ops.dtype))  # fmt: skip
     # Of media that are not loaded, too: nothing would stand behind them in the next turn.
     never = (*read_suppressed_ids(folder), *(() if seen is None else support.placeholders.values()))
     model = Gemma4(config, weights, ops, suppressed_ids=never, media=seen)
-    drafter = None
-    if draft and drafter_config:
-        drafter = drafter_for(drafter_config, load_drafter(draft, drafter_config, ops, advance=advance), model)
+    loaded = [drafter_for(c, load_drafter(draft, c, ops, advance=advance), model) for draft, c in drafters]
     return Session(
         folder=folder,
         config=config,
         codec=codec,
         model=model,
-        drafter=drafter,
+        drafter=together(loaded),
         stop_ids=stop_ids_of(folder, config, codec),
         load_s=time.perf_counter() - began,
         num_draft_tokens=num_draft_tokens,
-        drafter_folder=draft,
+        drafter_folders=tuple(drafts),
         media=support,
     )

@@ -47,8 +47,9 @@ engine_option = click.option(
     help="What runs the model: vllm for what it asks of kerngen.vllm, of each part.",
 )  # fmt: skip
 _OPTIONS = (
-    click.option("--draft", type=click.Path(path_type=Path), default=None,
-                 help="The drafter, as MODEL. Default: MODEL/assistant or MODEL-assistant, if there is one."),
+    click.option("--draft", type=click.Path(path_type=Path), multiple=True,
+                 help="The drafter, as MODEL; an assistant and a DFlash drafter may be named both. Default: "
+                 "MODEL/assistant or MODEL-assistant, if there is one."),
     click.option("--no-draft", is_flag=True, help="Decode without a drafter."),
     keeping_options,
     click.option("--num-draft-tokens", type=click.IntRange(0, 15), default=None,
@@ -68,7 +69,7 @@ def load_options(command: _F) -> _F:
 def load_arguments(
     model: Path,
     *,
-    draft: Path | None,
+    draft: tuple[Path, ...],
     no_draft: bool,
     kept: Keeping,
     num_draft_tokens: int | None,
@@ -88,7 +89,7 @@ def load_arguments(
     if tensor_parallel > 1 and keep_repacked:
         raise UsageError("--keep-repacked keeps the weights of a whole model, and --tensor-parallel divides it")
     return {
-        "folder": os.fspath(model), "draft": os.fspath(draft) if draft else not no_draft,
+        "folder": os.fspath(model), "draft": tuple(map(os.fspath, draft)) or not no_draft,
         **asdict(kept), "num_draft_tokens": num_draft_tokens, "backend": backend, "dtype": dtype,
         "device": device, "keep_repacked": keep_repacked, "db": db_url or None, "bundle": bundle,
         "tensor_parallel": tensor_parallel,

@@ -94,7 +94,7 @@ def run(
     control_tokens: bool,
     plan: bool,
     as_json: bool,
-    draft: Path | None,
+    draft: tuple[Path, ...],
     kept: Keeping,
     **where: Any,
 ) -> None:
@@ -113,7 +113,9 @@ def run(
     if plan:
         from kerngen.cli.plan import print_plan
 
-        print_plan(str(model), None if draft is None else str(draft), kept, where["tensor_parallel"],
+        if len(draft) > 1:
+            raise UsageError("--plan is for one drafter", hint="plan with each --draft by itself")
+        print_plan(str(model), str(draft[0]) if draft else None, kept, where["tensor_parallel"],
                    where["device"], as_json=as_json, which=MediaOptions.parse(media or "none").parts)  # fmt: skip
         return
     has_files = bool(images or videos or audio)
@@ -270,7 +272,7 @@ def _report(result: Completion, session: Session, sampling: Sampling) -> dict[st
         "device": str(ops.device),
         "tensor_parallel": ops.collectives.world.size,
         "dtype": str(ops.dtype).removeprefix("torch."),
-        "drafter": None if session.drafter_folder is None else str(session.drafter_folder),
+        "drafter": session.drafter_names,
         "draft_weights": session.draft_weights,
         "tokenizer": str(session.codec.path),
         "prefill_density": session.prefill_density,
@@ -291,10 +293,11 @@ def _summary(result: Completion, session: Session) -> list[str]:
         f"prompt {stats.num_prompt_tokens} tokens in {stats.prefill_s:.3f} s ({stats.prefill_tokens_per_s:.1f}/s); "
         f"{stats.num_tokens} new, {stats.tokens_per_s:.1f}/s, ended by {result.stop_reason}",
     ]
-    if session.drafter_folder is not None:
+    if session.drafter_folders:
         most = "" if session.num_draft_tokens is not None else "up to "
+        drafts = "drafts" if len(session.drafter_folders) == 1 else "draft"
         lines.append(
-            f"{session.drafter_folder}{in_int4(session.draft_weights)} drafts {most}{stats.num_draft_tokens} a step: "
+            f"{session.drafter_names}{in_int4(session.draft_weights)} {drafts} {most}{stats.num_draft_tokens} a step: "
             f"{stats.acceptance_length:.2f} tokens accepted a step "
             f"({stats.num_steps} steps; by position {_shares(stats.acceptance_by_position)})"
         )

@@ -99,7 +99,9 @@ def _opened_part(
             )
         ops, weights = opens_backend(), f"weights of {name}"
         with explaining_memory(ops.device):
-            session = open_checkpoint(place, ops, draft=assistant, kept=kept, advance=advance)
+            session = open_checkpoint(
+                place, ops, drafts=() if assistant is None else (assistant,), kept=kept, advance=advance
+            )
         model, drafter = session.model, session.drafter
     else:
         found = find_model(name, draft, kept)

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
@@ -85,14 +85,14 @@ def generated_tokenizer(vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def write_checkpoint(name: str, folder: Path, *, draft: str | bool, kept: Keeping) -> str:
+def write_checkpoint(name: str, folder: Path, *, draft: bool | Sequence[str], kept: Keeping) -> str:
     """All of a checkpoint but its weights, in `folder`: the configuration of the model `name`, a tokenizer and a
     template, its own where `name` is a folder that has them. Returns in words where the text comes from.
 
     draft: as `load_generated`. Raises UnknownName, CheckpointError, and UsageError where there is no
     drafter to be had.
     """
-    found = find_model(name, None if isinstance(draft, bool) else draft, kept)
+    found = find_model(name, _named(draft), kept)
     if draft and found.drafter is None:
         raise UsageError(f"{name} is a folder, and no drafter goes with its shapes by itself",
                          hint="name one with --draft, or leave drafting out with --no-draft")  # fmt: skip
@@ -109,11 +109,20 @@ def write_checkpoint(name: str, folder: Path, *, draft: str | bool, kept: Keepin
     return "a tokenizer of made-up words"
 
 
+def _named(draft: bool | Sequence[str]) -> str | None:
+    """The folder of the drafter that is asked for, if one is named. Raises UsageError for several."""
+    if isinstance(draft, bool):
+        return None
+    if len(draft) > 1:
+        raise UsageError("generated weights take one drafter", hint="name one --draft")
+    return draft[0]
+
+
 def load_generated(
     folder: str | os.PathLike[str],
     *,
     name: str,
-    draft: str | bool,
+    draft: bool | Sequence[str],
     draft_weights: str,
     kv_cache_dtype: str,
     kv_cache_layout: str,
@@ -132,7 +141,8 @@ def load_generated(
 ) -> Session:
     """As `kerngen.load`, of the model `name`, whose text `write_checkpoint` left in `folder`; weights from `seed`.
 
-    draft: True for a released model's own drafter, which is generated too; a folder with the configuration of one.
+    draft: True for a released model's own drafter, which is generated too; the one folder with the configuration of
+    another.
     Raises as `load` does.
     """
     kept = Keeping(draft_weights, kv_cache_dtype, kv_cache_layout, sparse_prefill)
@@ -142,18 +152,18 @@ def load_generated(
     )  # fmt: skip
     if tensor_parallel == 1:
         return opens(None, device, advance)
-    found = find_model(name, None if isinstance(draft, bool) else draft, kept)
+    found = find_model(name, _named(draft), kept)
     return open_divided(tensor_parallel, found.target, opens, device, backend=backend)
 
 
 def _generated_part(
     folder: str | os.PathLike[str], collectives: Collectives | None, device: str | None, advance: Any, *, name: str,
-    draft: str | bool, kept: Keeping, num_draft_tokens: int | None, backend: str, dtype: str | None,
+    draft: bool | Sequence[str], kept: Keeping, num_draft_tokens: int | None, backend: str, dtype: str | None,
     db: str | None, bundle: str | None, seed: int, media: MediaOptions,
 ) -> Session:  # fmt: skip
     """What the rank of `collectives` has of the model; all of it for None."""
     began = time.perf_counter()
-    named = None if isinstance(draft, bool) else draft
+    named = _named(draft)
     ops = open_backend(backend, device=device, dtype=dtype, db_url=db, bundle=bundle, collectives=collectives)
     found = find_model(name, named, kept).divided(ops.collectives.world)
     place, drafter_config = Path(folder), found.drafter if draft else None
@@ -175,5 +185,5 @@ def _generated_part(
         load_s=time.perf_counter() - began,
         num_draft_tokens=num_draft_tokens,
         media=support,
-        drafter_folder=None if drafter is None else Path(f"{Path(name).name}-assistant" if named is None else named),
+        drafter_folders=() if drafter is None else (Path(named or f"{Path(name).name}-assistant"),),
     )

@@ -16,7 +16,7 @@ import torch
 
 from kerngen.errors import KerngenError, NumericsError, PageError, UsageError
 from kerngen.runtime.cache import KINDS, PAGE_SIZE, KVCache
-from kerngen.runtime.config import NO_DRAFTER, DraftPolicy, require_reproducible
+from kerngen.runtime.config import NO_DRAFTER, NO_DRAFTS, Arm, DraftPolicy, require_reproducible
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine import page_check
 from kerngen.runtime.engine.draft_length import Choice, DraftLength
@@ -56,6 +56,9 @@ log = logging.getLogger(__name__)
 def require_draft_tokens(count: int | None, policy: DraftPolicy) -> None:
     """Raises UsageError unless such a drafter drafts `count` tokens; 0 is no drafting, None as many as pay."""
     most = policy.max_drafts
+    if count and policy.among:
+        raise UsageError(f"{count} draft tokens, by which of {len(policy.among)} drafters?",
+                         hint="name one drafter, or leave the number out: what pays is drafted")  # fmt: skip
     if count is not None and not 0 <= count <= most:
         raise UsageError(f"{count} draft tokens; its drafter makes at most {most} of them", hint=f"ask for 1 to {most}")
 
@@ -137,7 +140,7 @@ class Engine:
         self._fixed = 0 if drafter is None else num_draft_tokens
         most = policy.max_drafts if self._fixed is None else self._fixed
         self._budget = PrefillBudget(prefill_chunk, None if reproducible else max_stall)
-        self._lengths = DraftLength(policy.draft_lengths if self._fixed is None else ())
+        self._lengths = DraftLength(policy.arms if self._fixed is None else ())
         self._async_depth = async_depth if async_depth is not None else 1 if ops.supports_graphs else 0
         step = step_of(most, self._async_depth, policy)
         self.shape = CacheShape(config, ops.dtype, page_size, step, prefill_chunk, policy,
@@ -189,8 +192,8 @@ class Engine:
     def prepare(self, say: Say = lambda *_: None, usual: Sampling | None = None) -> None:
         """What every rank does of `make_ready`: all but the timing, which rank 0 does with plans."""
         fixed = self._fixed
-        lengths = self._lengths.lengths if fixed is None else sorted({0, fixed})
-        usually = sorted({0, self._lengths.first}) if fixed is None else [fixed]
+        arms = self._lengths.arms if fixed is None else sorted({NO_DRAFTS, Arm(fixed)})
+        usually = [NO_DRAFTS, *self._lengths.first] if fixed is None else [Arm(fixed)]
         modes = sorted({SamplingMode(), SamplingMode.for_sampling([usual or Sampling()])})
 
         def ask_captured(trace: Trace) -> None:
@@ -199,7 +202,7 @@ class Engine:
 
         def ask_others(trace: Trace) -> None:
             with self.runner.one_of_each_kind(trace):
-                warm_up(self.runner, lengths, self.prefill_chunk)
+                warm_up(self.runner, arms, self.prefill_chunk)
 
         def capture() -> None:
             self.runner.capture(usually, modes)
@@ -405,8 +408,8 @@ class Engine:
         running = self.scheduler.running
         bucket = self.runner.bucket(len(running))
         if not self.runner.reproducible and all(h.request.mask is not None for h in running):
-            return Choice(0, bucket)  # nobody would accept one
-        return self._lengths.choose(bucket) if self._fixed is None else Choice(self._fixed, bucket)
+            return Choice(NO_DRAFTS, bucket)  # nobody would accept one
+        return self._lengths.choose(bucket) if self._fixed is None else Choice(Arm(self._fixed), bucket)
 
     def _decode(self, choice: Choice) -> bool:
         """Start a decode step of all that run. False if nobody does any more."""
@@ -492,7 +495,7 @@ class Engine:
         decode: DecodeRows | None = None
         if choice is not None:
             batch = self.runner.bucket(len(running)) if shape is None else shape.batch
-            decode = decode_rows(running, batch, choice.length)
+            decode = decode_rows(running, batch, choice.arm)
         config = self.model.config
         planned = tuple([prefill_chunk(c, config.eos_ids, config.vocab_size, config.sparse) for c in chunks])
         num_tokens = 0 if shape is None else shape.size

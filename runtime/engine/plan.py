@@ -20,6 +20,7 @@ import numpy as np
 
 from kerngen.errors import UsageError
 from kerngen.runtime.cache import KINDS
+from kerngen.runtime.config import Arm
 from kerngen.runtime.config_fields import short
 from kerngen.runtime.media.values import Kind, Media
 from kerngen.runtime.sampling import CUTS, Sampling, cut_for
@@ -165,6 +166,7 @@ class PrefillChunk:
 class DecodeRows:
     """The decode batch of a forward. batch: rows that are computed, from 0 on; those from StepPlan.num_running on stand
     for nobody. longest: tokens that any of the sequences may ever hold. masks: (row, bits) of rows that have a mask.
+    drafter: the number of the one that drafts, where there are several.
     """
 
     batch: int
@@ -172,6 +174,11 @@ class DecodeRows:
     num_drafts: int = 0
     mode: SamplingMode = PLAIN
     masks: tuple[tuple[int, bytes], ...] = ()
+    drafter: int = 0
+
+    @property
+    def arm(self) -> Arm:
+        return Arm(self.num_drafts, self.drafter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,14 +224,14 @@ class StepPlan:
 class Limits:
     """What plans may ask of a runner: a page or a row that it does not have would be somebody else's memory.
 
-    max_len: tokens that block tables have room for. max_drafts: 0 without a drafter. num_pages: of each kind, page 0
-    included, in the order of KINDS. mixes: whether a forward may decode and prefill. media: kinds of items that the
-    model takes.
+    max_len: tokens that block tables have room for. max_drafts: of each drafter; () without one. num_pages: of each
+    kind, page 0 included, in the order of KINDS. mixes: whether a forward may decode and prefill. media: kinds of items
+    that the model takes.
     """
 
     max_batch: int
     max_len: int
-    max_drafts: int
+    max_drafts: tuple[int, ...]
     vocab_size: int
     page_size: int
     num_pages: tuple[int, ...]
@@ -242,7 +249,9 @@ class Limits:
         if (decode := plan.decode) is not None:
             _within("the rows that decode", (plan.num_running - 1,), decode.batch)
             _within("the rows that are computed", (decode.batch,), rows + 1)
-            _within("the number of drafts", (decode.num_drafts,), self.max_drafts + 1)
+            _within("the drafter", (decode.drafter,), max(1, len(self.max_drafts)))
+            longest = self.max_drafts[decode.drafter] if self.max_drafts else 0
+            _within("the number of drafts", (decode.num_drafts,), longest + 1)
             _within("the longest sequence with a step's tokens", (decode.longest + decode.num_drafts,), self.max_len)
             _within("a row with a mask", (row for row, _ in decode.masks), plan.num_running)
             for _, bits in decode.masks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from kerngen.runtime.cache import KINDS
-from kerngen.runtime.config import SparsePrefill
+from kerngen.runtime.config import Arm, SparsePrefill
 from kerngen.runtime.engine.mask import bits_of
 from kerngen.runtime.engine.plan import DecodeRows, MediaSlice, NewRow, PrefillChunk, SamplingMode
 from kerngen.runtime.engine.request import Handle, Request
@@ -27,10 +27,10 @@ def sampling_mode(handles: Sequence[Handle]) -> SamplingMode:
     )
 
 
-def decode_rows(running: Sequence[Handle], batch: int, num_drafts: int) -> DecodeRows:
-    """A decode step of `running`, which are rows 0 and on, computed as `batch` rows."""
+def decode_rows(running: Sequence[Handle], batch: int, arm: Arm) -> DecodeRows:
+    """A decode step of `running`, which are rows 0 and on, computed as `batch` rows. arm: what it drafts."""
     masks = tuple((row, bits_of(h).tobytes()) for row, h in enumerate(running) if h.request.mask is not None)
-    return DecodeRows(batch, max(h.limit for h in running), num_drafts, sampling_mode(running), masks)
+    return DecodeRows(batch, max(h.limit for h in running), arm.length, sampling_mode(running), masks, arm.by)
 
 
 def prefill_chunk(

@@ -23,6 +23,7 @@ from kerngen.errors import KerngenError, UsageError
 from kerngen.runtime import drafters
 from kerngen.runtime.batch import Batch, ListedChunks, MediaRows, ragged_layout
 from kerngen.runtime.cache import KINDS, KVCache
+from kerngen.runtime.config import Arm
 from kerngen.runtime.drafting import Drafter
 from kerngen.runtime.engine.graphs import Captured, Graphs
 from kerngen.runtime.engine.logit_processors import LogitProcessors, Values
@@ -159,9 +160,9 @@ class Runner:
         experts = any(w.moe is not None and w.moe.gate_up.is_dense for w in model.weights.layers)
         self._most_captured = GATHERED_ROWS // config.top_k_experts if experts else None  # tokens of a step
         self.logit_processors = LogitProcessors(max_batch, config.vocab_size, device, self._sent)
-        self._steps: dict[tuple[int, int, SamplingMode, int], Captured] = {}
+        self._steps: dict[tuple[int, Arm, SamplingMode, int], Captured] = {}
         self._reading = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.one_of_each_kind = OneOfEachKind(model, drafter)
+        self.one_of_each_kind = OneOfEachKind(model, *drafters.each(drafter))
         self._graphs = Graphs(self.one_of_each_kind)
         self.prefill_graphs = PrefillGraphs(model, cache, self._graphs, max_kv_len, self._sent)
         self.mixed_graphs = MixedBatchGraphs()
@@ -203,7 +204,7 @@ class Runner:
         return Limits(
             max_batch=len(self.hidden),
             max_len=self.max_kv_len,
-            max_drafts=0 if self.drafter is None else self.drafter.policy.max_drafts,
+            max_drafts=tuple(drafter.policy.max_drafts for drafter in drafters.each(self.drafter)),
             vocab_size=model.config.vocab_size,
             page_size=cache.page_size,
             num_pages=tuple(cache.num_pages[kind] for kind in KINDS),
@@ -525,11 +526,11 @@ class Runner:
             return []
         return [size for size in self.prefill_graphs.sizes if self.captures(size)]
 
-    def capture(self, draft_lengths: Sequence[int], modes: Sequence[SamplingMode]) -> None:
+    def capture(self, arms: Sequence[Arm], modes: Sequence[SamplingMode]) -> None:
         """Have steps of the longest sequences captured, and short prefills. No row may stand for anybody."""
-        for batch, num_drafts, mode in product(self.batches, draft_lengths, modes):
-            if self.captures(batch * (num_drafts + 1)):
-                self._graph(batch, num_drafts, mode, self.max_kv_len)
+        for batch, arm, mode in product(self.batches, arms, modes):
+            if self.captures(batch * (arm.length + 1)):
+                self._graph(batch, arm, mode, self.max_kv_len)
         for size in self.short_sizes:
             self.prefill_graphs.capture(size)
 
@@ -565,18 +566,18 @@ class Runner:
 
     def _decode(self, rows: DecodeRows, count: int) -> Wait:
         """Start a step of `rows`, the first `count` of which stand for sequences."""
-        batch, num_drafts, mode = rows.batch, rows.num_drafts, rows.mode
+        batch, arm, mode = rows.batch, rows.arm, rows.mode
         self.logit_processors.guide(rows.masks)
         began: _Moment | None
-        if self.captures(batch * (num_drafts + 1)):
+        if self.captures(batch * (arm.length + 1)):
             known = len(self._steps)
-            graph, result = self._graph(batch, num_drafts, mode, rows.longest + num_drafts + 1)
+            graph, result = self._graph(batch, arm, mode, rows.longest + arm.length + 1)
             began = self._beginning() if len(self._steps) == known else None  # a graph's first replay takes longer
             graph.replay()
         else:
             began = self._beginning()
-            result = self.step(batch, num_drafts, mode, self.max_kv_len)
-        return self._result(result[:count], num_drafts + 1, began=began)
+            result = self.step(batch, arm, mode, self.max_kv_len)
+        return self._result(result[:count], arm.length + 1, began=began)
 
     @property
     def mixed_shapes(self) -> MixedBatchShapes:
@@ -611,10 +612,10 @@ class Runner:
         last, states = self.model.forward_mixed(chunks, cache, fed, own)
         return self._emit(states, fed.positions, None, rows, mode), last
 
-    def step(self, batch: int, num_drafts: int, mode: SamplingMode, max_kv_len: int) -> Tensor:
+    def step(self, batch: int, arm: Arm, mode: SamplingMode, max_kv_len: int) -> Tensor:
         """One decode step of rows 0 to batch - 1, all on the device.
 
-        Returns what `_read` reads, int64: [batch, num_drafts + 3], and more columns where `mode` has log-probabilities.
+        Returns what `_read` reads, int64: [batch, arm.length + 3], and more columns where `mode` has log-probabilities.
         A token that is -1 could not be chosen; the step that may be running behind goes on from token 0. max_kv_len: no
         context is longer, nor will be when a captured step is replayed.
         """
@@ -622,11 +623,12 @@ class Runner:
         cache, rows = self.cache.rows(batch), slice(0, batch)
         token, lengths = self.ints[TOKEN, rows], self.ints[LENGTH, rows]
         ids, drafts, fed = token[:, None], None, None
-        if num_drafts and cache.check is not None:  # before a drafter reads what the tables and lengths name
-            fed = Batch.decode(ids.expand(-1, num_drafts + 1), lengths, cache, max_kv_len, self.model.ops)
-            lengths = fed.kv_lens.long() - (num_drafts + 1)
-        if num_drafts and self.drafter is not None:
-            drafts = self.drafter.propose(token, self.hidden[rows], lengths, cache, num_drafts, max_kv_len)
+        if arm.length and cache.check is not None:  # before a drafter reads what the tables and lengths name
+            fed = Batch.decode(ids.expand(-1, arm.length + 1), lengths, cache, max_kv_len, self.model.ops)
+            lengths = fed.kv_lens.long() - (arm.length + 1)
+        if arm.length and self.drafter is not None:
+            drafter = drafters.each(self.drafter)[arm.by]
+            drafts = drafter.propose(token, self.hidden[rows], lengths, cache, arm.length, max_kv_len)
             ids = torch.cat((ids, drafts), dim=1)
         if fed is None:
             fed = Batch.decode(ids, lengths, cache, max_kv_len, self.model.ops)
@@ -674,16 +676,16 @@ class Runner:
     def _kv_len(self, longest: int) -> int:
         return min(self.max_kv_len, 1 << (max(longest, self.least_kv_len) - 1).bit_length())
 
-    def _graph(self, batch: int, num_drafts: int, mode: SamplingMode, longest: int) -> Captured:
+    def _graph(self, batch: int, arm: Arm, mode: SamplingMode, longest: int) -> Captured:
         """The step as a CUDA graph and the tensor that it leaves its result in, captured when first asked for; but no
         more than PATIENT sequences wait for that where the one of longer contexts will do.
 
         What the warm-up writes to the cache lies at and after the current lengths, where the next step writes again.
         """
         max_kv_len = self._kv_len(longest)
-        key = batch, num_drafts, mode, max_kv_len
+        key = batch, arm, mode, max_kv_len
         if key not in self._steps and batch > PATIENT:
-            longer = ((batch, num_drafts, mode, kv_len) for kv_len in self.kv_lens if kv_len > max_kv_len)
+            longer = ((batch, arm, mode, kv_len) for kv_len in self.kv_lens if kv_len > max_kv_len)
             key = next((k for k in longer if k in self._steps), key)
         if key not in self._steps:
             self._steps[key] = self._graphs.capture(lambda: self.step(*key), self.written)

@@ -14,6 +14,7 @@ from itertools import product
 import torch
 
 from kerngen.runtime.cache import KINDS
+from kerngen.runtime.config import Arm
 from kerngen.runtime.engine.draft_length import FIRST_LENGTH
 from kerngen.runtime.engine.plan import SamplingMode
 from kerngen.runtime.engine.prefill_graphs import OUTPUTS
@@ -21,15 +22,15 @@ from kerngen.runtime.engine.runner import Runner
 from kerngen.runtime.selection import lengths_up_to
 
 
-def warm_up_captured(runner: Runner, draft_lengths: Sequence[int], *, mixed: bool = False) -> None:
+def warm_up_captured(runner: Runner, arms: Sequence[Arm], *, mixed: bool = False) -> None:
     """Run the steps that an engine captures as it starts on rows that belong to no request: those of the longest
-    sequences, and short prefills. draft_lengths: numbers of drafts of a step. mixed: mixed batches too.
+    sequences, and short prefills. arms: what steps draft. mixed: mixed batches too.
     """
     longest = runner.kv_lens[-1]
     for batch in runner.batches:
-        for num_drafts in draft_lengths:
+        for arm in arms:
             for mode in (SamplingMode(), SamplingMode(sampled=True)):
-                runner.step(batch, num_drafts, mode, longest)
+                runner.step(batch, arm, mode, longest)
     for size in runner.short_sizes:
         for outputs, has_media in product(OUTPUTS, runner.prefill_graphs.kinds):
             runner.prefill_graphs.forward(size, outputs, has_media)
@@ -37,9 +38,9 @@ def warm_up_captured(runner: Runner, draft_lengths: Sequence[int], *, mixed: boo
         runner.mixed_step_of(shape)
 
 
-def warm_up(runner: Runner, draft_lengths: Sequence[int], longest_chunk: int) -> None:
-    """Run every other kind of step on such rows. draft_lengths: numbers of drafts of a step; unusual ones are run for
-    the longest sequences alone. longest_chunk: tokens of a prefill at most.
+def warm_up(runner: Runner, arms: Sequence[Arm], longest_chunk: int) -> None:
+    """Run every other kind of step on such rows. arms: what steps draft; unusual numbers are run for the longest
+    sequences alone. longest_chunk: tokens of a prefill at most.
     """
     hidden, kv_lens, page_size = runner.hidden, runner.kv_lens, runner.cache.page_size
     sees_images = runner.model.media is not None and runner.model.media.bidirectional
@@ -54,11 +55,11 @@ def warm_up(runner: Runner, draft_lengths: Sequence[int], longest_chunk: int) ->
     if runner.model.media is not None:
         runner.model.media.warm_up()
     for batch in runner.batches:
-        for num_drafts in draft_lengths:
-            is_usual = num_drafts in (0, FIRST_LENGTH) or len(draft_lengths) <= 2
+        for arm in arms:
+            is_usual = arm.length in (0, FIRST_LENGTH) or len(arms) <= 2
             for max_kv_len in kv_lens if is_usual else kv_lens[-1:]:
-                runner.step(batch, num_drafts, SamplingMode(), max_kv_len)
-            runner.step(batch, num_drafts, SamplingMode(sampled=True), kv_lens[-1])
+                runner.step(batch, arm, SamplingMode(), max_kv_len)
+            runner.step(batch, arm, SamplingMode(sampled=True), kv_lens[-1])
     for count in lengths_up_to(len(hidden)):  # of sequences whose last chunks end together
         rows = slice(0, count)
         runner.first_tokens(hidden[rows], rows, SamplingMode())

@@ -7,7 +7,6 @@ step. It exits when it is told to, and when the other process has exited.
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import time
 import traceback
@@ -210,7 +209,7 @@ def _open(connection: Connection, options: Options) -> tuple[Session, Engine]:
     connection.send(Ready(
         engine.max_len, engine.max_batch, engine.load.num_pages,
         session.where, session.load_s,
-        ready_s, None if session.drafter_folder is None else os.fspath(session.drafter_folder),
+        ready_s, session.drafter_names,
         tuple(str(w.message) for w in caught),
         torch.cuda.get_device_name(session.ops.device) if session.ops.device.type == "cuda" else "",
     ))  # fmt: skip

@@ -202,7 +202,7 @@ def _name(model: str) -> str:
 
 
 def _summary(ready: Ready) -> str:
-    drafting = f", drafts by {Path(ready.drafter).name}" if ready.drafter else ""
+    drafting = f", drafts by {ready.drafter}" if ready.drafter else ""
     return (f"{ready.where}{drafting}; loaded in {ready.load_s:.1f} s, kernels ready in {ready.ready_s:.1f} s; "
             f"{ready.max_batch} sequences of up to {ready.max_len:,} tokens")  # fmt: skip
 

@@ -37,7 +37,7 @@ class Turns:
 @pytest.fixture(scope="module")
 def session() -> Session:
     ops = open_backend("cuda", device="cuda", dtype=None)
-    return open_checkpoint(TINY / "gemma-4-tiny-w4a16", ops, draft=TINY / "gemma-4-tiny-assistant")
+    return open_checkpoint(TINY / "gemma-4-tiny-w4a16", ops, drafts=[TINY / "gemma-4-tiny-assistant"])
 
 
 def requests_of(session: Session) -> list[Request]:

@@ -58,7 +58,7 @@ def test_products_with_scales_of_either_sign(n: int, k: int, gated: bool) -> Non
 
 def _generate(backend: str, draft: Path | None, weights: str = "stored") -> tuple[list[int], float]:
     ops = open_backend(backend, device="cuda", dtype="bf16")
-    session = open_checkpoint(TARGET, ops, draft=draft, kept=Keeping(weights))
+    session = open_checkpoint(TARGET, ops, drafts=[] if draft is None else [draft], kept=Keeping(weights))
     prompt = session.encode((TINY / "prompt.txt").read_text())
     engine = Engine(session.model, session.drafter, max_len=len(prompt) + NUM_TOKENS, num_draft_tokens=4)
     found = engine.generate(prompt, max_new_tokens=NUM_TOKENS, stop_ids=session.stop_ids)

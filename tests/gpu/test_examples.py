@@ -16,7 +16,7 @@ def _generate(backend: str, folder: Path, draft: Path | None) -> tuple[list[int]
     from kerngen.runtime.session import open_checkpoint
 
     ops = open_backend(backend, device="cuda", dtype="bf16")
-    session = open_checkpoint(folder, ops, draft=draft)
+    session = open_checkpoint(folder, ops, drafts=[] if draft is None else [draft])
     text = session.codec.chat([{"role": "user", "content": (TINY / "prompt.txt").read_text()}])
     prompt = session.codec.encode(text)
     engine = Engine(session.model, session.drafter, max_len=len(prompt) + NUM_TOKENS, num_draft_tokens=4)
@@ -42,7 +42,7 @@ def test_many_at_once_give_what_each_gives_alone(drafting: int | None) -> None:
     from kerngen.runtime.session import open_checkpoint
 
     ops = open_backend("cuda", device="cuda", dtype="bf16")
-    session = open_checkpoint(TINY / "gemma-4-tiny", ops, draft=TINY / "gemma-4-tiny-assistant")
+    session = open_checkpoint(TINY / "gemma-4-tiny", ops, drafts=[TINY / "gemma-4-tiny-assistant"])
     session.num_draft_tokens, session.max_batch = drafting, 5
     text = (TINY / "prompt.txt").read_text()
     prompts = [text[: 40 + 60 * i] for i in range(9)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kerngen.runtime.config import LayerConfig, ModelConfig, QuantConfig
+from kerngen.runtime.config import NO_DRAFTS, LayerConfig, ModelConfig, QuantConfig
 from kerngen.workload.workload import find_model
 
 
@@ -189,7 +189,7 @@ def test_short_prefills_as_graphs_are_the_forwards_that_they_stand_for(sizes: tu
     runner, pages = engine.runner, 17
     draw = torch.Generator().manual_seed(sum(sizes))
     with torch.inference_mode():
-        runner.capture([0], [SamplingMode()])
+        runner.capture([NO_DRAFTS], [SamplingMode()])
         tables = 1 + torch.arange(2 * len(sizes) * pages, dtype=torch.int32).view(2, len(sizes), pages)
         made = []
         for is_graph in (False, True):
@@ -229,7 +229,7 @@ def test_short_prefills_are_padded_where_that_takes_less(hidden: int, inner: int
     engine = Engine(model, max_len=1100, max_batch=4)
     runner, graphs = engine.runner, engine.runner.prefill_graphs
     with torch.inference_mode():
-        runner.capture([0], [SamplingMode()])
+        runner.capture([NO_DRAFTS], [SamplingMode()])
         sizes = graphs.captured_sizes
         middles = [(before + 1 + size) // 2 for before, size in pairwise([0, *sizes])]
         for middle in middles:  # compiled

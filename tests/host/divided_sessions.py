@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kerngen.runtime.config import read_drafter_config, read_model_config
-from kerngen.runtime.drafters import drafter_for
+from kerngen.runtime.drafters import drafter_for, together
 from kerngen.runtime.executors.collectives import Collectives
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.media.input import MediaInput
@@ -27,19 +27,26 @@ NOTHING: Any = None
 
 
 def opens(
-    target: Path, drafter: Path | None, backend: str, collectives: Collectives | None, device: str | None, advance: Any
+    target: Path,
+    drafter: Path | Sequence[Path] | None,
+    backend: str,
+    collectives: Collectives | None,
+    device: str | None,
+    advance: Any,
 ) -> Session:
-    """In fp32, on the torch backend or on the kernels' references; without text, so without a tokenizer."""
+    """In fp32, on the torch backend or on the kernels' references; without text, so without a tokenizer. drafter: or
+    several.
+    """
     ops: Ops = TorchOps(torch.device("cpu"), torch.float32, collectives)
     if backend == "kernels":
         ops = KernelOps(Reference(collectives=collectives), torch.float32)
     whole = read_model_config(target)
     config = whole.divided(ops.collectives.world)
-    model, drafting = Gemma4(config, load_model(target, config, ops), ops), None
-    if drafter is not None:
-        drafts = read_drafter_config(drafter, whole).divided(config)
-        drafting = drafter_for(drafts, load_drafter(drafter, drafts, ops), model)
-    return Session(target, config, NOTHING, model, drafting, (), 0.0)
+    model, drafting = Gemma4(config, load_model(target, config, ops), ops), []
+    for folder in [drafter] if isinstance(drafter, Path) else drafter or ():
+        drafts = read_drafter_config(folder, whole).divided(config)
+        drafting.append(drafter_for(drafts, load_drafter(folder, drafts, ops), model))
+    return Session(target, config, NOTHING, model, together(drafting), (), 0.0)
 
 
 def opens_and_hangs(*how: Any) -> Session:

@@ -24,6 +24,7 @@ import kerngen
 from kerngen.errors import KerngenError, NumericsError, UsageError
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
+from kerngen.runtime.config import Arm
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine, Generation, Handle, Request, TokenLogprobs
 from kerngen.runtime.engine.logit_processors import LogitProcessors
@@ -360,7 +361,7 @@ def test_a_step_with_every_feature_never_waits_for_the_device(models: Models) ->
             mode = sampling_mode([handle])
             assert all(mode), "each field of it"
             with NoWaiting():
-                result = engine.runner.step(2, 3, mode, 64)
+                result = engine.runner.step(2, Arm(3), mode, 64)
     finally:
         for holder, was in held:
             holder.ops = was

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kerngen.arch import Target, find_arch
 from kerngen.errors import ProblemError
 from kerngen.runtime.cache import KVCache
+from kerngen.runtime.config import NO_DRAFTS
 from kerngen.runtime.engine.plan import SamplingMode
 from kerngen.runtime.engine.runner import Runner, _read
 from kerngen.runtime.executors.record import Record
@@ -172,7 +173,7 @@ def test_torch_launches_nothing_in_a_greedy_step(batch: int) -> None:
     cache = KVCache.whole(config, ops, batch=32, max_len=256)
     runner = Runner(model, None, cache, max_batch=32, max_kv_len=256, buckets=None)
     with torch.inference_mode(), Kernels() as kernels:
-        result = runner.step(batch, 0, SamplingMode(), 256)
+        result = runner.step(batch, NO_DRAFTS, SamplingMode(), 256)
     assert kernels.launched == []
     assert result.shape == (batch, 3), "what the host reads is one small tensor"
     assert asked[:2] == ["decode_inputs", "embed"], "what is read ahead is complete before embed lets others start"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kerngen.errors import NumericsError, UsageError
 from kerngen.runtime.cache import KVCache
+from kerngen.runtime.config import NO_DRAFTS, Arm
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine, Handle, Request, prefill_budget, prefill_graphs
 from kerngen.runtime.engine.graphs import Captured, Graphs
@@ -530,9 +531,9 @@ class Graphless:
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None, pool=lambda: "pool"))
         monkeypatch.setattr(torch.cuda, "graph", self.capture)
 
-    def sized(self, batch: int, num_drafts: int, *args: Any) -> Tensor:
-        self.asked = batch * (num_drafts + 1)
-        return self.step(batch, num_drafts, *args)
+    def sized(self, batch: int, arm: Arm, *args: Any) -> Tensor:
+        self.asked = batch * (arm.length + 1)
+        return self.step(batch, arm, *args)
 
     def noted(self, graphs: Graphs, run: Callable[[], Tensor], written: Sequence[Tensor]) -> Captured:
         graph, result = self.captured(graphs, run, written)
@@ -600,7 +601,7 @@ def test_who_decodes_does_not_wait_for_a_capture(models: Models, monkeypatch: py
     assert all(key[0] == 1 for key in fresh)
     assert graphs.num_captured == ready + len(fresh)
     assert tokens_of(engine, requests[:1]) == expected[:1]
-    assert (1, 0, SamplingMode(), engine.runner.least_kv_len) in engine.runner._steps
+    assert (1, NO_DRAFTS, SamplingMode(), engine.runner.least_kv_len) in engine.runner._steps
 
 
 @pytest.mark.parametrize("variant", ["dense", "moe", "shared_ple"])
@@ -816,8 +817,10 @@ def test_what_only_decodes_is_timed_before_anybody_joins(models: Models) -> None
         assert next(kind for kind in ran if kind != "prefill") == "decode"
         assert "mixed" in ran
         assert engine._budget.knows_decode
-        assert all(engine._lengths.knows_plain(b) for b in engine._lengths._counts if engine._lengths._costs[b][0])
-    assert any(cost is not None for costs in engine._lengths._costs.values() for cost in costs[1:]), "drafts were tried"
+        timed = [bucket for bucket, timings in engine._lengths._timings.items() if NO_DRAFTS in timings.seconds]
+        assert all(map(engine._lengths.knows_plain, timed))
+    tried = [arm for timings in engine._lengths._timings.values() for arm in timings.seconds]
+    assert any(arm.length for arm in tried), "drafts were tried"
 
 
 def test_a_mixed_step_has_no_more_chunks_than_were_captured(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

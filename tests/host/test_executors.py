@@ -17,7 +17,7 @@ import torch
 
 from kerngen.arch import find_arch
 from kerngen.runtime.batch import Batch
-from kerngen.runtime.config import MAX_MTP_DRAFTS, ModelConfig, read_drafter_config, read_model_config
+from kerngen.runtime.config import MAX_MTP_DRAFTS, Arm, ModelConfig, read_drafter_config, read_model_config
 from kerngen.runtime.drafters import AnyDrafter, drafter_for
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine, Request
@@ -158,7 +158,7 @@ def _run_all(model: Gemma4, drafter: AnyDrafter | None) -> None:
             target = Gemma4(model.config, model.weights, ops, suppressed_ids=suppressed)
             engine = Engine(target, drafter, max_len=300, max_batch=5, num_draft_tokens=drafts)
             for batch in (1, 2, 5):
-                engine.runner.step(batch, drafts, SamplingMode.for_sampling([sampling]), 512)
+                engine.runner.step(batch, Arm(drafts), SamplingMode.for_sampling([sampling]), 512)
     for pieces in ([(1, 0)], [(5, 0)], [(63, 64)], [(77, 200)], [(7, 0), (1, 3), (70, 129)]):
         for is_last in (False, True):
             new_row = NewRow(300, sampling) if is_last else None

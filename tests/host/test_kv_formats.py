@@ -593,7 +593,7 @@ def test_the_kernels_path_has_the_oracles_tokens(scaled: Path, kept: Keeping) ->
     """With the references in place of kernels, in fp32: only sums in another order differ."""
     found = []
     for ops in (TorchOps(CPU, torch.float32), KernelOps(Reference(), torch.float32)):
-        session = open_checkpoint(scaled, ops, draft=ASSISTANT, kept=kept)
+        session = open_checkpoint(scaled, ops, drafts=[ASSISTANT], kept=kept)
         session.num_draft_tokens = 3
         found.append(session.generate(PROMPT[:60], max_new_tokens=12).tokens)
     assert found[0] == found[1]

@@ -36,7 +36,7 @@ from transformers import Gemma4ForConditionalGeneration
 from kerngen.errors import KerngenError, UsageError
 from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
-from kerngen.runtime.config import read_model_config
+from kerngen.runtime.config import NO_DRAFTS, read_model_config
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine, Handle, Request, prefill_budget, prefill_graphs
 from kerngen.runtime.engine.media_cache import MediaCache
@@ -744,6 +744,6 @@ def test_warm_up_runs_what_images_need(made: dict[str, Made], monkeypatch: pytes
 
     monkeypatch.setattr(Gemma4, "forward", noted)
     with torch.inference_mode():
-        warm_up(engine_of(opened(made, name), num_draft_tokens=0, max_batch=2).runner, [0], 8)
+        warm_up(engine_of(opened(made, name), num_draft_tokens=0, max_batch=2).runner, [NO_DRAFTS], 8)
     assert asked_for
     assert set(map(frozenset, asked_for.values())) == {frozenset({False, True} if name == "dense" else {False})}

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from kerngen.errors import NumericsError, UsageError
+from kerngen.runtime.config import Arm
 from kerngen.runtime.drafting import MtpDrafter
 from kerngen.runtime.engine import Engine, Generation
 from kerngen.runtime.engine.plan import SamplingMode
@@ -318,5 +319,5 @@ def test_a_decode_step_never_waits_for_the_device(
         holder.ops = ops
     engine = Engine(model, drafter, max_len=40)
     with torch.inference_mode(), NoWaiting():
-        result = engine.runner.step(1, 3, SamplingMode(not sampling.is_greedy, cut_for([sampling])), 64)
+        result = engine.runner.step(1, Arm(3), SamplingMode(not sampling.is_greedy, cut_for([sampling])), 64)
     assert result.shape == (1, 6)

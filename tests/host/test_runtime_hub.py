@@ -164,13 +164,13 @@ def test_only_what_is_needed_is_downloaded_and_that_once(server: Hub) -> None:
 
 def test_a_model_and_its_drafter_run_by_name(server: Hub) -> None:
     session = load(NAME, device="cpu")
-    assert session.drafter_folder is None, "a drafter that nobody asked for is not downloaded"
+    assert not session.drafter_folders, "a drafter that nobody asked for is not downloaded"
     text = session.generate("hello", max_new_tokens=6).text
     session = load(NAME, draft=ASSISTANT, device="cpu")
     assert session.generate("hello", max_new_tokens=6).text == text
-    drafter = session.drafter_folder
+    (drafter,) = session.drafter_folders
     assert drafter.is_relative_to(constants.HF_HUB_CACHE)
-    assert load(NAME, device="cpu").drafter_folder == drafter, "what was downloaded is found"
+    assert load(NAME, device="cpu").drafter_folders == (drafter,), "what was downloaded is found"
 
 
 def refused(name: str = NAME) -> KerngenError:
@@ -290,11 +290,11 @@ def test_a_file_of_a_repository_runs_by_its_name(server: Hub, tmp_path: Path) ->
     session = load(name, device="cpu")
     want = load(tmp_path / "hf", device="cpu").encode("hello", chat=False)
     assert session.encode("hello", chat=False) == want
-    assert session.drafter_folder is None
+    assert not session.drafter_folders
     server.repos["google/gemma-4-tiny-it-assistant"] = server.repos[ASSISTANT]
-    assert load(name, device="cpu").drafter_folder is None, "nobody asked for it"
+    assert not load(name, device="cpu").drafter_folders, "nobody asked for it"
     drafter = find_checkpoint("google/gemma-4-tiny-it-assistant")
-    assert load(name, device="cpu").drafter_folder == drafter
+    assert load(name, device="cpu").drafter_folders == (drafter,)
 
 
 def test_which_files_a_repository_has_is_said(server: Hub) -> None:

@@ -66,7 +66,7 @@ def test_what_kernels_serve_is_not_refused(
     tiny_gemma.make_assistant(tmp_path / "draft", variant)
     config = read_model_config(tmp_path / "target")
     drafter = read_drafter_config(tmp_path / "draft", config)
-    require_served(tmp_path / "target", config, ops, tmp_path / "draft", drafter)
+    require_served(tmp_path / "target", config, ops, [(tmp_path / "draft", drafter)])
     monkeypatch.setattr(tiny_gemma.MtpDrafter, "step", lambda *_, **__: pytest.fail("the drafter was asked for"))
     require_served(tmp_path / "target", config, ops)
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from test_engine_batches import assert_nothing_is_held, kind_of
 
 from kerngen.errors import UsageError
+from kerngen.runtime.config import Arm
 from kerngen.runtime.engine import Engine, Handle, Request
 from kerngen.runtime.engine import plan as plans
 from kerngen.runtime.engine.draft_length import Choice
@@ -95,7 +96,7 @@ def played(engine: Engine, draw: random.Random, count: int) -> list[Handle]:
     def choose() -> Choice:
         bucket = engine.runner.bucket(len(engine.scheduler.running))
         guided = all(h.request.mask is not None for h in engine.scheduler.running)
-        return Choice(0 if guided else draw.choice((0, 0, 0, 1, 3)), bucket)
+        return Choice(Arm(0 if guided else draw.choice((0, 0, 0, 1, 3))), bucket)
 
     def raising(token: int) -> bool:
         raise ZeroDivisionError
@@ -168,7 +169,7 @@ def test_another_process_makes_the_same_tokens_of_the_plans() -> None:
 
 # -- what is refused
 
-LIMITS = Limits(max_batch=4, max_len=64, max_drafts=7, vocab_size=100, page_size=16, num_pages=(20, 30))
+LIMITS = Limits(max_batch=4, max_len=64, max_drafts=(7,), vocab_size=100, page_size=16, num_pages=(20, 30))
 MASK = bytes(16)
 CHUNK = PrefillChunk((5, 6, 7), 16, ((1, 2), (0, 9)), NewRow(40, Sampling(0.5, 3, seed=-9), mask=MASK))
 PLAN = StepPlan(
@@ -210,6 +211,7 @@ DAMAGES: dict[str, Damage] = {
     "the rows that are computed is 5": lambda v: v["decode"].update(batch=5),
     "the rows that decode is 1": lambda v: v["decode"].update(batch=1),
     "the number of drafts beside a prefill is 1": lambda v: v["decode"].update(num_drafts=1),
+    "the drafter is 1": lambda v: v["decode"].update(drafter=1),
     "the number of drafts is 8": lambda v: v["decode"].update(num_drafts=8),
     "a step's tokens is 64": lambda v: v.update(decode=v["decode"] | {"longest": 61, "num_drafts": 3}, chunks=[]),
     "a row with a mask is 2": lambda v: v["decode"].update(masks=[[2, v["decode"]["masks"][0][1]]]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from tiny_gemma import prompt
 from tiny_media import VISION, interleaved, item, make_model
 
 from kerngen.errors import KerngenError
+from kerngen.runtime.config import Arm
 from kerngen.runtime.engine import Engine, Handle, Request
+from kerngen.runtime.engine.draft_length import Choice
 from kerngen.runtime.engine.ranks import Ranks
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.session import Session
@@ -118,6 +121,20 @@ def test_a_dflash_drafter_drafts_alike_on_all_ranks(
     assert [g.stats.accepted for g in alone.generate_many([requests()[i] for i in some])] == [
         g.stats.accepted for g in made
     ]
+
+
+def test_ranks_ask_the_same_of_two_drafters(
+    ranks: Ranks, pairs: dict[str, tuple[Path, Path]], expected: dict[str, list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    both = (pairs["k_eq_v"][1], pairs["dflash"][1])
+    session = ranks.load(partial(opens, pairs["dflash"][0], both, "torch"))
+    engine = engine_of(session, page_size=16)
+    arms = cycle((Arm(3), Arm(5, 1), Arm(0), Arm(11, 1), Arm(7)))
+    monkeypatch.setattr(engine._lengths, "choose", lambda bucket: Choice(next(arms), bucket))
+    some = [0, 2, 6]
+    made = engine.generate_many([requests()[i] for i in some])
+    assert [g.tokens for g in made] == [expected["dflash"][i] for i in some]
 
 
 def test_an_engine_without_drafts_of_a_model_that_has_a_drafter(

@@ -158,7 +158,7 @@ class Engine:
             self.cache = KVCache(config, ops, num_pages=pages, batch=max_batch, max_len=room, page_size=page_size,
                                  drafter_layers=policy.cache_layers)  # fmt: skip
             if page_check.is_wanted():
-                self.cache.check = page_check.PageCheck(ops, self.cache, config, most + 1)
+                self.cache.check = page_check.PageCheck(ops, self.cache, config, most + 1, policy.block)
             self.runner = Runner(model, drafter, self.cache, max_batch=max_batch, max_kv_len=room,
                                  reproducible=reproducible,
                                  buckets=(max_batch,) if reproducible else buckets)  # fmt: skip

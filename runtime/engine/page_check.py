@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kerngen.runtime.engine.plan import StepPlan
 
 VARIABLE = "KERNGEN_CHECK_PAGES"
-DECODE, CHUNKS = "decode", "chunks"  # parts of a step
+DECODE, BLOCK, CHUNKS = "decode", "block", "chunks"  # parts of a step
 DECODE_ROW = 1 << 16  # what row 0 of the decode step counts as: chunks count from 0
 
 
@@ -55,8 +55,8 @@ class Violation:
 class PageCheck:
     """Of the steps of one rank, on `cache` and those made `with_tables` of it."""
 
-    def __init__(self, ops: Ops, cache: KVCache, config: ModelConfig, most: int) -> None:
-        """most: tokens of a sequence in a decode step."""
+    def __init__(self, ops: Ops, cache: KVCache, config: ModelConfig, most: int, block: int = 0) -> None:
+        """most: tokens of a sequence in a decode step. block: rows that a drafter writes (DraftPolicy)."""
         self._ops, self._page_size, self._num_pages = ops, cache.page_size, [cache.num_pages[kind] for kind in KINDS]
         self._world = config.world
         # What the scheduler promises is what a drafter reads: positions from the window before the last token on.
@@ -66,7 +66,7 @@ class PageCheck:
         self._writers = torch.full((2, max(self._num_pages)), NOBODY, dtype=torch.int32, device=ops.device)
         self._seen: dict[str, Tensor] = {}  # by forwards of this step that were no graphs
         _, batch, max_pages = cache.tables.shape
-        sizes = {DECODE: (batch, batch * most), CHUNKS: (SEQUENCES, SIZES[-1])}
+        sizes = {DECODE: (batch, batch * most), BLOCK: (batch, batch * block), CHUNKS: (SEQUENCES, SIZES[-1])}
         self._seen_in_graphs: dict[str, Tensor] = {}  # at addresses that all graphs have
         for part, (rows, tokens) in sizes.items() if ops.supports_graphs else ():
             shapes = {
@@ -92,13 +92,22 @@ class PageCheck:
         self, lengths: Tensor, cache: KVCache, q_len: int, max_kv_len: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`Ops.decode_inputs`, checked: what is returned is within bounds, whatever `lengths` and the tables hold."""
+        return self._rows_checked(DECODE, lengths, cache, q_len, max_kv_len)
+
+    def block(self, lengths: Tensor, cache: KVCache, size: int, max_kv_len: int) -> None:
+        """Checks the rows that a drafter writes and reads at `lengths` [B] and behind."""
+        self._rows_checked(BLOCK, lengths, cache, size, max_kv_len + size)
+
+    def _rows_checked(
+        self, part: str, lengths: Tensor, cache: KVCache, q_len: int, max_kv_len: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         tables = cache.tables
         most = min(max_kv_len, tables.shape[2] * cache.page_size) - q_len
         inputs = self._ops.decode_inputs(lengths.clamp(0, most), tables, q_len, cache.page_size)
         positions, kv_lens, slots = inputs
         firsts = torch.arange(0, (len(lengths) + 1) * q_len, q_len, dtype=torch.int32, device=lengths.device)
         pages = PagesInUse(tables, lengths + q_len, firsts, slots)
-        return positions, kv_lens, self._checked(DECODE, pages, max_kv_len, DECODE_ROW)
+        return positions, kv_lens, self._checked(part, pages, max_kv_len, DECODE_ROW)
 
     def chunk_inputs(
         self, rows: Tensor, positions: Tensor, kv_lens: Tensor, cu_seqlens: Tensor, cache: KVCache, max_kv_len: int

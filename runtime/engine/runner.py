@@ -628,6 +628,8 @@ class Runner:
             lengths = fed.kv_lens.long() - (arm.length + 1)
         if arm.length and self.drafter is not None:
             drafter = drafters.each(self.drafter)[arm.by]
+            if cache.check is not None and drafter.policy.block:
+                cache.check.block(lengths, cache, drafter.policy.block, max_kv_len)
             drafts = drafter.propose(token, self.hidden[rows], lengths, cache, arm.length, max_kv_len)
             ids = torch.cat((ids, drafts), dim=1)
         if fed is None:

@@ -9,16 +9,17 @@ import pytest
 import torch
 from command import Kerngen
 from test_dflash import ASKED, Noting, drafted
-from test_engine_batches import alone, assert_nothing_is_held, engine_for
+from test_engine_batches import PAGE, alone, assert_nothing_is_held, engine_for
 from tiny_dflash import load_dflash, make_dflash
 from tiny_gemma import load, load_assistant, make_assistant, make_target
 
 import kerngen
-from kerngen.errors import UsageError
+from kerngen.errors import PageError, UsageError
 from kerngen.runtime.config import NO_DRAFTS, Arm
 from kerngen.runtime.drafters import Drafters
-from kerngen.runtime.engine import Engine
+from kerngen.runtime.engine import Engine, page_check
 from kerngen.runtime.engine.draft_length import Choice
+from kerngen.runtime.engine.plan import RowUpdate
 from kerngen.runtime.model import Gemma4
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
@@ -66,6 +67,32 @@ def test_whoever_drafts_no_token_changes(
             _, alone_, from_scratch = drafted(block, [*key, *known[key]][: length + 1])
             assert alone_[: len(drafts)].tolist() == drafts, (len(key), length)
             torch.testing.assert_close(context, from_scratch, rtol=1e-3, atol=1e-3)
+
+
+def test_pages_of_a_block_are_checked(made: tuple[Gemma4, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind what is verified, too: all of a block is written."""
+    monkeypatch.setenv(page_check.VARIABLE, "1")
+    model, root = made
+    both = Drafters([load_assistant(root / "assistant", model), load_dflash(root / "dflash", model)])
+    engine = engine_for(model, both, num_draft_tokens=None, prefill_chunk=9, max_batch=5,
+                        num_pages={"full": 26, "sliding": 60})  # fmt: skip
+    draw = random.Random(1)
+    monkeypatch.setattr(engine._lengths, "choose", lambda bucket: Choice(draw.choice((NO_DRAFTS, *EACH)), bucket))
+    made_ = engine.generate_many(ASKED)
+    assert [g.tokens for g in made_] == alone(model, ASKED)
+    assert sum(g.stats.num_preemptions for g in made_) > 0
+    monkeypatch.setattr(engine._lengths, "choose", lambda bucket: Choice(Arm(3, 1), bucket))
+    handle, update = engine.submit(ASKED[0]), engine.runner.update
+
+    def broken(of: RowUpdate) -> None:
+        update(of)
+        engine.cache.tables[0, 0, (len(handle.known) + 12) // PAGE] = 999
+
+    while len(handle.tokens) < 2:
+        engine.step()
+    monkeypatch.setattr(engine.runner, "update", broken)
+    with pytest.raises(PageError, match=r"request \d+ .*is page 999; allowed are 0 to 25"):
+        engine.step()
 
 
 def test_it_chooses_among_both_by_itself(made: tuple[Gemma4, Path]) -> None:

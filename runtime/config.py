@@ -344,17 +344,16 @@ class DraftPolicy:
 
     @staticmethod
     def joint(policies: Sequence[DraftPolicy]) -> DraftPolicy:
-        """Of all these drafters together. Raises UsageError where two of them take in what the target's layers put out,
-        for which there is one place.
+        """Of all these drafters together. Raises UsageError for any but one, or one of each kind: one that takes in
+        what the target's layers put out, and one that does not.
         """
         if len(policies) == 1:
             return policies[0]
         taking = [policy for policy in policies if policy.taps is not None]
-        if len(taking) > 1:
-            raise UsageError("two drafters that learn from the target's layers do not go together",
-                             hint="name one of them, and an assistant if there is one")  # fmt: skip
-        kept = taking[0] if taking else policies[0]
-        return replace(kept, max_drafts=max(p.max_drafts for p in policies), lengths=(), among=tuple(policies))
+        if len(taking) != 1 or len(policies) != 2:
+            raise UsageError(f"{len(policies)} drafters, {len(taking)} of them DFlash's",
+                             hint="name one drafter, or an assistant and a DFlash drafter")  # fmt: skip
+        return replace(taking[0], max_drafts=max(p.max_drafts for p in policies), lengths=(), among=tuple(policies))
 
 
 NO_DRAFTER = DraftPolicy(0)

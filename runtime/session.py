@@ -21,6 +21,7 @@ from kerngen.runtime.completion import Answer, Completion, CompletionStream
 from kerngen.runtime.config import (
     AS_STORED,
     NO_DRAFTER,
+    DrafterConfig,
     DraftPolicy,
     Keeping,
     ModelConfig,
@@ -31,6 +32,7 @@ from kerngen.runtime.config import (
     read_suppressed_ids,
 )
 from kerngen.runtime.config_fields import config_path, is_gguf, require_folder
+from kerngen.runtime.dflash_config import DflashConfig
 from kerngen.runtime.drafters import AnyDrafter, Drafters, drafter_for, each, together
 from kerngen.runtime.engine import MEDIA_CACHE_BYTES, CacheShape, Engine, Request, TokenMask, require_draft_tokens
 from kerngen.runtime.engine.sizing import usual_step
@@ -127,8 +129,8 @@ class Session:
 
     @property
     def drafter_names(self) -> str | None:
-        """Where the drafters came from, in words; None without one."""
-        return " and ".join(map(str, self.drafter_folders)) or None
+        """What the drafters' folders are called, in words; None without one."""
+        return " and ".join(folder.name for folder in self.drafter_folders) or None
 
     def encode(self, prompt: Prompt, *, chat: bool = True, **variables: Any) -> list[int]:
         """Token ids of a text or of chat messages ({"role", "content"}), <bos> included.
@@ -445,8 +447,8 @@ def load(
         session = opens(None, where, advance)
     else:
         config = read_model_config(place)
-        for drafter in drafts if tensor_parallel > 1 else ():  # before a process is started
-            read_drafter_config(drafter, config).divided(config.divided(World(0, tensor_parallel)))
+        for drafter in _drafter_configs(drafts, config, num_draft_tokens) if tensor_parallel > 1 else ():
+            drafter.divided(config.divided(World(0, tensor_parallel)))  # before a process is started
         session = open_divided(tensor_parallel, config, opens, where,
                                partial(_digest, place, *drafts), advance, backend=backend)  # fmt: skip
     with explaining_memory(session.ops.device):
@@ -523,11 +525,25 @@ def _drafters_of(
     model: str | os.PathLike[str], folder: Path, draft: str | os.PathLike[str] | bool | Sequence[str | os.PathLike[str]]
 ) -> tuple[Path, ...]:
     """The folders of those that `load` is to draft with."""
-    if isinstance(draft, bool):
-        found = _find_assistant(model, folder) if draft else None
+    if not draft:
+        return ()
+    if draft is True:
+        found = _find_assistant(model, folder)
         return () if found is None else (found,)
     named = [draft] if isinstance(draft, (str, os.PathLike)) else draft
     return tuple(map(find_checkpoint, named))
+
+
+def _drafter_configs(
+    drafts: Sequence[Path], config: ModelConfig, num_draft_tokens: int | None
+) -> list[DrafterConfig | DflashConfig]:
+    """Of the drafters in `drafts` of the whole `config`. Raises UsageError where they do not go together, or do not
+    draft so many tokens.
+    """
+    found = [read_drafter_config(draft, config) for draft in drafts]
+    if found:
+        require_draft_tokens(num_draft_tokens, DraftPolicy.joint([drafter.policy for drafter in found]))
+    return found
 
 
 def _find_assistant(model: str | os.PathLike[str], folder: Path) -> Path | None:
@@ -588,11 +604,9 @@ def open_checkpoint(
     """
     began = time.perf_counter()
     config = with_kv_scales(read_model_config(folder).keeping(kept), folder)
-    drafter_configs = [read_drafter_config(draft, config).keeping(kept) for draft in drafts]
-    if drafter_configs:
-        require_draft_tokens(num_draft_tokens, DraftPolicy.joint([each.policy for each in drafter_configs]))
+    drafter_configs = _drafter_configs(drafts, config, num_draft_tokens)
     config = config.divided(ops.collectives.world)
-    drafters = [(draft, each.divided(config)) for draft, each in zip(drafts, drafter_configs, strict=True)]
+    drafters = [(f, c.keeping(kept).divided(config)) for f, c in zip(drafts, drafter_configs, strict=True)]
     support = open_support(folder, media or MediaOptions())
     codec = TextCodec(folder, config.bos_id)
     if codec.vocab_size > config.vocab_size:

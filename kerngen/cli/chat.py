@@ -195,8 +195,7 @@ def title(conversation: Conversation) -> str:
     session = conversation.session
     drafting = ""
     if session.drafter_folders:
-        names = " and ".join(folder.name for folder in session.drafter_folders)
-        drafting = f", drafting with {names}{in_int4(session.draft_weights)}"
+        drafting = f", drafting with {session.drafter_names}{in_int4(session.draft_weights)}"
     dtype = str(session.ops.dtype).removeprefix("torch.")
     return (
         f"{session.folder.name}: {session.ops.name} on {session.ops.device}, {dtype}{drafting}; "

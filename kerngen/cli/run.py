@@ -272,7 +272,7 @@ def _report(result: Completion, session: Session, sampling: Sampling) -> dict[st
         "device": str(ops.device),
         "tensor_parallel": ops.collectives.world.size,
         "dtype": str(ops.dtype).removeprefix("torch."),
-        "drafter": session.drafter_names,
+        "drafter": " and ".join(map(str, session.drafter_folders)) or None,
         "draft_weights": session.draft_weights,
         "tokenizer": str(session.codec.path),
         "prefill_density": session.prefill_density,
@@ -295,9 +295,10 @@ def _summary(result: Completion, session: Session) -> list[str]:
     ]
     if session.drafter_folders:
         most = "" if session.num_draft_tokens is not None else "up to "
-        drafts = "drafts" if len(session.drafter_folders) == 1 else "draft"
+        folders = [str(folder) for folder in session.drafter_folders]
+        draft = f"{' and '.join(folders)}{in_int4(session.draft_weights)} draft{'' if folders[1:] else 's'}"
         lines.append(
-            f"{session.drafter_names}{in_int4(session.draft_weights)} {drafts} {most}{stats.num_draft_tokens} a step: "
+            f"{draft} {most}{stats.num_draft_tokens} a step: "
             f"{stats.acceptance_length:.2f} tokens accepted a step "
             f"({stats.num_steps} steps; by position {_shares(stats.acceptance_by_position)})"
         )

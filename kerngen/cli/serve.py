@@ -119,7 +119,7 @@ def serve(
         raise UsageError("a --name is empty")
     if reproducible and arguments["num_draft_tokens"] is None and arguments["draft"]:
         raise UsageError("--reproducible takes a fixed number of drafts: one that adapts depends on time",
-                         hint="--num-draft-tokens 3, or --no-draft")  # fmt: skip
+                         hint="one drafter with --num-draft-tokens 3, or --no-draft")  # fmt: skip
     if reproducible:
         require_reproducible(Keeping.of(arguments).sparse)
     each = arguments["tensor_parallel"]

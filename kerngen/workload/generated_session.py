@@ -111,7 +111,7 @@ def write_checkpoint(name: str, folder: Path, *, draft: bool | Sequence[str], ke
 
 def _named(draft: bool | Sequence[str]) -> str | None:
     """The folder of the drafter that is asked for, if one is named. Raises UsageError for several."""
-    if isinstance(draft, bool):
+    if isinstance(draft, bool) or not draft:
         return None
     if len(draft) > 1:
         raise UsageError("generated weights take one drafter", hint="name one --draft")

@@ -130,8 +130,10 @@ class Engine:
         if prefill_chunk < 1:
             raise UsageError(f"a prefill chunk of {prefill_chunk} tokens never ends")
         if reproducible and drafter is not None and num_draft_tokens is None:
-            raise UsageError("a number of drafts that adapts depends on time: no run is reproducible with it",
-                             hint="fix num_draft_tokens")  # fmt: skip
+            way_on = "name one drafter, and fix num_draft_tokens" if policy.among else "fix num_draft_tokens"
+            raise UsageError(
+                "a number of drafts that adapts depends on time: no run is reproducible with it", hint=way_on
+            )
         if max_batch < 1:
             raise UsageError(f"a batch of {max_batch} sequences runs none")
         if reproducible:

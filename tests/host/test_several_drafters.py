@@ -107,8 +107,12 @@ def test_it_chooses_among_both_by_itself(made: tuple[Gemma4, Path]) -> None:
 def test_what_does_not_go_together_is_said(made: tuple[Gemma4, Path]) -> None:
     model, root = made
     mtp, block = load_assistant(root / "assistant", model), load_dflash(root / "dflash", model)
-    with pytest.raises(UsageError, match="two drafters that learn from the target's layers"):
-        Drafters([block, block])
+    for among in ([block, block], [mtp, mtp], [mtp, block, mtp]):
+        with pytest.raises(UsageError, match=f"{len(among)} drafters, "):
+            Drafters(among)
+    with pytest.raises(UsageError, match="no run is reproducible") as refused:
+        Engine(model, Drafters([mtp, block]), max_len=60, reproducible=True)
+    assert "name one drafter" in refused.value.hint
     with pytest.raises(UsageError, match="3 draft tokens, by which of 2 drafters"):
         engine_for(model, Drafters([mtp, block]))
     plain = Engine(model, Drafters([mtp, block]), max_len=60, max_batch=2, num_draft_tokens=0)
@@ -139,7 +143,7 @@ def test_a_session_says_what_drafts(tmp_path: Path) -> None:
     folders = [TINY / "gemma-4-tiny-assistant", tmp_path / "dflash"]
     session = kerngen.load(TINY / "gemma-4-tiny", draft=folders, device="cpu")
     assert session.drafter_folders == tuple(folders)
-    assert (session.draft_weights, session.drafter_names) == ("stored", f"{folders[0]} and {folders[1]}")
+    assert (session.draft_weights, session.drafter_names) == ("stored", "gemma-4-tiny-assistant and dflash")
     plain = kerngen.load(TINY / "gemma-4-tiny", draft=False, device="cpu")
     assert (plain.draft_weights, plain.drafter_names) == (None, None)
     question = "What is a warp?"

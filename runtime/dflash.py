@@ -52,12 +52,12 @@ class DflashDrafter:
         self._masks = [Mask("causal" if is_causal and layer.window else "full", layer.window) for layer in text.layers]
 
     def context(self, states: Sequence[Tensor]) -> Tensor:
-        """What K and V of a context are made of, [T, H]. states: the output [T, H] of each tapped layer, times
-        `tap_scale`, which the norm takes away.
+        """What K and V of a context are made of, [T, H]. states: the output [T, H] of each tapped layer, or of all in
+        one tensor, times `tap_scale`, which the norm takes away.
         """
         ops = self.ops
         ops.place = "drafter context"
-        made = ops.linear(torch.cat(list(states), dim=-1), self.weights.fc)
+        made = ops.linear(states[0] if len(states) == 1 else torch.cat(list(states), dim=-1), self.weights.fc)
         return ops.rmsnorm(made, self.weights.hidden_norm, self.config.text.rms_norm_eps * tap_scale(ops.dtype) ** 2)
 
     def ingest(self, batch: Batch, states: Sequence[Tensor], cache: KVCache) -> None:

@@ -39,7 +39,7 @@ class Drafter(Protocol):
         """
 
     def ingest(self, batch: Batch, states: Sequence[Tensor], cache: KVCache) -> None:
-        """Take in the tokens of a forward of the target and `states`, the output [T, H] of each tapped layer, behind
+        """Take in the tokens of a forward of the target and `states`, the output of the tapped layers (Taps), behind
         the forward in its stream. Of a verification these are all drafts, accepted or not: the next forward has other
         tokens at the positions of those that were not, and what was kept of them is written again, as K and V are.
         """

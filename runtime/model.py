@@ -20,6 +20,8 @@ from kerngen.runtime.config import LayerConfig, ModelConfig, RopeConfig
 from kerngen.runtime.media.input import MediaInput
 from kerngen.runtime.ops import LayerInStep, Linear, Ops, ResidualNorms, fitting
 from kerngen.runtime.weights.layout import LayerWeights, ModelWeights, MoeWeights
+from kerngen.templates.common.rows.spec import TAP_SCALE
+from kerngen.templates.common.rows.torch_rows import DTYPE_NAME
 from kerngen.templates.values import AttnBatch, HeadNorms, KVView, Mask
 
 
@@ -39,16 +41,14 @@ def rounded_scale(value: float, dtype: torch.dtype) -> float:
 
 
 def tap_scale(dtype: torch.dtype) -> float:
-    """What tapped rows are multiplied by, a power of two: with fp16 the residual stream is fp32, and may leave fp16's
-    range.
-    """
-    return 2.0**-8 if dtype == torch.float16 else 1.0
+    """What tapped rows are multiplied by: TAP_SCALE."""
+    return TAP_SCALE[DTYPE_NAME[dtype]]
 
 
 @dataclass(frozen=True, slots=True)
 class Taps:
     """Layers, in their order, whose output a forward is asked for beside its result; states: of each, [T, H] in
-    `ops.dtype`, times `tap_scale`, once it has run.
+    `ops.dtype`, times `tap_scale`, once it has run, or one tensor [T, len(layers) * H] with all of them.
     """
 
     layers: tuple[int, ...]
@@ -105,16 +105,16 @@ class DecoderStack:
             None if w.ple is None else ResidualNorms(w.ple.post_norm, next_norm, eps, w.scalar),
         )
 
-    def decoded(self, residual: Tensor, ple: Tensor | None, seen: Seen) -> Tensor | None:
-        """The final norm's output [1, H] of one token, where one kernel serves all layers; else None, and nothing is
-        done. The rest as Ops.decode_layers has it.
+    def decoded(self, residual: Tensor, ple: Tensor | None, seen: Seen, taps: Sequence[int] = ()) -> Tensor | None:
+        """The final norm's output [1, H] of one token, where one kernel serves all layers, and below it the output of
+        each layer of `taps`, times `tap_scale`; else None, and nothing is done. The rest as Ops.decode_layers has it.
         """
         self.ops.place = self.name
         layers = [
             LayerInStep(w, heads, *seen(layer))
             for w, heads, layer in zip(self.layers, self.heads, self.config.layers, strict=True)
         ]
-        return self.ops.decode_layers(residual, ple, layers, self.config.top_k_experts, self.norm)
+        return self.ops.decode_layers(residual, ple, layers, self.config.top_k_experts, self.norm, taps)
 
     def first(self, residual: Tensor) -> Tensor:
         """The projections of layer 0."""
@@ -242,10 +242,12 @@ class Gemma4:
         self.ops.place = ""
         residual = _merged(self.embed(batch.ids), batch.media)
         ple = self._ple(batch.ids, residual)  # of media: the table's row of id 0, and what their embeddings project to
-        if batch.cu_seqlens is None and len(batch.ids) == 1 and taps is None:
-            done = self.stack.decoded(residual, ple, self._seen(batch, cache))
+        if batch.cu_seqlens is None and len(batch.ids) == 1:
+            done = self.stack.decoded(residual, ple, self._seen(batch, cache), () if taps is None else taps.layers)
             if done is not None:
-                return done
+                if taps is not None:
+                    taps.states.append(done[1:].view(1, -1))
+                return done[:1]
         row, attend = self.stack.first(residual), self._attend(batch, cache)
         for index in range(len(self.stack.layers)):
             if index == self._first_shared and outputs != "all":

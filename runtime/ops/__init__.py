@@ -320,14 +320,16 @@ class Ops(Protocol):
         """
 
     def decode_layers(
-        self, residual: Tensor, ple: Tensor | None, layers: Sequence[LayerInStep], top_k: int, final_norm: Tensor
-    ) -> Tensor | None:
+        self, residual: Tensor, ple: Tensor | None, layers: Sequence[LayerInStep], top_k: int, final_norm: Tensor,
+        taps: Sequence[int] = (),
+    ) -> Tensor | None:  # fmt: skip
         """All layers for the one new token of one sequence, where the backend has one kernel for them; else None, and
         nothing is done.
 
         residual [1, H] residual_dtype, which may be written; ple [1, L, P] or None. Of each layer rmsnorm, linear,
         attend_decode, linear, add_norm, gated, linear, and add_norm, ple_block, or moe_router, experts (top_k of them)
-        and moe_combine, one after the other. Returns norm(h; final_norm) [1, H] in dtype.
+        and moe_combine, one after the other. taps: layers, in their order, whose output is wanted, too. Returns norm(h;
+        final_norm) [1 + taps, H] in dtype, and below it these, times TAP_SCALE (common/rows/spec.py).
         """
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:

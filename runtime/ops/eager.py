@@ -233,8 +233,9 @@ class TorchOps:
         return self.add_norm(residual, self.linear(gated, layer.projection), norms)
 
     def decode_layers(
-        self, residual: Tensor, ple: Tensor | None, layers: Sequence[LayerInStep], top_k: int, final_norm: Tensor
-    ) -> Tensor | None:
+        self, residual: Tensor, ple: Tensor | None, layers: Sequence[LayerInStep], top_k: int, final_norm: Tensor,
+        taps: Sequence[int] = (),
+    ) -> Tensor | None:  # fmt: skip
         return None
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:

@@ -356,8 +356,9 @@ class KernelOps:
         return self.add_norm(residual, p, norms)
 
     def decode_layers(
-        self, residual: Tensor, ple: Tensor | None, layers: Sequence[LayerInStep], top_k: int, final_norm: Tensor
-    ) -> Tensor | None:
+        self, residual: Tensor, ple: Tensor | None, layers: Sequence[LayerInStep], top_k: int, final_norm: Tensor,
+        taps: Sequence[int] = (),
+    ) -> Tensor | None:  # fmt: skip
         target = self.executor.target
         if target is None or not target.arch.has_tma or len(residual) != 1:
             return None
@@ -381,7 +382,7 @@ class KernelOps:
             stack = Stack(
                 full.heads.num_q_heads, sliding.batch.mask.window or 1, sliding.heads.num_rotated_pairs,
                 full.heads.num_rotated_pairs, full.heads.eps, full.batch.max_kv_len, top_k,
-                kv_format,
+                kv_format, "".join("t" if i in taps else "-" for i in range(len(layers))) if taps else "",
             )  # fmt: skip
             given = residual, ple, token, tensors, final_norm, letters
             if peers is None:

@@ -49,6 +49,7 @@ def case_for(problem: Problem, **options: Any) -> Case:
     names += [f"e{p.num_experts}-{p.top_k}x{p.expert_inner}"] * bool(p.num_experts)
     names += [f"n{p.ranks}" + "-mlp" * (not p.mlp_is_whole)] * (p.ranks > 1)
     names += [p.kv_format] * (p.kv_format != "plain")
+    names += [p.taps] * bool(p.taps)
     names += [f"w{p.window}", f"p{p.page_size}", f"g{p.group_size}", f"{p.residual_dtype}-{p.dtype}", *options]
     return Case("_".join([*names, f"kv{p.kv_len}"]), p, p.hidden + p.inner + p.kv_len, options)
 
@@ -107,6 +108,22 @@ def _kinds() -> tuple[Case, ...]:
         {"num_q_heads": 16, "num_kv_heads": 8, "num_full_kv_heads": 1, "k_eq_v": True, **more, **half},
         {"num_q_heads": 16, "num_kv_heads": 16, "num_full_kv_heads": 16, **more},
         {"num_q_heads": 32, "num_kv_heads": 16, "num_full_kv_heads": 4, "k_eq_v": True, **more},
+    )
+    return tuple(case_for(Problem(**_shape(**shape))) for shape in shapes)
+
+
+def _tapped() -> tuple[Case, ...]:
+    """The stream behind the first layer, behind the last, and behind several."""
+    half: dict[str, Any] = {"dtype": "fp16", "residual_dtype": "fp32"}
+    experts = {"num_experts": 8, "top_k": 2, "expert_inner": 64}
+    shapes: tuple[dict[str, Any], ...] = (
+        {"taps": "t-"},
+        {"taps": "-t", **half},
+        {"taps": "-tt-t", "layers": "ssfsf", "hidden": 320, "num_q_heads": 8, "num_kv_heads": 4, "k_eq_v": True},
+        {"taps": "-t-", "layers": "ssf", "hidden": 256, "inner": 512, **half},
+        {"taps": "tt", "ranks": 2},
+        {"taps": "-tt", "layers": "ssf", "k_eq_v": True, **experts},
+        {"taps": "tt", "ple_width": 64, **half},
     )
     return tuple(case_for(Problem(**_shape(**shape))) for shape in shapes)
 
@@ -303,6 +320,7 @@ CASES = (
     case_for(Problem(**_shape(layers="sfSF", hidden=320, ple_width=64, inner=288, kv_len=50)), zeros=True),
     case_for(Problem(**_shape(hidden=192, k_eq_v=True, dtype="fp16", residual_dtype="fp32")), zeros=True),
     case_for(Problem(**_shape(kv_len=70)), first_position=262014),
+    *_tapped(),
 )
 
 
@@ -341,7 +359,7 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         slots = {kind: table[:, at // p.page_size].long() * p.page_size + at % p.page_size
                  for kind, (table, _) in tables.items()}  # fmt: skip
     return {
-        "out": poisoned(1, p.hidden, dtype=p.dtype, device=device),
+        "out": poisoned(1 + len(p.tapped), p.hidden, dtype=p.dtype, device=device),
         "k_caches": tuple(k for k, _ in caches),
         "v_caches": tuple(v for _, v in caches),
         "residual": residual,
@@ -444,7 +462,7 @@ def _cache(p: Problem, letter: str, table: Tensor, num_pages: int, draw: Draw) -
 def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:
     """The op that asks for this case, and its arguments."""
     p: Problem = case.problem
-    given: dict[str, Any] = {"layers": p.layers, "max_kv_len": p.kv_len}
+    given: dict[str, Any] = {"layers": p.layers, "max_kv_len": p.kv_len, "taps": p.taps}
     own = layer_tensors(p.num_experts)
     for i, name in enumerate(layer_tensors(MAX_EXPERTS)):
         plural = name if name.endswith(("packed", "scales")) else f"{name}s"

@@ -87,7 +87,7 @@ class LayerTensors:
 @dataclass(frozen=True, slots=True)
 class Stack:
     """Figures of the model. window, num_rotated_pairs: of sliding layers. top_k: experts of a token, 0 for none.
-    kv_format: of the full layers' caches, and so of the sliding ones' (Problem.kv_format_of).
+    kv_format: of the full layers' caches, and so of the sliding ones' (Problem.kv_format_of). taps: Problem.taps.
     """
 
     num_q_heads: int
@@ -98,6 +98,7 @@ class Stack:
     max_kv_len: int = 0
     top_k: int = 0
     kv_format: str = "plain"
+    taps: str = ""
 
 
 _TAKES: dict[str, str] = {
@@ -170,7 +171,9 @@ def decode_layers(
     32, 32, 4], and top_k of them a token, 0 without experts: E is a multiple of 8 up to 128, top_k 8 at most, and such
     layers have no per-layer inputs. window: of sliding layers. max_kv_len: no kv_len is longer; 0 for what the block
     table holds. All but what is said above is of the weights' dtype, and on a GPU each tensor begins at a multiple of
-    16 bytes. Returns norm(h; final_norm) [1, H]. Raises ProblemError where lists, shapes and `layers` do not fit.
+    16 bytes. Returns norm(h; final_norm) [1, H], and with taps, a letter a layer, t or -, below it the h that each
+    layer of a t ends with, in their order, in fp16 times 2^-8. Raises ProblemError where lists, shapes and `layers` do
+    not fit.
     """
     return _call(residual, ple, token, tensors, final_norm, layers, stack, None)
 
@@ -250,7 +253,7 @@ def _call(
         tensors.out_packed[0].shape[1] * STRIP // tensors.out_scales[0].shape[1], DTYPE_NAME[final_norm.dtype],
         DTYPE_NAME[residual.dtype], keys_that_matter(max_keys, 1, window), num_experts, stack.top_k,
         tensors.expert_down_packed[0].shape[2] * STRIP if num_experts else 0,
-        1 if peers is None else peers.addresses.shape[0] - 1, mlp_is_whole, form.name,
+        1 if peers is None else peers.addresses.shape[0] - 1, mlp_is_whole, form.name, stack.taps,
     )  # fmt: skip
     if peers is not None:
         require(0 <= peers.rank < problem.ranks, f"rank={peers.rank} is not in 0..{problem.ranks - 1}")
@@ -269,7 +272,7 @@ def _call(
         of_layer |= {name: those[index] for name, those in attended.items()}
         _require_shapes(problem, f"layer {index} ({letter})", letter, of_layer)
         flat += [of_layer[name] for name in layer_tensors(num_experts)]
-    out = empty(final_norm, 1, problem.hidden)
+    out = empty(final_norm, 1 + len(problem.tapped), problem.hidden)
     arguments = {
         "out": out, "k_caches": tuple(attended["k_cache"]), "v_caches": tuple(attended["v_cache"]),
         "residual": residual, "ple": ple, "layers": tuple(flat), "final_norm": final_norm,

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, cat
 
 from kerngen.templates.common.attention.attention_torch import attend, first_key, gather_pages
 from kerngen.templates.common.attention.heads_torch import new_heads, written_both
 from kerngen.templates.common.attention.kv_formats_torch import all_values, code_flip
-from kerngen.templates.common.rows.spec import has_codes, is_rotated
+from kerngen.templates.common.rows.spec import TAP_SCALE, has_codes, is_rotated
 from kerngen.templates.common.rows.torch_rows import (
     TORCH_DTYPE,
     add_normed,
@@ -39,10 +39,10 @@ from kerngen.templates.values import KV_FORMATS
 
 
 def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Any]:
-    """out [1, hidden], and if any layer owns K and V k_caches and v_caches, a tuple of a layer each, in fp32, holding
-    values of their dtypes, or in their format where that is not plain (`values`). Layers without K and V of their own
-    give the caches that they attend to. With ranks as `expected_of` where every rank has these layers: what a launch
-    gives that is its own peers (cases.py).
+    """out [1 + taps, hidden], and if any layer owns K and V k_caches and v_caches, a tuple of a layer each, in fp32,
+    holding values of their dtypes, or in their format where that is not plain (`values`). Layers without K and V of
+    their own give the caches that they attend to. With ranks as `expected_of` where every rank has these layers: what a
+    launch gives that is its own peers (cases.py).
     """
     return expected_of(problem, [inputs] * problem.ranks)[0]
 
@@ -67,7 +67,7 @@ def expected_of(problem: Problem, inputs: Sequence[dict[str, Any]]) -> list[dict
     def add(stream: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return add_normed(stream, x, weight, eps, p.dtype, p.residual_dtype)
 
-    stream = first["residual"].float()
+    stream, tapped = first["residual"].float(), []
     for index in range(len(p.layers)):
         w = _tensors(p, first, index)
         stream = add(stream, summed(_Part.attended, index, norm(stream, w["input_norm"])), w["post_attention_norm"])
@@ -81,7 +81,9 @@ def expected_of(problem: Problem, inputs: Sequence[dict[str, Any]]) -> list[dict
             of_ple = w["ple_gate"], w["ple_projection"], w["post_ple_norm"]
             stream = add_per_layer(stream, first["ple"][:, index], *of_ple, eps, p.dtype, p.residual_dtype)
         stream = rounded(stream * w["layer_scalar"].float(), p.residual_dtype)
-    out = norm(stream, first["final_norm"])
+        if index in p.tapped:
+            tapped.append(rounded(rounded(stream * TAP_SCALE[p.dtype], p.residual_dtype), p.dtype))
+    out = cat([norm(stream, first["final_norm"]), *tapped])
     return [{"out": out} | parts[id(given)].written() for given in inputs]
 
 

@@ -34,6 +34,7 @@ from kerngen.templates.common.rows.spec import (
     ELEMENT_BYTES,
     KV_BITS,
     KV_GROUPS,
+    TAP_SCALE,
     VEC,
     has_codes,
     is_rotated,
@@ -108,8 +109,12 @@ class Problem:
     With ranks, heads, inner and expert_inner are those of one rank's part, the same on all; what out, down and the
     experts' down give is added up over the ranks, in fp32 and in their order, before it is rounded. mlp_is_whole: each
     rank has all of the MLP, a drafter's, and what out gives alone is added up.
+
+    taps: a letter a layer, t where the h that it ends with is put down too, times TAP_SCALE and rounded to dtype, and -
+    where not; "" for none at all. out is [1 + taps, hidden] then: the row above, and these in the layers' order.
     """
 
+    TUNED_AS_DEFAULT: ClassVar[tuple[str, ...]] = ("taps",)  # a row that one block writes, beside the others' work
     RUNTIME: ClassVar[tuple[str, ...]] = ("kv_len",)
     DYNAMIC: ClassVar[str] = "kv_len"
     REACH: ClassVar[float] = 4  # contexts are tuned at powers of four
@@ -139,6 +144,7 @@ class Problem:
     ranks: int = 1
     mlp_is_whole: bool = False
     kv_format: str = "plain"  # of the full layers' caches, and so of the sliding ones': kv_format_of
+    taps: str = ""
 
     def __post_init__(self) -> None:
         p = self
@@ -162,6 +168,10 @@ class Problem:
             ("num_full_rotated_pairs", p.num_full_rotated_pairs, p.full_head_dim),
         ):
             require(0 <= pairs <= dim // 2, f"{name}={pairs} is not in 0..{dim // 2} (half of the head)")
+        require(
+            not p.taps or (len(p.taps) == len(p.layers) and set(p.taps) <= {"t", "-"}),
+            f"taps={p.taps!r}: t or - for each of layers={p.layers!r}, or nothing",
+        )
         require(p.window > 0, f"window={p.window}: a sliding layer sees a key at least")
         require(p.kv_len >= 0, f"kv_len={p.kv_len} is negative")
         require(p.page_size % TILE_KEYS == 0, f"page_size={p.page_size} is no multiple of {TILE_KEYS}")
@@ -212,6 +222,11 @@ class Problem:
         require(not p.ple_width, "a layer has experts or per-layer inputs, not both")
         require_matrix(p.expert_inner, p.hidden, p.group_size, p.dtype)  # gate, and up: whole strips of each
         require_matrix(p.hidden, p.expert_inner, p.group_size, p.dtype)
+
+    @property
+    def tapped(self) -> tuple[int, ...]:
+        """The layers whose output is put down."""
+        return tuple(index for index, letter in enumerate(self.taps) if letter == "t")
 
     @property
     def makes_kv(self) -> bool:
@@ -372,6 +387,8 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
         "MAILBOXES": MAILBOXES,
         "MOST_SUMMED": MOST_SUMMED,
         "MOST_PEERS": MOST_PEERS,
+        "TAP_OF": ", ".join(str(p.tapped.index(i) if i in p.tapped else -1) for i in range(len(p.layers))),
+        "TAP_SCALE": TAP_SCALE[p.dtype],
     }
 
 
@@ -712,6 +729,8 @@ def cost(problem: Problem) -> Cost:
         weights += size * (p.num_experts * (p.hidden + 1) + 4 * p.hidden) if p.num_experts else 0
         dense = (2 * p.ple_width + p.num_experts) * p.hidden
         flops += 2 * (sum(n * k for n, k in matrices) + dense) + 4 * _seen(p, letter) * p.num_q_heads * dim
-    rows = (ELEMENT_BYTES[p.residual_dtype] + 2 * size) * p.hidden + size * len(p.layers) * p.ple_width
+    rows = (ELEMENT_BYTES[p.residual_dtype] + (2 + len(p.tapped)) * size) * p.hidden + size * len(
+        p.layers
+    ) * p.ple_width
     rows += 2 * 4 * p.hidden * len(p.layers) * num_summed(p) * (p.ranks - 1)  # to the peers, and from them
     return Cost(weights + key_bytes(p) + rows, flops)

@@ -28,7 +28,7 @@ from kerngen.runtime.executors.launch import Launch
 from kerngen.runtime.executors.record import Record
 from kerngen.runtime.executors.reference import Reference
 from kerngen.runtime.launcher import shares_sms
-from kerngen.runtime.model import Gemma4
+from kerngen.runtime.model import Gemma4, Taps
 from kerngen.runtime.ops import Linear, Ops, dense_weights, int4_weights
 from kerngen.runtime.ops.eager import TorchOps
 from kerngen.runtime.ops.kernels import KernelOps, layers_spec
@@ -95,8 +95,10 @@ class Watched(Reference):
         return super().run(call, where)
 
 
-def decoded(config: ModelConfig, ops: Ops) -> tuple[Tensor, list[Tensor]]:
-    """What three steps behind a prompt give [3, H], and the caches that they leave."""
+def decoded(config: ModelConfig, ops: Ops, tapped: tuple[int, ...] = ()) -> tuple[Tensor, list[Tensor]]:
+    """What three steps behind a prompt give [3, H], beside it the outputs of the tapped layers, and the caches that
+    they leave.
+    """
     model = Gemma4(config, synthetic_model(config, ops, 0), ops)
     cache = KVCache.whole(config, ops, batch=1, max_len=32, page_size=16)
     model.forward(Batch.prefill(PROMPT, 0, cache), cache, outputs="none")
@@ -104,8 +106,10 @@ def decoded(config: ModelConfig, ops: Ops) -> tuple[Tensor, list[Tensor]]:
         ops.executor.asked.clear()
     rows = []
     for step in range(3):
-        lengths = torch.tensor([len(PROMPT) + step])
-        rows.append(model.forward(Batch.decode(torch.tensor([[4 + step]]), lengths, cache, 32, model.ops), cache))
+        lengths, taps = torch.tensor([len(PROMPT) + step]), Taps(tapped) if tapped else None
+        batch = Batch.decode(torch.tensor([[4 + step]]), lengths, cache, 32, model.ops)
+        row = model.forward(batch, cache, taps=taps)
+        rows.append(row if taps is None else torch.cat((row, *taps.states), dim=-1))
     owned = [cache.pages(layer) for layer in config.layers if layer.owns_kv]
     return torch.cat(rows), [tensor for pages in owned for tensor in (pages.k_cache, pages.v_cache)]
 
@@ -124,6 +128,27 @@ def test_it_means_what_the_model_does_step_by_step(config: ModelConfig, monkeypa
     torch.testing.assert_close(got[0], want[0], atol=2e-5, rtol=1e-4)
     for mine, theirs in zip(got[1], want[1], strict=True):
         torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "tapped"), [("k_eq_v", (0,)), ("experts", (1, 3, 4)), ("all", (0, 6))])
+def test_what_a_drafter_takes_in_of_layers_comes_with_them(
+    name: str, tapped: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And changes nothing else."""
+    monkeypatch.setattr(layers_spec, "why_unsupported", lambda problem, target: None)
+    executor = Watched(H200)
+    got, want, plain = (
+        decoded(MODELS[name], ops, taps)
+        for ops, taps in (
+            (KernelOps(executor, torch.float32), tapped), (TorchOps(torch.device("cpu"), torch.float32), tapped),
+            (KernelOps(Watched(H200), torch.float32), ()),
+        )
+    )  # fmt: skip
+    assert executor.asked.count("decode_layers") == 3
+    hidden = MODELS[name].hidden_size
+    assert got[0].shape == (3, (1 + len(tapped)) * hidden)
+    torch.testing.assert_close(got[0], want[0], atol=2e-5, rtol=1e-4)
+    assert torch.equal(got[0][:, :hidden], plain[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

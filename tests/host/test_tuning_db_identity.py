@@ -68,7 +68,7 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
          "num_full_kv_heads": 4, "full_head_dim": 512, "k_eq_v": True, "inner": 21504, "shared_inner": 0, "ple_width":
          0, "window": 1024, "page_size": 64, "num_rotated_pairs": 128, "num_full_rotated_pairs": 64, "group_size": 32,
          "dtype": "bf16", "residual_dtype": "bf16", "num_experts": 0, "top_k": 0, "expert_inner": 0,
-         "ranks": 1, "mlp_is_whole": False, "kv_format": "plain"},
+         "ranks": 1, "mlp_is_whole": False, "kv_format": "plain", "taps": ""},
         {"num_warps": 8, "stage_tiles": 24, "num_stages": 8, "in_flight": 4, "tiles_together": 3, "out_parts": 2,
          "down_parts": 3, "slots": 3, "split_tiles": 1, "fused": True},
     ),

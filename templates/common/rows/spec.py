@@ -10,6 +10,9 @@ from kerngen.errors import ProblemError
 VEC = 8  # elements that a thread moves at once: 16 bytes of a 16-bit type
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 DTYPES = tuple(ELEMENT_BYTES)
+# What rows of the residual stream are multiplied by where they are put down for a drafter, a power of two: with fp16
+# the stream is fp32, and may leave fp16's range.
+TAP_SCALE = {"bf16": 1.0, "fp16": 2.0**-8, "fp32": 1.0}
 # Formats of a cache, with the values that share a scale, and the bits of a value's code (values.py, KVFormat).
 KV_GROUPS = {
     "plain": 0, "int8": 64, "shared": 0, "shared_int8": 64, "int4": 32, "shared_int4": 32, "int3": 32,

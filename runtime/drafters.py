@@ -66,6 +66,19 @@ def forward(model: Gemma4, drafter: Drafter | None, batch: Batch, cache: KVCache
     return states if outputs == "all" or batch.cu_seqlens is None else states[batch.cu_seqlens[1:].long() - 1]
 
 
+def forward_mixed(
+    model: Gemma4, drafter: Drafter | None, chunks: Batch, chunk_cache: KVCache, decode: Batch, decode_cache: KVCache
+) -> tuple[Tensor, Tensor]:
+    """The target's mixed forward (Gemma4.forward_mixed), and what its drafter takes in of both parts."""
+    if drafter is None or drafter.policy.taps is None:
+        return model.forward_mixed(chunks, chunk_cache, decode, decode_cache)
+    taps, count = Taps(drafter.policy.taps), len(chunks.ids)
+    last, states = model.forward_mixed(chunks, chunk_cache, decode, decode_cache, taps=taps)
+    drafter.ingest(chunks, [state[:count] for state in taps.states], chunk_cache)
+    drafter.ingest(decode, [state[count:] for state in taps.states], decode_cache)
+    return last, states
+
+
 def drafter_for(
     config: DrafterConfig | DflashConfig, weights: DrafterWeights | DflashWeights, target: Gemma4
 ) -> AnyDrafter:

@@ -42,6 +42,7 @@ class Drafter(Protocol):
         """Take in the tokens of a forward of the target and `states`, the output of the tapped layers (Taps), behind
         the forward in its stream. Of a verification these are all drafts, accepted or not: the next forward has other
         tokens at the positions of those that were not, and what was kept of them is written again, as K and V are.
+        Tokens that are nobody's, of a forward that is filled up, have slots in page 0.
         """
 
 

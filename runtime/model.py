@@ -259,13 +259,17 @@ class Gemma4:
             part = None if ple is None else ple[:, index]
             before_shared = index + 1 == self._first_shared and outputs != "all"  # few rows go on, or none
             row = self.stack.layer(index, residual, row, attend, part, projects=not before_shared)
-            if taps is not None and index in taps.layers:
-                taps.states.append((residual * tap_scale(self.ops.dtype)).to(self.ops.dtype))
+            self._tap(index, residual, taps)
         if outputs == "none":
             return residual[:0].to(self.ops.dtype)
         if outputs == "last" and batch.cu_seqlens is not None:
             return row[batch.cu_seqlens[1:].long() - 1]
         return row
+
+    def _tap(self, index: int, residual: Tensor, taps: Taps | None) -> None:
+        """Behind layer `index`."""
+        if taps is not None and index in taps.layers:
+            taps.states.append((residual * tap_scale(self.ops.dtype)).to(self.ops.dtype))
 
     @property
     def supports_mixed(self) -> bool:
@@ -275,13 +279,13 @@ class Gemma4:
         return self._first_shared == len(self.config.layers) and not self.config.ple_size
 
     def forward_mixed(
-        self, chunks: Batch, chunk_cache: KVCache, decode: Batch, decode_cache: KVCache
+        self, chunks: Batch, chunk_cache: KVCache, decode: Batch, decode_cache: KVCache, *, taps: Taps | None = None
     ) -> tuple[Tensor, Tensor]:
         """A mixed batch: a prefill and the decode step of other sequences. All layers but attention process their
         tokens together, so weights are read once. Each cache has its own sequences' tables. Needs `supports_mixed`.
 
         Returns the hidden states after the final norm, in `ops.dtype`: of each chunk's last token [B, H], and of the
-        decode step's tokens.
+        decode step's tokens. taps: are filled, of the chunks' tokens and then of the decode step's.
         """
         if chunks.cu_seqlens is None or not self.supports_mixed:
             raise TypeError("a mixed batch needs a ragged prefill and a model that supports it")
@@ -296,6 +300,7 @@ class Gemma4:
         row = self.stack.first(residual)
         for index in range(len(self.stack.layers)):
             row = self.stack.layer(index, residual, row, attend, None)
+            self._tap(index, residual, taps)
         return row[chunks.cu_seqlens[1:].long() - 1], row[count:]
 
     def _seen(self, batch: Batch, cache: KVCache) -> Seen:

@@ -75,10 +75,15 @@ class MediaOfChunks:
 class PrefillGraphs:
     """Those of one engine, each captured for contexts of any length."""
 
-    def __init__(self, model: Gemma4, cache: KVCache, graphs: Graphs, max_kv_len: int, send: Send) -> None:
-        """max_kv_len: tokens that tables have room for. send: brings values to the device without waiting for it."""
+    def __init__(
+        self, model: Gemma4, cache: KVCache, graphs: Graphs, max_kv_len: int, send: Send,
+        forward: Callable[[Batch, KVCache, str], Tensor],
+    ) -> None:  # fmt: skip
+        """max_kv_len: tokens that tables have room for. send: brings values to the device without waiting for it.
+        forward: of `model`, and what else takes in its tokens.
+        """
         self._model, self._cache, self._graphs, self._max_kv_len = model, cache, graphs, max_kv_len
-        self._send = send
+        self._send, self._forward = send, forward
         self._captured: dict[tuple[int, str, bool], Captured] = {}  # of (tokens, outputs, whether they have media)
         self.padded: frozenset[int] | None = None  # sizes that fewer tokens are padded to; None: all, none was timed
         device = cache.tables.device
@@ -123,7 +128,7 @@ class PrefillGraphs:
         if has_media and self._media is not None:
             media = MediaRows(self._media.rows[:size], self._media.places[:size])
             batch = replace(batch, media=media, ends=None if self._ends is None else self._ends[:size])
-        return self._model.forward(batch, cache, outputs=outputs)
+        return self._forward(batch, cache, outputs)
 
     def batch(self, size: int) -> tuple[Batch, KVCache]:
         """What lies in the tables and lengths when it is replayed, and the cache under those tables."""

@@ -164,7 +164,7 @@ class Runner:
         self._reading = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.one_of_each_kind = OneOfEachKind(model, *drafters.each(drafter))
         self._graphs = Graphs(self.one_of_each_kind)
-        self.prefill_graphs = PrefillGraphs(model, cache, self._graphs, max_kv_len, self._sent)
+        self.prefill_graphs = PrefillGraphs(model, cache, self._graphs, max_kv_len, self._sent, self.forward)
         self.mixed_graphs = MixedBatchGraphs()
         self._latest: torch.cuda.Event | None = None  # behind all that was handed in
         self._prefills: deque[tuple[int, _Moment, _Moment]] = deque(maxlen=MOST_TIMED)  # tokens, beginning, end
@@ -215,7 +215,7 @@ class Runner:
     @property
     def mixes(self) -> bool:
         """Whether sequences may decode in the forward that prefills others."""
-        return self.model.supports_mixed and not (self.reproducible or self._ingests)
+        return self.model.supports_mixed and not self.reproducible
 
     def run(self, plan: StepPlan, agree: Agree = lambda failed: failed) -> StepOutput:
         """Hand in what `plan` says, and wait for none of it but the log-probabilities of prompts. Where pages are
@@ -483,10 +483,6 @@ class Runner:
         )  # fmt: skip
         return batch, cache
 
-    @property
-    def _ingests(self) -> bool:
-        return self.drafter is not None and self.drafter.policy.taps is not None
-
     def forward(self, batch: Batch, cache: KVCache, outputs: str = "all") -> Tensor:
         """See drafters.forward."""
         return drafters.forward(self.model, self.drafter, batch, cache, outputs)
@@ -516,13 +512,13 @@ class Runner:
 
     @property
     def short_sizes(self) -> list[int]:
-        """Tokens of the prefills that are captured: where it counts, a chunk is a forward by itself, and a drafter that
-        takes in tokens sees no others than the prompt's. Over a cache of rotated values a forward gathers all keys of a
-        head (gather_kv): a graph would hold memory for as many as the longest contexts have.
+        """Tokens of the prefills that are captured: where it counts, a chunk is a forward by itself. Over a cache of
+        rotated values a forward gathers all keys of a head (gather_kv): a graph would hold memory for as many as the
+        longest contexts have.
         """
         config = self.model.config
         gathers_all = any(is_rotated(config.kv_format_of(layer)) for layer in config.layers)
-        if self.reproducible or self._ingests or gathers_all:
+        if self.reproducible or gathers_all:
             return []
         return [size for size in self.prefill_graphs.sizes if self.captures(size)]
 
@@ -609,7 +605,7 @@ class Runner:
         own, rows = self.cache.rows(batch), slice(0, batch)
         ids, lengths = self.ints[TOKEN, rows][:, None], self.ints[LENGTH, rows]
         fed = Batch.decode(ids, lengths, own, self.max_kv_len, self.model.ops)
-        last, states = self.model.forward_mixed(chunks, cache, fed, own)
+        last, states = drafters.forward_mixed(self.model, self.drafter, chunks, cache, fed, own)
         return self._emit(states, fed.positions, None, rows, mode), last
 
     def step(self, batch: int, arm: Arm, mode: SamplingMode, max_kv_len: int) -> Tensor:

@@ -19,6 +19,7 @@ from kerngen.runtime.batch import Batch
 from kerngen.runtime.cache import KVCache
 from kerngen.runtime.config import DraftPolicy, LayerConfig
 from kerngen.runtime.engine import CacheShape, Engine, Request
+from kerngen.runtime.engine.plan import SamplingMode
 from kerngen.runtime.model import Gemma4, Taps
 from kerngen.runtime.sampling import Sampling
 from kerngen.runtime.session import Session
@@ -127,7 +128,8 @@ def test_it_has_taken_in_each_token_and_no_draft_that_was_wrong(
         generations = engine.generate_many(asked)
     assert [g.tokens for g in generations] == expected
     assert_nothing_is_held(engine)
-    assert set(kinds) == {"prefill", "decode"}, "a mixed step would pass it by"
+    assert set(kinds) - {"mixed"} == {"prefill", "decode"}
+    assert ("mixed" in kinds) == (drafts is None and model.supports_mixed)
     again = engine.generate_many(asked[-1:])[0]
     assert (again.tokens, again.stats.num_cached_tokens > 0) == (expected[-1], True)
     if drafts is not None:
@@ -181,11 +183,35 @@ def test_a_layer_of_its_own_is_none_of_the_targets(made: Made) -> None:
         engine_for(model, drafter)
 
 
-def test_nothing_is_captured_that_it_would_not_see(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+@torch.inference_mode()
+def test_it_takes_in_what_a_captured_prefill_and_a_mixed_step_compute(made: Made) -> None:
+    """Tokens that fill such a forward up are written to page 0."""
+    _, model = made["dense"]
+    drafter = TappingDrafter(model, (0, 3), {})
+    runner = engine_for(model, drafter, max_len=100, num_draft_tokens=None).runner
+    graphs, ids = runner.prefill_graphs, [prompt(9, seed=1), prompt(20, seed=2)]
+    tables = torch.tensor([[[1, 2, 3, 0, 0], [4, 5, 6, 7, 8]]] * 2, dtype=torch.int32)
+    pages = runner.cache.pages(drafter.policy.cache_layers[0])
+    tokens = [token for of in ids for token in of]
+    for run in ("prefill", "mixed"):
+        pages.v_cache.fill_(-1)
+        graphs.put(tokens, [0, 0], [9, 20], tables, 64)
+        if run == "prefill":
+            graphs.forward(64, "last", False)
+        else:
+            runner.mixed_step(2, SamplingMode(), *graphs.batch(64))
+        kept = pages.v_cache[:, 0, :, 0]
+        assert kept[1:9].flatten()[:9].tolist() == ids[0]
+        assert kept[4:9].flatten().tolist() == ids[1]
+        states = torch.stack(tapped(model, (0, 3), ids[1]), dim=1)
+        torch.testing.assert_close(pages.k_cache[4:9].transpose(1, 2).flatten(0, 1), states, rtol=1e-3, atol=1e-3)
+        assert set(kept[9:].flatten().tolist()) <= {-1.0}
+
+
+def test_prompts_are_prefilled_as_without_it(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     _, model = made["dense"]
     monkeypatch.setattr(model.ops, "supports_graphs", True, raising=False)
     options: dict[str, Any] = {"max_len": 100, "num_draft_tokens": None}
-    assert engine_for(model, **options).runner.short_sizes
     engine = engine_for(model, TappingDrafter(model, (0,), {}), **options)
-    assert engine.runner.short_sizes == []
-    assert not engine._mixes
+    assert engine.runner.short_sizes == engine_for(model, **options).runner.short_sizes != []
+    assert engine._mixes

@@ -162,6 +162,7 @@ SLOW = (
     "test_cli_exit_codes.py::test_a_kernel_that_does_not_compile_fails_the_command",  # 16 s
     *(f"test_cli_examples.py::test_the_example_runs[{command}]" for command in ("db export", "doctor")),  # 40 s
     "test_cluster_examples.py::test_the_local_one_tunes",  # 10 s
+    "test_dflash.py::test_kernels_draft_what_torch_does[stored-int8]",  # 10 s
     "test_docs.py::test_the_guide_is_what_kernel_new_makes",  # 38 s
     "test_doctor.py::test_a_models_problems_are_counted_by_who_chose_for_them[H200-exact device]",  # 18 s
     "test_doctor.py::test_what_was_measured_on_a_board_of_its_kind_is_the_same_arch",  # 14 s
@@ -242,6 +243,7 @@ SLOW = (
     "test_serve_media.py::test_no_part_is_too_odd_for_an_answer",  # 12 s
     "test_serve_output.py::test_tools_that_grow_without_bound_are_refused",  # 12 s
     "test_serve_output.py::test_what_the_template_writes_is_read_back",  # 10 s
+    "test_several_drafters.py::test_whoever_drafts_no_token_changes[0]",  # 10 s
     "test_shipped.py::test_64_processes_at_once_make_it_once",  # 11 s
     "test_soak.py::test_every_answer_is_the_one_that_its_request_gets_alone[as is]",  # 12 s
     "test_soak.py::test_every_answer_is_the_one_that_its_request_gets_alone[reproducible]",  # 15 s

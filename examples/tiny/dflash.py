@@ -52,26 +52,32 @@ class Attention(nn.Module):
         self.k_proj, self.v_proj = Linear(HIDDEN, HEAD_DIM), Linear(HIDDEN, HEAD_DIM)
         self.q_norm, self.k_norm = Norm(HEAD_DIM, TARGET.rms_norm_eps), Norm(HEAD_DIM, TARGET.rms_norm_eps)
 
-    def keys(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Of x [..., HIDDEN] at positions [...]: [..., HEAD_DIM]."""
-        return rotate(self.k_norm(self.k_proj(x))[..., None, :], turns(positions))[..., 0, :]
-
-    def forward(self, x: Tensor, context: Tensor, past: Tensor, at: Tensor, windowed: bool) -> Tensor:
-        """x [B, A, BLOCK, H] at positions `at` [B, A, BLOCK]; context [B, A, T, H] at positions `past` [B, A, T], of
-        which a block sees those before its own.
+    def forward(self, x: Tensor, context: Tensor, at: Tensor, windowed: bool) -> Tensor:
+        """x [B, A, BLOCK, H] at positions `at` [B, A, BLOCK]; context [B, T, H], of which a block sees what is before
+        its own first position.
         """
-        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (HEADS, -1))), turns(at))
-        keys = torch.cat((self.keys(context, past), self.keys(x, at)), -2)
-        values = torch.cat((self.v_proj(context), self.v_proj(x)), -2)
+        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (HEADS, -1))), turns(at)).flatten(2, 3)
+        past = torch.arange(context.shape[1], device=x.device)
+        k, v = self.keys(context, past), self.v_proj(context)  # [B, T, HEAD_DIM]
+        if windowed:
+            near = at[..., :1] + torch.arange(1 - WINDOW, 0, device=x.device)  # negative before the beginning
+            rows, past = torch.arange(len(x), device=x.device)[:, None, None], near
+            k, v = k[rows, near.clamp(min=0)], v[rows, near.clamp(min=0)]  # [B, A, WINDOW - 1, HEAD_DIM]
+        else:
+            k, v = k[:, None], v[:, None]
         first, mine, theirs = at[..., :1, None], at[..., None], at[..., None, :]
         old, new = (past >= 0)[..., None, :] & (past[..., None, :] < first), torch.ones_like(mine == theirs)
         if windowed:
             old, new = old & (past[..., None, :] > mine - WINDOW), theirs <= mine
-        seen = torch.cat((old.expand(-1, -1, BLOCK, -1), new), -1)
-        rows = q.flatten(2, 3)  # a head of keys and values for all of q's
-        scores = (rows @ keys.transpose(-1, -2)).unflatten(2, (BLOCK, HEADS)) * HEAD_DIM**-0.5
-        chance = scores.masked_fill(~seen[:, :, :, None], float("-inf")).softmax(-1)
-        return self.o_proj((chance.flatten(2, 3) @ values).unflatten(2, (BLOCK, HEADS)).flatten(-2))
+        seen = torch.cat((old.expand(-1, -1, BLOCK, -1), new), -1).repeat_interleave(HEADS, 2)
+        scores = torch.cat((q @ k.transpose(-1, -2), q @ self.keys(x, at).transpose(-1, -2)), -1) * HEAD_DIM**-0.5
+        chance = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        taken = chance[..., :-BLOCK] @ v + chance[..., -BLOCK:] @ self.v_proj(x)
+        return self.o_proj(taken.unflatten(2, (BLOCK, HEADS)).flatten(-2))
+
+    def keys(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Of x [..., HIDDEN] at positions [...]: [..., HEAD_DIM]."""
+        return rotate(self.k_norm(self.k_proj(x))[..., None, :], turns(positions))[..., 0, :]
 
 
 class MLP(nn.Module):
@@ -93,8 +99,8 @@ class Layer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = (Norm(HIDDEN, TARGET.rms_norm_eps) for _ in range(2))
         self.self_attn, self.mlp = Attention(), MLP()
 
-    def forward(self, x: Tensor, context: Tensor, past: Tensor, at: Tensor, windowed: bool) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context, past, at, windowed)
+    def forward(self, x: Tensor, context: Tensor, at: Tensor, windowed: bool) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), context, at, windowed)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -115,13 +121,8 @@ class Dflash(nn.Module):
         masked = torch.full((*ids.shape, BLOCK - 1), MASK, device=ids.device)
         x = target.model.embed(torch.cat((ids[..., None], masked), -1))
         at = anchors[..., None] + torch.arange(BLOCK, device=ids.device)
-        every = torch.arange(context.shape[1], device=ids.device).expand(*ids.shape, -1)
-        near = anchors[..., None] + torch.arange(1 - WINDOW, 0, device=ids.device)  # negative before the beginning
-        whole = context[:, None].expand(-1, ids.shape[1], -1, -1)
-        part = context[torch.arange(len(ids), device=ids.device)[:, None, None], near.clamp(min=0)]
         for kind, layer in zip(LAYERS, self.layers, strict=True):
-            given = (part, near) if kind == SLIDING else (whole, every)
-            x = layer(x, *given, at, kind == SLIDING)
+            x = layer(x, context, at, kind == SLIDING)
         return logits_of(target, self.norm(x)[:, :, 1:])
 
 
@@ -173,10 +174,11 @@ def blocks(target: Target, drafter: Dflash, data: Data, rows: Tensor, anchors: T
 
 
 def loss_of(target: Target, drafter: Dflash, data: Data) -> Callable[[Tensor, Tensor], Tensor]:
-    """Divergence from what the target would say, over the drafts that would be asked for."""
+    """Divergence from what the target would say, over the drafts that would be asked for, of blocks where it speaks."""
+    places = data[1][:, 2 : LENGTH - BLOCK + 1].float() + 1e-6  # a block at p drafts p + 1 first
 
     def loss(rows: Tensor, _: Tensor) -> Tensor:
-        anchors = torch.randint(1, LENGTH - BLOCK, (len(rows), ANCHORS), device=rows.device)
+        anchors = 1 + places[rows].multinomial(ANCHORS)
         guess, wanted, asked = blocks(target, drafter, data, rows, anchors)
         each = F.cross_entropy(guess.flatten(0, 2), wanted.flatten(0, 2).softmax(-1), reduction="none")
         weight = asked.flatten().float()

@@ -318,15 +318,15 @@ NO_DRAFTS = Arm()
 class DraftPolicy:
     """What an engine must know of a drafter, whatever it is, before it drafts.
 
-    max_drafts: after one token, the most. taps: layers of the target, in their order, whose output it takes in behind
-    each forward; () for the tokens alone, None where it takes in nothing. cache_layers: layers of its own that keep K
-    and V, each in a pool of its own under the target's block tables. Their indices begin where the target's end, and
-    sliding ones have windows no longer than the target's and one more. Where pages are shared, preempted or let go, so
-    is what these layers hold there. block: positions from the last known token on that it writes and reads in those
-    layers as it drafts, however many drafts are asked for; 0 where it writes none. What it writes there is no token's:
-    the next forward's `ingest` and the next block write these rows again. lengths: numbers of drafts of which an engine
-    chooses, in ascending order; () for all up to max_drafts. among: the policies of several drafters, of which each
-    step asks one; () of a single one.
+    max_drafts: after one token, the most. taps: layers of the target, in their order, one at least, whose output it
+    takes in behind each forward; None where it takes in nothing. cache_layers: layers of its own that keep K and V,
+    each in a pool of its own under the target's block tables. Their indices begin where the target's end, and sliding
+    ones have windows no longer than the target's and one more. Where pages are shared, preempted or let go, so is what
+    these layers hold there. block: positions from the last known token on that it writes and reads in those layers as
+    it drafts, however many drafts are asked for; 0 where it writes none. What it writes there is no token's: the next
+    forward's `ingest` and the next block write these rows again. lengths: numbers of drafts of which an engine chooses,
+    in ascending order; () for all up to max_drafts. among: the policies of several drafters, of which each step asks
+    one; () of a single one.
     """
 
     max_drafts: int

@@ -11,7 +11,6 @@ Source: z-lab's dflash, model.py (arXiv 2602.06036); the causal layers are SGLan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -51,22 +50,22 @@ class DflashDrafter:
         is_causal = config.is_causal
         self._masks = [Mask("causal" if is_causal and layer.window else "full", layer.window) for layer in text.layers]
 
-    def context(self, states: Sequence[Tensor]) -> Tensor:
-        """What K and V of a context are made of, [T, H]. states: the output [T, H] of each tapped layer, or of all in
-        one tensor, times `tap_scale`, which the norm takes away.
+    def context(self, rows: Tensor) -> Tensor:
+        """What K and V of a context are made of, [T, H]. rows: Taps.rows, times `tap_scale`, which the norm takes
+        away.
         """
         ops = self.ops
         ops.place = "drafter context"
-        made = ops.linear(states[0] if len(states) == 1 else torch.cat(list(states), dim=-1), self.weights.fc)
+        made = ops.linear(rows, self.weights.fc)
         return ops.rmsnorm(made, self.weights.hidden_norm, self.config.text.rms_norm_eps * tap_scale(ops.dtype) ** 2)
 
-    def ingest(self, batch: Batch, states: Sequence[Tensor], cache: KVCache) -> None:
+    def ingest(self, batch: Batch, rows: Tensor, cache: KVCache) -> None:
         """Write K and V of a forward's tokens, all layers' from one product."""
-        made = self.ops.linear(self.context(states), self.weights.context)  # [T, layers * 2 * nkv * d]
+        made = self.ops.linear(self.context(rows), self.weights.context)  # [T, layers * 2 * nkv * d]
         layers = self.config.text.layers
-        rows = made.view(len(made), len(layers), -1).unbind(1)
+        of_layers = made.view(len(made), len(layers), -1).unbind(1)
         seen = batch.attention("full", cache, Mask())
-        for layer, heads, row in zip(layers, self._context_heads, rows, strict=True):
+        for layer, heads, row in zip(layers, self._context_heads, of_layers, strict=True):
             self.ops.qk_norm_rope(row, heads, cache.pages(layer), seen)
 
     def block(self, ids: Tensor, lengths: Tensor, cache: KVCache, max_kv_len: int) -> Tensor:

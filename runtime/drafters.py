@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from kerngen.runtime.batch import Batch
@@ -35,11 +37,11 @@ class Drafters:
         """Not by itself: raises TypeError."""
         raise TypeError("several drafters: ask one of them (drafters.each)")
 
-    def ingest(self, batch: Batch, states: Sequence[Tensor], cache: KVCache) -> None:
+    def ingest(self, batch: Batch, rows: Tensor, cache: KVCache) -> None:
         """See Drafter."""
         for drafter in self.among:
             if drafter.policy.taps is not None:
-                drafter.ingest(batch, states, cache)
+                drafter.ingest(batch, rows, cache)
 
 
 def each(drafter: Drafter | None) -> tuple[Drafter, ...]:
@@ -60,7 +62,7 @@ def forward(model: Gemma4, drafter: Drafter | None, batch: Batch, cache: KVCache
         return model.forward(batch, cache, outputs=outputs)
     taps = Taps(drafter.policy.taps)
     states = model.forward(batch, cache, taps=taps)
-    drafter.ingest(batch, taps.states, cache)
+    drafter.ingest(batch, taps.rows, cache)
     if outputs == "none":
         return states[:0]
     return states if outputs == "all" or batch.cu_seqlens is None else states[batch.cu_seqlens[1:].long() - 1]
@@ -72,11 +74,12 @@ def forward_mixed(
     """The target's mixed forward (Gemma4.forward_mixed), and what its drafter takes in of both parts."""
     if drafter is None or drafter.policy.taps is None:
         return model.forward_mixed(chunks, chunk_cache, decode, decode_cache)
-    taps, count = Taps(drafter.policy.taps), len(chunks.ids)
-    last, states = model.forward_mixed(chunks, chunk_cache, decode, decode_cache, taps=taps)
-    drafter.ingest(chunks, [state[:count] for state in taps.states], chunk_cache)
-    drafter.ingest(decode, [state[count:] for state in taps.states], decode_cache)
-    return last, states
+    taps = Taps(drafter.policy.taps)
+    made = model.forward_mixed(chunks, chunk_cache, decode, decode_cache, taps=taps)
+    slots = {kind: torch.cat((of_chunks, decode.slots[kind])) for kind, of_chunks in chunks.slots.items()}
+    ids, positions = (torch.cat(both) for both in ((chunks.ids, decode.ids), (chunks.positions, decode.positions)))
+    drafter.ingest(replace(decode, ids=ids, positions=positions, slots=slots), taps.rows, decode_cache)
+    return made
 
 
 def drafter_for(

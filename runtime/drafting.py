@@ -9,7 +9,6 @@ SinglePositionMultiTokenCandidateGenerator in generation/candidate_generator.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -38,9 +37,10 @@ class Drafter(Protocol):
         length is longer, nor will be when a captured step is replayed. Waits for nothing on the host.
         """
 
-    def ingest(self, batch: Batch, states: Sequence[Tensor], cache: KVCache) -> None:
-        """Take in the tokens of a forward of the target and `states`, the output of the tapped layers (Taps), behind
-        the forward in its stream. Of a verification these are all drafts, accepted or not: the next forward has other
+    def ingest(self, batch: Batch, rows: Tensor, cache: KVCache) -> None:
+        """Take in the tokens of a forward of the target and `rows` [T, taps * H], what the tapped layers gave
+        (Taps.rows), behind the forward in its stream. Of the batch it reads ids, positions and slots: it may be two
+        forwards in one. Of a verification these are all drafts, accepted or not: the next forward has other
         tokens at the positions of those that were not, and what was kept of them is written again, as K and V are.
         Tokens that are nobody's, of a forward that is filled up, have slots in page 0.
         """
@@ -141,7 +141,7 @@ class MtpDrafter:
             drafts.append(ids)
         return torch.stack(drafts, dim=1)
 
-    def ingest(self, batch: Batch, states: Sequence[Tensor], cache: KVCache) -> None:
+    def ingest(self, batch: Batch, rows: Tensor, cache: KVCache) -> None:
         """Nothing: the target's last hidden state is in the row, its K and V in the cache."""
 
     def _selected(self, y: Tensor, centroids: CentroidWeights) -> tuple[Tensor, Tensor]:

@@ -47,12 +47,21 @@ def tap_scale(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """Layers, in their order, whose output a forward is asked for beside its result; states: of each, [T, H] in
-    `ops.dtype`, times `tap_scale`, once it has run, or one tensor [T, len(layers) * H] with all of them.
-    """
+    """Layers, in their order, whose output a forward is asked for beside its result."""
 
     layers: tuple[int, ...]
-    states: list[Tensor] = field(default_factory=list)
+    _rows: list[Tensor] = field(default_factory=list)
+
+    def add(self, rows: Tensor) -> None:
+        """Of the next layer, or of several beside each other: [T, H] or [T, layers * H], times `tap_scale`."""
+        self._rows.append(rows)
+
+    @property
+    def rows(self) -> Tensor:
+        """[T, len(layers) * H] in `ops.dtype`, once the forward has run: the layers' outputs beside each other, times
+        `tap_scale`.
+        """
+        return self._rows[0] if len(self._rows) == 1 else torch.cat(self._rows, dim=-1)
 
 
 Attend = Callable[[LayerConfig, Tensor], Tensor]
@@ -246,7 +255,7 @@ class Gemma4:
             done = self.stack.decoded(residual, ple, self._seen(batch, cache), () if taps is None else taps.layers)
             if done is not None:
                 if taps is not None:
-                    taps.states.append(done[1:].view(1, -1))
+                    taps.add(done[1:].view(1, -1))
                 return done[:1]
         row, attend = self.stack.first(residual), self._attend(batch, cache)
         for index in range(len(self.stack.layers)):
@@ -269,7 +278,7 @@ class Gemma4:
     def _tap(self, index: int, residual: Tensor, taps: Taps | None) -> None:
         """Behind layer `index`."""
         if taps is not None and index in taps.layers:
-            taps.states.append((residual * tap_scale(self.ops.dtype)).to(self.ops.dtype))
+            taps.add((residual * tap_scale(self.ops.dtype)).to(self.ops.dtype))
 
     @property
     def supports_mixed(self) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -51,8 +49,8 @@ class RememberingDrafter:
             return drafts
         return ranks.all_reduce(drafts if ranks.world.rank == 0 else torch.zeros_like(drafts))
 
-    def ingest(self, batch: Batch, states: Sequence[Tensor], cache: KVCache) -> None:
-        self._drafter.ingest(batch, states, cache)
+    def ingest(self, batch: Batch, rows: Tensor, cache: KVCache) -> None:
+        self._drafter.ingest(batch, rows, cache)
 
 
 def _places(positions: Tensor, tokens: Tensor) -> Tensor:

@@ -329,7 +329,7 @@ class Ops(Protocol):
         residual [1, H] residual_dtype, which may be written; ple [1, L, P] or None. Of each layer rmsnorm, linear,
         attend_decode, linear, add_norm, gated, linear, and add_norm, ple_block, or moe_router, experts (top_k of them)
         and moe_combine, one after the other. taps: layers, in their order, whose output is wanted, too. Returns norm(h;
-        final_norm) [1 + taps, H] in dtype, and below it these, times TAP_SCALE (common/rows/spec.py).
+        final_norm) [1, H] in dtype, and below it these, times TAP_SCALE (common/rows/spec.py).
         """
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:

@@ -36,6 +36,8 @@ BENCH_CASES: tuple[Case, ...] = (
     case_for(Problem("ssf", **_26B)),
     case_for(Problem("ssf", **_31B)),
     case_for(Problem("ssf", **_31B, kv_len=8192)),
+    case_for(Problem("ssf", **_31B, taps="-tt")),
+    case_for(Problem("ssf", **_26B, taps="-tt")),
     case_for(Problem("ssf", **_31B, kv_len=131072)),
     *(
         case_for(Problem("ssf", **_31B, kv_len=131072, kv_format=f))

@@ -124,6 +124,7 @@ def _tapped() -> tuple[Case, ...]:
         {"taps": "tt", "ranks": 2},
         {"taps": "-tt", "layers": "ssf", "k_eq_v": True, **experts},
         {"taps": "tt", "ple_width": 64, **half},
+        {"taps": "tt", "ple_width": 32, "inner": 192},
     )
     return tuple(case_for(Problem(**_shape(**shape))) for shape in shapes)
 

@@ -182,9 +182,13 @@ def _attended(p: Problem, letter: str, q: Tensor, caches: tuple[Tensor, Tensor],
 
 
 def values(problem: Problem, name: str, tensor: Tensor) -> Tensor:
-    """What an output holds, in the caches' format or not; a cache's rows tell whose layers' it is."""
+    """What an output holds, in the caches' format or not, and without TAP_SCALE; a cache's rows tell whose layers' it
+    is.
+    """
     p = problem
-    if name == "out" or p.kv_format == "plain":
+    if name == "out":
+        return cat((tensor[:1], tensor[1:] / TAP_SCALE[p.dtype]))
+    if p.kv_format == "plain":
         return tensor
     is_full = tensor.shape[3] == KV_FORMATS[p.kv_format].row_entries(p.full_head_dim)
     return all_values(tensor, p.kv_format_of("f" if is_full else "s"), TORCH_DTYPE[p.dtype])

@@ -109,7 +109,7 @@ def decoded(config: ModelConfig, ops: Ops, tapped: tuple[int, ...] = ()) -> tupl
         lengths, taps = torch.tensor([len(PROMPT) + step]), Taps(tapped) if tapped else None
         batch = Batch.decode(torch.tensor([[4 + step]]), lengths, cache, 32, model.ops)
         row = model.forward(batch, cache, taps=taps)
-        rows.append(row if taps is None else torch.cat((row, *taps.states), dim=-1))
+        rows.append(row if taps is None else torch.cat((row, taps.rows), dim=-1))
     owned = [cache.pages(layer) for layer in config.layers if layer.owns_kv]
     return torch.cat(rows), [tensor for pages in owned for tensor in (pages.k_cache, pages.v_cache)]
 

@@ -72,7 +72,7 @@ def drafted(
             taps = Taps(drafter.config.taps)
             batch = Batch.prefill(torch.tensor(part), begin, cache)
             model.forward(batch, cache, taps=taps)
-            drafter.ingest(batch, taps.states, cache)
+            drafter.ingest(batch, taps.rows, cache)
             begin += len(part)
     at = torch.tensor(ids[-1:]), torch.tensor([len(ids) - 1])
     states = drafter.block(*at, cache, len(ids))[0]

@@ -41,7 +41,7 @@ def tapped(model: Gemma4, layers: tuple[int, ...], ids: Sequence[int]) -> list[T
     cache = KVCache.whole(model.config, model.ops, batch=1, max_len=len(ids))
     taps = Taps(layers)
     model.forward(Batch.prefill(torch.tensor(ids), 0, cache), cache, taps=taps)
-    return taps.states
+    return list(taps.rows.chunk(len(layers), dim=-1))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -57,8 +57,8 @@ def test_a_tap_is_what_transformers_says_of_the_layer(made: Made, variant: str) 
     cache = KVCache.whole(model.config, model.ops, batch=1, max_len=4)
     taps = Taps((0, last))
     hidden = model.forward(Batch.decode(torch.tensor([[5]]), torch.tensor([0]), cache, 4, model.ops), cache, taps=taps)
-    assert [s.shape for s in taps.states] == [(1, 32), (1, 32)]
-    normed = model.ops.rmsnorm(taps.states[1], model.weights.norm, model.config.rms_norm_eps)
+    assert taps.rows.shape == (1, 64)
+    normed = model.ops.rmsnorm(taps.rows[:, 32:].contiguous(), model.weights.norm, model.config.rms_norm_eps)
     torch.testing.assert_close(normed, hidden)
 
 
@@ -101,10 +101,10 @@ class TappingDrafter:
             drafts[row] = torch.tensor([t + ((length + i) % 3 == 0) for i, t in enumerate(right[:count])])
         return drafts % BASE["vocab_size"]
 
-    def ingest(self, batch: Batch, states: Sequence[Tensor], cache: KVCache) -> None:
+    def ingest(self, batch: Batch, rows: Tensor, cache: KVCache) -> None:
         pages, slots = cache.pages(self.policy.cache_layers[0]), batch.slots["full"]
         at = slots // cache.page_size, slice(None), slots % cache.page_size
-        pages.k_cache[at] = torch.stack(list(states), dim=1)  # [T, taps, H]
+        pages.k_cache[at] = rows.unflatten(1, (-1, BASE["hidden_size"]))  # [T, taps, H]
         pages.v_cache[at] = batch.ids.to(pages.v_cache.dtype)[:, None, None]
 
 

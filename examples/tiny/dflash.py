@@ -1,6 +1,6 @@
 """Train a DFlash drafter for the tiny target, and write its folder as z-lab stores them.
 
-    python examples/tiny/dflash.py --target examples/tiny --out /tmp/tiny           # for a GPU: hours on a CPU
+    python examples/tiny/dflash.py --out examples/tiny            # less than an hour on a core of a CPU
     python examples/tiny/dflash.py --target examples/tiny --out /tmp/tiny --steps 20 --rows 64 --batch 4
 
 It learns from the target that `train.py` has written: from the outputs of some of its layers to what it would
@@ -233,9 +233,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a DFlash drafter for the tiny Gemma-4 checkpoint.")
     parser.add_argument("--out", type=Path, required=True, help="where the target's folder is, and the drafter's goes")
     parser.add_argument("--target", type=Path, help="where the target's folder is, if that is elsewhere")
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch", type=int, default=16, help="rows of a step")
-    parser.add_argument("--rows", type=int, default=4000, help="even: half of them see int4 weights")
+    parser.add_argument("--rows", type=int, default=3000, help="even: half of them see int4 weights")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()

@@ -28,7 +28,9 @@ from kerngen.runtime.drafters import forward
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY = EXAMPLES / "tiny"
-TARGET, W4A16, ASSISTANT = (TINY / f"gemma-4-tiny{suffix}" for suffix in ("", "-w4a16", "-assistant"))
+TARGET, W4A16, ASSISTANT, DFLASH = (
+    TINY / f"gemma-4-tiny{suffix}" for suffix in ("", "-w4a16", "-assistant", "-dflash")
+)
 FOLDERS = [TARGET, W4A16, ASSISTANT]
 SEEING = [TINY / "gemma-4-tiny-media", TINY / "gemma-4-tiny-unified"]
 WINDOW = 64
@@ -329,6 +331,22 @@ def test_a_dflash_drafter_is_trained_anywhere_and_drafts_here_as_there(
     prompt = "What is a warp?"
     plain = kerngen.load(TARGET, draft=False, device="cpu", dtype="fp32").generate(prompt, max_new_tokens=24)
     assert session.generate(prompt, max_new_tokens=24).text == plain.text
+
+
+@pytest.mark.parametrize(("target", "least"), [(TARGET, 11.0), (W4A16, 11.0)], ids=["bf16", "int4"])
+def test_blocks_change_nothing_and_pay(target: Path, least: float) -> None:
+    """The shipped drafter's; beside the assistant, too."""
+    plain = kerngen.load(target, draft=False, device="cpu", dtype="fp32")
+    drafting = kerngen.load(target, draft=DFLASH, device="cpu", dtype="fp32", num_draft_tokens=15)
+    both = kerngen.load(target, draft=[ASSISTANT, DFLASH], device="cpu", dtype="fp32")
+    tokens = steps = 0
+    for prompt in acceptance.PROMPTS[:5]:
+        wanted, made, chosen = (
+            session.generate(prompt, max_new_tokens=200, temperature=0.0) for session in (plain, drafting, both)
+        )
+        assert wanted.text == made.text == chosen.text, prompt
+        tokens, steps = tokens + made.stats.num_tokens - 1, steps + made.stats.num_steps
+    assert tokens / steps > least, f"{tokens} tokens in {steps} steps"
 
 
 @pytest.mark.parametrize("folder", SEEING, ids=lambda p: p.name)

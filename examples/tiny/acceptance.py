@@ -1,7 +1,8 @@
-"""Measure how many tokens of the drafter are accepted, with transformers as the engine.
+"""Measure how many tokens of a drafter are accepted, with transformers as the engine, of a DFlash drafter with kerngen.
 
     python examples/tiny/acceptance.py                      # both versions of the target, 2 to 6 drafts a round
     python examples/tiny/acceptance.py --target DIR --assistant DIR --drafts 4
+    python examples/tiny/acceptance.py --dflash examples/tiny/gemma-4-tiny-dflash           # 3, 7 and 15 drafts
 
 For each prompt: greedy text with drafting must equal greedy text without. The acceptance length is the number of
 tokens that one step of the target yields: 1 without drafting, at most 1 + drafts with it.
@@ -110,17 +111,27 @@ def generate(
     return Drafted(str(tokenizer.decode(new, skip_special_tokens=True)), len(new), steps)
 
 
+def by_blocks(target: Path, drafter: Path, num_drafts: int) -> list[Drafted]:
+    """The answers to PROMPTS, greedy, drafted by a DFlash drafter with kerngen in fp32 on the CPU."""
+    import kerngen
+
+    session = kerngen.load(target, draft=drafter, device="cpu", dtype="fp32", num_draft_tokens=num_drafts)
+    made = [session.generate(prompt, max_new_tokens=200, temperature=0.0) for prompt in PROMPTS]
+    return [Drafted(m.text, m.stats.num_tokens, 1 + m.stats.num_steps) for m in made]  # 1: of the prompt
+
+
 def main() -> int:
     """Print one row per target and number of drafts. Returns 1 if drafting changed a text."""
     parser = argparse.ArgumentParser(description="Acceptance length of the tiny drafter.")
     targets = [HERE / "gemma-4-tiny", HERE / "gemma-4-tiny-w4a16"]
     parser.add_argument("--target", type=Path, action="append", help="default: both versions beside this script")
     parser.add_argument("--assistant", type=Path, default=HERE / "gemma-4-tiny-assistant")
-    parser.add_argument("--drafts", type=int, action="append", help="default: 2, 3, 4 and 6")
+    parser.add_argument("--dflash", type=Path, help="a DFlash drafter, in place of the assistant")
+    parser.add_argument("--drafts", type=int, action="append", help="default: 2, 3, 4 and 6; of DFlash 3, 7 and 15")
     parser.add_argument("--show", action="store_true", help="print the texts")
     args = parser.parse_args()
 
-    assistant = load(args.assistant)
+    assistant = None if args.dflash else load(args.assistant)
     differing = 0
     for folder in args.target or targets:
         model, tokenizer = load(folder), AutoTokenizer.from_pretrained(folder)
@@ -128,8 +139,11 @@ def main() -> int:
         if args.show:
             for prompt, answer in zip(PROMPTS, plain, strict=True):
                 print(f"> {prompt}\n{answer.text}\n")
-        for num_drafts in args.drafts or (2, 3, 4, 6):
-            drafted = [generate(model, tokenizer, p, assistant=assistant, num_drafts=num_drafts) for p in PROMPTS]
+        for num_drafts in args.drafts or ((3, 7, 15) if args.dflash else (2, 3, 4, 6)):
+            if args.dflash:
+                drafted = by_blocks(folder, args.dflash, num_drafts)
+            else:
+                drafted = [generate(model, tokenizer, p, assistant=assistant, num_drafts=num_drafts) for p in PROMPTS]
             differing += sum(a.text != b.text for a, b in zip(plain, drafted, strict=True))
             lengths = " ".join(f"{d.acceptance_length:.2f}" for d in drafted)
             mean = sum(d.num_tokens - 1 for d in drafted) / sum(d.num_steps - 1 for d in drafted)

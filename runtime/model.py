@@ -120,10 +120,10 @@ class DecoderStack:
         """
         self.ops.place = self.name
         layers = [
-            LayerInStep(w, heads, *seen(layer))
-            for w, heads, layer in zip(self.layers, self.heads, self.config.layers, strict=True)
+            LayerInStep(w, heads, *seen(layer), index in taps)
+            for index, (w, heads, layer) in enumerate(zip(self.layers, self.heads, self.config.layers, strict=True))
         ]
-        return self.ops.decode_layers(residual, ple, layers, self.config.top_k_experts, self.norm, taps)
+        return self.ops.decode_layers(residual, ple, layers, self.config.top_k_experts, self.norm)
 
     def first(self, residual: Tensor) -> Tensor:
         """The projections of layer 0."""

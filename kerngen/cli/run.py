@@ -272,7 +272,7 @@ def _report(result: Completion, session: Session, sampling: Sampling) -> dict[st
         "device": str(ops.device),
         "tensor_parallel": ops.collectives.world.size,
         "dtype": str(ops.dtype).removeprefix("torch."),
-        "drafter": " and ".join(map(str, session.drafter_folders)) or None,
+        "drafter": _drafter_folders(session) or None,
         "draft_weights": session.draft_weights,
         "tokenizer": str(session.codec.path),
         "prefill_density": session.prefill_density,
@@ -286,6 +286,10 @@ def _where(session: Session) -> str:
     return f"{session.where}; loaded in {session.load_s:.2f} s{tokenizer}"
 
 
+def _drafter_folders(session: Session) -> str:
+    return " and ".join(map(str, session.drafter_folders))
+
+
 def _summary(result: Completion, session: Session) -> list[str]:
     stats, ops = result.stats, session.ops
     lines = [
@@ -295,10 +299,10 @@ def _summary(result: Completion, session: Session) -> list[str]:
     ]
     if session.drafter_folders:
         most = "" if session.num_draft_tokens is not None else "up to "
-        folders = [str(folder) for folder in session.drafter_folders]
-        draft = f"{' and '.join(folders)}{in_int4(session.draft_weights)} draft{'' if folders[1:] else 's'}"
+        drafts = "drafts" if len(session.drafter_folders) == 1 else "draft"
         lines.append(
-            f"{draft} {most}{stats.num_draft_tokens} a step: "
+            f"{_drafter_folders(session)}{in_int4(session.draft_weights)} {drafts} "
+            f"{most}{stats.num_draft_tokens} a step: "
             f"{stats.acceptance_length:.2f} tokens accepted a step "
             f"({stats.num_steps} steps; by position {_shares(stats.acceptance_by_position)})"
         )

@@ -17,7 +17,7 @@ accepted the budget is full and decides nothing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -74,13 +74,11 @@ class _Acceptance:
         longer = [k for k in self.lengths if k > above]
         return max((k for k in longer if k <= length), default=longer[0] if longer else above)
 
-    def rates(self, prior: float) -> list[float]:
-        """The estimate for each position. prior: of the first one."""
-        found: list[float] = []
+    def rates(self, prior: float) -> Iterator[float]:
+        """The estimate for each position, from the first on. prior: of that one."""
         for judged, accepted in zip(self._judged, self._accepted, strict=True):
             prior = (accepted + PRIOR_WEIGHT * prior) / (judged + PRIOR_WEIGHT)
-            found.append(prior)
-        return found
+            yield prior
 
     def learn(self, length: int, accepted: Sequence[int]) -> None:
         """Of a step with `length` drafts of this drafter, 0 for another's: so many of each sequence's were accepted."""
@@ -221,11 +219,9 @@ class DraftLength:
 
     def acceptance(self, by: int = 0) -> list[float]:
         """The estimate for each position of that drafter's."""
-        known = [d for other, d in enumerate(self._drafters) if other != by]
-        prior = PRIOR
-        if known:
-            (prior, *_) = max(known, key=lambda drafter: drafter.weight).rates(PRIOR)
-        return self._drafters[by].rates(prior)
+        others = [drafter for other, drafter in enumerate(self._drafters) if other != by]
+        known = max(others, key=lambda drafter: drafter.weight, default=None)
+        return list(self._drafters[by].rates(PRIOR if known is None else next(known.rates(PRIOR))))
 
     def _look(self, timings: _Timings, best: Arm) -> Arm:
         """An arm to try in place of `best`: some drafts where none seem to pay, else what was timed longest ago."""

@@ -89,12 +89,15 @@ def fitting(screen: HeadScreen | None, h: Tensor) -> HeadScreen | None:
 
 @dataclass(frozen=True, slots=True)
 class LayerInStep:
-    """A layer of a model with what it attends by. kv: its own cache, or that of the layer that it shares."""
+    """A layer of a model with what it attends by. kv: its own cache, or that of the layer that it shares. is_tapped:
+    its output is wanted, too.
+    """
 
     weights: LayerWeights
     heads: HeadNorms
     kv: KVView
     batch: AttnBatch
+    is_tapped: bool = False
 
 
 def residual_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -320,16 +323,15 @@ class Ops(Protocol):
         """
 
     def decode_layers(
-        self, residual: Tensor, ple: Tensor | None, layers: Sequence[LayerInStep], top_k: int, final_norm: Tensor,
-        taps: Sequence[int] = (),
-    ) -> Tensor | None:  # fmt: skip
+        self, residual: Tensor, ple: Tensor | None, layers: Sequence[LayerInStep], top_k: int, final_norm: Tensor
+    ) -> Tensor | None:
         """All layers for the one new token of one sequence, where the backend has one kernel for them; else None, and
         nothing is done.
 
         residual [1, H] residual_dtype, which may be written; ple [1, L, P] or None. Of each layer rmsnorm, linear,
         attend_decode, linear, add_norm, gated, linear, and add_norm, ple_block, or moe_router, experts (top_k of them)
-        and moe_combine, one after the other. taps: layers, in their order, whose output is wanted, too. Returns norm(h;
-        final_norm) [1, H] in dtype, and below it these, times TAP_SCALE (common/rows/spec.py).
+        and moe_combine, one after the other. Returns norm(h; final_norm) [1, H] in dtype, and below it the output of
+        each layer that is tapped, times TAP_SCALE (common/rows/spec.py).
         """
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:

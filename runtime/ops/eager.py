@@ -233,9 +233,8 @@ class TorchOps:
         return self.add_norm(residual, self.linear(gated, layer.projection), norms)
 
     def decode_layers(
-        self, residual: Tensor, ple: Tensor | None, layers: Sequence[LayerInStep], top_k: int, final_norm: Tensor,
-        taps: Sequence[int] = (),
-    ) -> Tensor | None:  # fmt: skip
+        self, residual: Tensor, ple: Tensor | None, layers: Sequence[LayerInStep], top_k: int, final_norm: Tensor
+    ) -> Tensor | None:
         return None
 
     def logits(self, h: Tensor, head: Linear, logit_cap: float) -> Tensor:

@@ -356,9 +356,8 @@ class KernelOps:
         return self.add_norm(residual, p, norms)
 
     def decode_layers(
-        self, residual: Tensor, ple: Tensor | None, layers: Sequence[LayerInStep], top_k: int, final_norm: Tensor,
-        taps: Sequence[int] = (),
-    ) -> Tensor | None:  # fmt: skip
+        self, residual: Tensor, ple: Tensor | None, layers: Sequence[LayerInStep], top_k: int, final_norm: Tensor
+    ) -> Tensor | None:
         target = self.executor.target
         if target is None or not target.arch.has_tma or len(residual) != 1:
             return None
@@ -372,7 +371,7 @@ class KernelOps:
         if (tensors := _int4_layers(layers, letters, ple)) is None:
             return None
         sliding, full = (next((x for x in layers if bool(x.batch.mask.window) == w), layers[0]) for w in (True, False))
-        own = any(x.heads.owns_kv for x in layers)
+        own, taps = any(x.heads.owns_kv for x in layers), "".join("t" if x.is_tapped else "-" for x in layers)
         try:
             token = Token(
                 positions_of(full.batch), full.batch.kv_lens, sliding.batch.slot_mapping if own else None,
@@ -382,7 +381,7 @@ class KernelOps:
             stack = Stack(
                 full.heads.num_q_heads, sliding.batch.mask.window or 1, sliding.heads.num_rotated_pairs,
                 full.heads.num_rotated_pairs, full.heads.eps, full.batch.max_kv_len, top_k,
-                kv_format, "".join("t" if i in taps else "-" for i in range(len(layers))) if taps else "",
+                kv_format, taps if "t" in taps else "",
             )  # fmt: skip
             given = residual, ple, token, tensors, final_norm, letters
             if peers is None:

@@ -729,8 +729,7 @@ def cost(problem: Problem) -> Cost:
         weights += size * (p.num_experts * (p.hidden + 1) + 4 * p.hidden) if p.num_experts else 0
         dense = (2 * p.ple_width + p.num_experts) * p.hidden
         flops += 2 * (sum(n * k for n, k in matrices) + dense) + 4 * _seen(p, letter) * p.num_q_heads * dim
-    rows = (ELEMENT_BYTES[p.residual_dtype] + (2 + len(p.tapped)) * size) * p.hidden + size * len(
-        p.layers
-    ) * p.ple_width
+    rows = (ELEMENT_BYTES[p.residual_dtype] + 2 * size) * p.hidden + size * len(p.layers) * p.ple_width
+    rows += size * p.hidden * len(p.tapped)
     rows += 2 * 4 * p.hidden * len(p.layers) * num_summed(p) * (p.ranks - 1)  # to the peers, and from them
     return Cost(weights + key_bytes(p) + rows, flops)

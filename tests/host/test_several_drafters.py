@@ -23,6 +23,7 @@ from kerngen.runtime.engine.plan import RowUpdate
 from kerngen.runtime.model import Gemma4
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
+FOLDERS = (TINY / "gemma-4-tiny-assistant", TINY / "gemma-4-tiny-dflash")
 EACH = (*(Arm(n) for n in range(1, 8)), *(Arm(n, 1) for n in (3, 5, 7, 11, 15)))
 
 
@@ -119,13 +120,10 @@ def test_what_does_not_go_together_is_said(made: tuple[Gemma4, Path]) -> None:
     assert plain.generate_many(ASKED[:1])[0].tokens == alone(model, ASKED)[0]
 
 
-def test_a_command_and_a_session_take_both(tmp_path: Path, kerngen: Kerngen) -> None:
-    config = {"hidden_size": 128, "head_dim": 128, "intermediate_size": 192, "vocab_size": 1024}
-    make_dflash(tmp_path / "dflash", 6, (1, 3, 5), **config)
-    folders = [str(TINY / "gemma-4-tiny-assistant"), str(tmp_path / "dflash")]
+def test_a_command_and_a_session_take_both(kerngen: Kerngen) -> None:
     target, prompt = str(TINY / "gemma-4-tiny"), "What is a warp?"
     run = ("run", target, "--temperature", "0", "--max-new-tokens", "40", "--prompt", prompt)
-    named = [word for folder in folders for word in ("--draft", folder)]
+    named = [word for folder in FOLDERS for word in ("--draft", str(folder))]
     assert kerngen.ok(*run, *named) == kerngen.ok(*run, "--no-draft")
     for args, words in (
         ((*run, *named, "--num-draft-tokens", "3"), "by which of 2 drafters"),
@@ -136,14 +134,13 @@ def test_a_command_and_a_session_take_both(tmp_path: Path, kerngen: Kerngen) -> 
         assert (code, words in err) == (2, True), err
 
 
-def test_a_session_says_what_drafts(tmp_path: Path) -> None:
-    make_dflash(
-        tmp_path / "dflash", 6, (1, 3, 5), hidden_size=128, head_dim=128, intermediate_size=192, vocab_size=1024
+def test_a_session_says_what_drafts() -> None:
+    session = kerngen.load(TINY / "gemma-4-tiny", draft=FOLDERS, device="cpu")
+    assert session.drafter_folders == FOLDERS
+    assert (session.draft_weights, session.drafter_names) == (
+        "stored",
+        "gemma-4-tiny-assistant and gemma-4-tiny-dflash",
     )
-    folders = [TINY / "gemma-4-tiny-assistant", tmp_path / "dflash"]
-    session = kerngen.load(TINY / "gemma-4-tiny", draft=folders, device="cpu")
-    assert session.drafter_folders == tuple(folders)
-    assert (session.draft_weights, session.drafter_names) == ("stored", "gemma-4-tiny-assistant and dflash")
     plain = kerngen.load(TINY / "gemma-4-tiny", draft=False, device="cpu")
     assert (plain.draft_weights, plain.drafter_names) == (None, None)
     question = "What is a warp?"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kerngen.cli.keeping_options import keeping_options
+from kerngen.cli.model_options import draft_option
 from kerngen.cli.step_options import step_of, step_options
 from kerngen.errors import LaunchError, UsageError
 from kerngen.runtime.config import Keeping
@@ -55,6 +56,7 @@ class Where:
 @click.option("--step", "model_name", default=None, metavar="MODEL",
               help="Time in a whole step of this model: its problems, or those of FILE.toml.")  # fmt: skip
 @step_options
+@draft_option
 @keeping_options
 @click.option("--rounds", type=click.IntRange(1), default=2, show_default=True, help="Times through a step's problems.")
 @click.option("--least", type=click.FloatRange(0, 0.5), default=0.001, show_default=True,
@@ -76,7 +78,7 @@ class Where:
 def ab(
     what: tuple[str, ...], wanted: str, problems: tuple[str, ...], configs: tuple[str, ...], body: str, most: int,
     count: int | None, model_name: str | None, phase: str, batch: int, context: int, tokens: int | None,
-    kept: Keeping, rounds: int, least: float, again: int, folder: Path | None, resume: bool,
+    draft: str | None, kept: Keeping, rounds: int, least: float, again: int, folder: Path | None, resume: bool,
     minutes: float | None, dry_run: bool, device_name: str | None, timeout_s: float, db_url: str | None,
     jobs: int | None, seed: int, as_json: bool,
 ) -> None:  # fmt: skip
@@ -94,7 +96,7 @@ def ab(
 
     plans = [read_plan(Path(w)) for w in what if w.endswith(".toml")]
     names = [w for w in what if not w.endswith(".toml")]
-    where = _where(plans, model_name, kept, lambda: step_of(phase, batch, context, tokens))
+    where = _where(plans, model_name, draft, kept, lambda: step_of(phase, batch, context, tokens))
     listed = [e for p in plans for e in p.entries]
     if plans and (names or configs or body or problems or wanted):
         raise UsageError(
@@ -138,19 +140,21 @@ def ab(
         run.conclude()
 
 
-def _where(plans: Sequence[Any], model_name: str | None, kept: Keeping, step: Any) -> Where | None:
+def _where(
+    plans: Sequence[Any], model_name: str | None, draft: str | None, kept: Keeping, step: Any
+) -> Where | None:
     from kerngen.workload.workload import find_model
 
     steps = [p.step for p in plans if p.step]
     if model_name is not None:
-        return Where(find_model(model_name, kept=kept), step())
+        return Where(find_model(model_name, draft, kept), step())
     if not steps:
         return None
     if len(steps) < len(plans) or any(s != steps[0] for s in steps):
         raise UsageError("the files are timed in different places", hint="one command for each step, or --step MODEL")
-    said: dict[str, Any] = {"phase": "decode", "batch": 1, "context": 512, "tokens": None}
+    said: dict[str, Any] = {"phase": "decode", "batch": 1, "context": 512, "tokens": None, "draft": None}
     said |= steps[0]
-    model = find_model(said["model"], kept=Keeping.of(said))
+    model = find_model(said["model"], said["draft"], Keeping.of(said))
     return Where(model, step_of(said["phase"], said["batch"], said["context"], said["tokens"]))
 
 

@@ -6,8 +6,8 @@ r"""What an A/B compares: problems, their candidates and where these are timed, 
 
     [step]                               # time in a whole step of a model; without this, each kernel alone
     model = "gemma-4-31b"
-    phase = "verify"                     # also: batch, context, tokens, draft_weights, kv_cache_dtype, kv_cache_layout,
-                                     # sparse_prefill
+    phase = "verify"                     # also: batch, context, tokens, draft, draft_weights, kv_cache_dtype,
+                                         # kv_cache_layout, sparse_prefill
     tokens = 4
 
     [[entry]]
@@ -62,8 +62,8 @@ REPEATS = 16
 AGAIN = "default again"
 _HINT = "kerngen/tuning/ab_plan.py has the format"
 _FILE = {"about": str, "device": str, "measured": dict, "step": dict, "entry": list}
-_STEP = {"model": str, "phase": str, "batch": int, "context": int, "tokens": int, "draft_weights": str,
-         "kv_cache_dtype": str, "kv_cache_layout": str, "sparse_prefill": float}  # fmt: skip
+_STEP = {"model": str, "phase": str, "batch": int, "context": int, "tokens": int, "draft": str,
+         "draft_weights": str, "kv_cache_dtype": str, "kv_cache_layout": str, "sparse_prefill": float}  # fmt: skip
 _ENTRY = {
     "kernel": str, "problem": (str, dict), "configs": list, "patch": list, "random": int, "body": str, "most": int,
     "grid": list, "sample": int, "name": str, "held_out": bool, "note": str,

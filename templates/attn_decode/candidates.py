@@ -37,10 +37,16 @@ def candidates(p: Problem, target: Target) -> Iterator[Config]:
         if target.arch.has_wgmma and has_codes(p.kv_format) and p.head_dim > 128 and p.rows <= 8:
             shape = _of_codes(p, sms)
         yield from _mma(p, target, shape, 1 / 4, 1 / 2, 1, 2, 4)
+        if target.arch.has_wgmma and p.kv_format == "plain" and p.rows > 32:  # of head_dim 128
+            yield from _wave(p, target, Config(64, 16, 4, 4), 20)
+            yield from _wave(p, target, Config(48, 16, 4, 8), 20)
         return
     groups, eights, quarters = p.groups(shape.block_m), p.groups(8), Config(8, 16, 4, 8, 3)
     yield from _mma(p, target, shape, *((1 / 2, 1) if 2 * groups <= sms else (2,)))
     yield from _fragment_partials(p, target)
+    tile, most = (32, 4) if p.head_dim == 512 else (16, 10)
+    if p.rows > tile:  # more than two warpgroups have registers for if each has tiles of its own
+        yield from _wave(p, target, Config(tile, 16, 4, 8), most)
     if p.head_dim == 256:
         if p.rows <= 8 and p.window and p.source == "q" and 8 * eights <= sms and p.visible >= 16 * TILE:
             yield Config(8, 16, 4, 4, 6, 8, "wgmma_ws", 8, partial_bits=16, prefetch_stages=2, l2_prefetch_stages=2)
@@ -87,6 +93,16 @@ def _fragment_partials(p: Problem, target: Target) -> Iterator[Config]:
         if splits > 1 and (share := splits * groups / (ceil(splits * groups / sms) * sms)) > busy + 0.05:
             busy = share
             yield from _most_stages(p, replace(shape, num_splits=splits), target, 13 if long or p.source == "q" else 9)
+
+
+def _wave(p: Problem, target: Target, shape: Config, most: int) -> Iterator[Config]:
+    """`shape` by warpgroups, a tile each, with as many splits as there are SMs for and at most `most` stages. Nothing
+    where no split is left.
+    """
+    splits = min(target.device.num_sms // p.groups(shape.block_m), ceil(p.visible / TILE))
+    if splits > 1:
+        waved = replace(shape, num_splits=splits, body="wgmma_ws", partial_bits=16)
+        yield from _most_stages(p, waved, target, most)
 
 
 def _clusters(p: Problem, target: Target) -> Iterator[Config]:

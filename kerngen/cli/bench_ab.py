@@ -48,7 +48,7 @@ class Where:
 @click.option("--problem", "problems", multiple=True, metavar="FIELD=VALUE,...", help="In place of the bench cases.")
 @click.option("--config", "configs", multiple=True, metavar="FIELD=VALUE,...",
               help="Of KERNEL, a configuration over the default; repeatable.")  # fmt: skip
-@click.option("--body", default="", metavar="TEMPLATE",
+@click.option("--body", default="", metavar="NAME",
               help="Of KERNEL, the configurations of this body that the cost model expects most of.")  # fmt: skip
 @click.option("--most", type=click.IntRange(1), default=24, show_default=True, help="So many of --body.")
 @click.option("--random", "count", type=click.IntRange(0), default=None,
@@ -88,7 +88,7 @@ def ab(
     reference before it is timed; one that is wrong, faults or waits for ever is a line that says so. Every look is
     written to the tuning database. Exit code 1 if a candidate is wrong or fails, or if the time ended before the work.
 
-    Example: kerngen bench ab w4a16_gemm --problem n=43008,k=5376,num_tokens=32 --body wgmma_ws.cu.jinja
+    Example: kerngen bench ab w4a16_gemm --problem n=43008,k=5376,num_tokens=32 --body wgmma_ws
     """
     from kerngen.arch import find_device
     from kerngen.tuning.ab import InStep

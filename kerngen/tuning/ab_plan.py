@@ -27,7 +27,7 @@ r"""What an A/B compares: problems, their candidates and where these are timed, 
 The default configuration of each problem is its base, and always among the candidates. A config is FIELD=VALUE,... over
 the default. `this` stands in the rendered source exactly once. Beside `configs`, `patch` and `random` an entry may have
 
-    body = "wgmma.cu.jinja"   the `most` configurations of this body that the cost model expects most of
+    body = "wgmma_ws"         the `most` configurations of this body that the cost model expects most of
     grid = [{gemv = [true], block_n = [32, 64]}, {stream = [true]}]
                               all that is valid of these parts of the space; [{}] is the whole of it
     sample = 16               so many of the grid, spread over how fast the cost model holds them to be
@@ -36,6 +36,7 @@ the default. `this` stands in the rendered source exactly once. Beside `configs`
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -249,14 +250,18 @@ def _require(where: str, given: Any, fields: Mapping[str, Any], needed: Sequence
 # -- configurations that nobody wrote out
 
 
-def _of_body(kernel: Kernel, template: str, problem: Any, target: Target) -> list[Any]:
-    """The valid configurations of a body, those first of which the cost model expects most. Raises UsageError."""
-    found = [b for b in kernel.spec.BODIES if b.template == template]
+def _of_body(kernel: Kernel, name: str, problem: Any, target: Target) -> list[Any]:
+    """The valid configurations of a body, those first of which the cost model expects most. name: its own, or that of
+    its template where no other has it. Raises UsageError.
+    """
+    bodies = [(b, {b.template, b.when.get("body", b.template)}) for b in kernel.spec.BODIES]
+    found = [b for b, names in bodies if name in names]
     if len(found) != 1:
-        known = ", ".join(dict.fromkeys(b.template for b in kernel.spec.BODIES))
-        raise UsageError(f"{kernel.name} has {len(found)} bodies {template!r}", hint=f"a body is one of: {known}")
+        times = Counter(n for _, names in bodies for n in names)
+        known = ", ".join(sorted(n for n, count in times.items() if count == 1))
+        raise UsageError(f"{kernel.name} has {len(found)} bodies {name!r}", hint=f"a body is one of: {known}")
     if not found[0].serves(target.arch):
-        raise UsageError(f"{template} does not serve {target.arch}")
+        raise UsageError(f"{name} does not serve {target.arch}")
     return [config for _, config in rank(kernel, problem, target, valid_of(kernel, found[0], problem, target))]
 
 

@@ -127,6 +127,9 @@ def test_those_that_the_cost_model_expects_most_of_come_first() -> None:
     us = [_expected(kernel, problem, c.config) for c in found]
     assert us == sorted(us)
     assert all(c.config.body == "wgmma_ws" for c in found)
+    assert found == Entry(kernel, problem, body="wgmma_ws", most=10).candidates(H200)[1:]
+    few = kernel.problem_type(n=5376, k=8192)
+    assert {c.config.body for c in Entry(kernel, few, body="tma_warp", most=3).candidates(H200)[1:]} == {"tma_warp"}
     for body, says in (("x.cu", "0 bodies"), ("kernel.cu.jinja", "2 bodies")):
         with pytest.raises(UsageError, match=says):
             Entry(kernel, problem, body=body).candidates(H200)

@@ -577,11 +577,9 @@ def _of_all(found: Sequence[bool]) -> bool | None:
 
 def _kv_format(layers: Sequence[LayerInStep], letters: str) -> str | None:
     """decode_layers' `kv_format`: that of the full layers' caches, or of the sliding ones' where there are none. None
-    where those of either kind are not as it says, and of formats that it is not trusted with.
+    where those of either kind are not as it says.
     """
     own = next((layer for layer in layers if not layer.batch.mask.window), layers[0]).kv.format.name
-    if own in layers_spec.UNPROVEN_FORMATS:
-        return None
     wanted = {"f": KV_FORMATS.get(own), "s": KV_FORMATS.get(sliding_format(own))}
     as_wanted = (x.kv.format == wanted[c] for x, c in zip(layers, letters.lower(), strict=True))
     return own if all(as_wanted) else None

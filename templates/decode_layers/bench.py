@@ -41,7 +41,7 @@ BENCH_CASES: tuple[Case, ...] = (
     case_for(Problem("ssf", **_31B, kv_len=131072)),
     *(
         case_for(Problem("ssf", **_31B, kv_len=131072, kv_format=f))
-        for f in ("int8", "shared", "shared_int8", "int4", "shared_int4")
+        for f in ("int8", "shared", "shared_int8")
     ),
     case_for(Problem("ssf", **_31B, kv_len=8192, kv_format="shared_int8")),
     case_for(Problem("sfSF", **_E2B, kv_len=8192, kv_format="int8")),

@@ -266,40 +266,10 @@ def _formats() -> tuple[Case, ...]:
         int8 | {"layers": "s", "full_head_dim": 256},
         int8 | half | {"head_dim": 512, "full_head_dim": 256, "num_rotated_pairs": 256, "num_full_rotated_pairs": 32},
     ]
-    shapes += _of_four_bits(turns)
     return tuple(
         case_for(Problem(**_shape(**shape)), **({"signed": True} if shape.get("layers") == "SSSF" else {}))
         for shape in shapes
     )
-
-
-def _of_four_bits(turns: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
-    """Full layers alone have such codes: the ends of tiles, of two of them, and of pages; teams without keys and with
-    many; heads that are fewer than eight; both head dims; drafters, experts and ranks.
-    """
-    half, more, shapes = turns[1], {"hidden": 256, "inner": 512, "kv_len": 300}, list[dict[str, Any]]()
-    for form in ("int4", "shared_int4"):
-        base: dict[str, Any] = {"kv_format": form, "k_eq_v": form != "int4"}
-        for turn, kv_len in enumerate((1, 16, 17, 32, 33, 65, 200)):
-            shapes.append(base | {"kv_len": kv_len} | turns[turn % 2])
-        drafter = base | {"layers": "SSSF", "k_eq_v": False}
-        for turn, kv_len in enumerate((0, 1, 32, 81)):
-            shapes.append(drafter | {"window": 65, "kv_len": kv_len} | turns[turn % 2])
-        shapes += [
-            base | more | {"layers": "sssssf", "num_q_heads": 8, "num_kv_heads": 4},
-            base | more | half | {"num_q_heads": 16, "num_kv_heads": 8},
-            base | more | half | {"num_q_heads": 32, "num_kv_heads": 16, "num_full_kv_heads": 4, "page_size": 64},
-            base | half | {"window": 1000, "kv_len": 40000, "page_size": 64},  # more pages than are kept at hand
-            base | {"hidden": 1024, "inner": 2112, "window": 1024, "kv_len": 4099, "page_size": 64},
-            base | {"layers": "ssf", "ranks": 2, "hidden": 320, "num_q_heads": 8, "num_kv_heads": 4, "kv_len": 100},
-            base | {"layers": "ssf", "num_experts": 16, "top_k": 3, "expert_inner": 160, "hidden": 320, "kv_len": 70},
-        ]
-    int4: dict[str, Any] = {"kv_format": "int4"}
-    return [
-        *shapes,
-        int4 | half | {"layers": "sfSF", "shared_inner": 192, "ple_width": 256, "kv_len": 300, "num_q_heads": 8},
-        int4 | {"head_dim": 512, "full_head_dim": 256, "num_rotated_pairs": 256, "num_full_rotated_pairs": 32},
-    ]
 
 
 CASES = (

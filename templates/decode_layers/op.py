@@ -165,7 +165,7 @@ def decode_layers(
     int32 and scales [N / 32, K / group_size, 32]: qkv as qkv_norm_rope's, q alone in S and F; out; gate_up as
     w4a16_gated's; down. Norms [H], those of heads [d]; caches [num_pages, nkv, page_size, d], or as
     values.py, KVFormat, has them: of the format kv_format in full layers, in sliding ones of "plain" where that is
-    "shared" and of "int8" where it is "shared_int8", "int4" or "shared_int4"; ple_gates [P, H],
+    "shared" and of "int8" where it is "shared_int8"; ple_gates [P, H],
     ple_projections [H, P]; layer_scalars [1]. Routers [E, H], their scales [H], per_expert_scales [E]; the experts'
     matrices as moe_w4a16's, expert_gate_up_packed [E, 2 I / 32, H / 32, 32, 4] and expert_down_packed [E, H / 32, I /
     32, 32, 4], and top_k of them a token, 0 without experts: E is a multiple of 8 up to 128, top_k 8 at most, and such

@@ -18,7 +18,7 @@ from torch import Tensor, cat
 from kerngen.templates.common.attention.attention_torch import attend, first_key, gather_pages
 from kerngen.templates.common.attention.heads_torch import new_heads, written_both
 from kerngen.templates.common.attention.kv_formats_torch import all_values, code_flip
-from kerngen.templates.common.rows.spec import TAP_SCALE, has_codes, is_rotated
+from kerngen.templates.common.rows.spec import TAP_SCALE, has_codes
 from kerngen.templates.common.rows.torch_rows import (
     TORCH_DTYPE,
     add_normed,
@@ -199,9 +199,9 @@ def tolerance(problem: Problem) -> Tolerance:
     and so does one of attention's weights, which a kernel may round. With other sums and rounded weights out was off by
     up to 4 units in the last place of 1 behind one layer of the cases, 11 behind two, and 23 behind more. Of the
     experts' products the kernel rounds the sum alone. Where caches hold codes the token's own keys may have others, and
-    P is rounded by scales; of 4 bits a code is 18 times as much, and q is rounded once more, rotated: predicted.
+    P is rounded by scales.
     """
-    codes = (4 if is_rotated(problem.kv_format) else 2) if has_codes(problem.kv_format) else 0
+    codes = 2 * has_codes(problem.kv_format)
     return tolerance_of_flips(problem.dtype, 4.0, 2 + 2 * min(3, len(problem.layers)) + codes)
 
 

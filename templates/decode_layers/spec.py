@@ -32,7 +32,6 @@ from typing import Any, ClassVar
 from kerngen.arch import Arch, Target
 from kerngen.templates.common.rows.spec import (
     ELEMENT_BYTES,
-    KV_BITS,
     KV_GROUPS,
     TAP_SCALE,
     VEC,
@@ -67,9 +66,6 @@ KEY_BATCH = 4  # tiles of K that are multiplied before their V
 UNIT_HEADS = 8  # q heads of one KV head that a block takes, at most
 ATTENTION_BYTES = 2 * 8 * 640 + 2 * 8 * 520  # of shared memory: scores by warps, of two batches, and Q
 OFFSET_BYTES = 8 * 8 * 4  # and where caches hold codes: sums of Q by heads and 64 dims
-MAX_TEAMS = 5  # of two warps, that attend to caches of 4 bits
-TEAM_BYTES = 8 * 132 * 4 + 8 * 8  # and there, in place of all this: a team's outputs, of 128 dims at a time, and sums
-UNPROVEN_FORMATS = ("int4", "shared_int4")  # of caches, that no GPU has run yet: a model's step goes by other kernels
 GATED_COPIES = 4  # of the gated per-layer row: all blocks wait for its few lines, and the copies serve them in turn
 LEAST_SMEM_BYTES = 160 * 1024  # with less a launch each was not compared with
 MAX_CANDIDATES = 12
@@ -201,7 +197,8 @@ class Problem:
         p = self
         for kind in dict.fromkeys(p.layers.lower()):
             require_kv_format(p.kv_format_of(kind), p.heads_of(kind)[1], p.page_size, 0)
-        require(KV_BITS[p.kv_format] != 3, f"kv_format={p.kv_format}: decode_layers reads no codes of 3 bits")
+        rotated = f"kv_format={p.kv_format}: decode_layers reads no rotated codes"
+        require(not is_rotated(p.kv_format), rotated)
         require(not is_static(p.kv_format), f"kv_format={p.kv_format}: decode_layers reads no codes in e4m3")
         if "f" in p.layers.lower():  # of a drafter's layers it is another's projection whose V is K
             require_shared(p.kv_format, p.k_eq_v or "f" not in p.layers, p.num_full_rotated_pairs)
@@ -374,8 +371,6 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, Any]:
         "UNIT_ELEMENTS": _unit_elements(p),
         "IS_PLAIN": p.kv_format == "plain",
         "HAS_CODES": has_codes(p.kv_format),
-        "HAS_NIBBLES": is_rotated(p.kv_format),
-        "MAX_TEAMS": MAX_TEAMS,
         "SLIDING_FORMAT": p.kv_format_of("s"),
         "FULL_FORMAT": p.kv_format_of("f"),
         "WORK_BYTES": _work_bytes(p),
@@ -447,13 +442,8 @@ def _tiled_kinds(p: Problem) -> str:
 
 
 def _tile_bytes_of(p: Problem, kind: str) -> int:
-    """Of a tile's keys or values, by pairs and padded, and their scales; where K is V, or of rotated ones, of both."""
+    """Of a tile's keys or values, by pairs and padded, and their scales; where K is V of both."""
     kv_format, dim = p.kv_format_of(kind), p.heads_of(kind)[1]
-    if is_rotated(kv_format):  # bands of four rows, and of four keys' scales, with 32 bytes behind each
-        parts = [dim, ROTATED if is_shared(kv_format) else dim]
-        scales = 2 * TILE_KEYS * sum(parts) // KV_GROUPS[kv_format]
-        bands = TILE_KEYS // 4 * sum(2 if part > ROTATED else 1 for part in parts)
-        return TILE_KEYS * sum(parts) // 2 + scales + 32 * bands
     size = 1 if has_codes(kv_format) else ELEMENT_BYTES[p.dtype]
     rows = [dim, ROTATED] if is_shared(kv_format) else [dim]
     scales = TILE_KEYS * 2 * sum(rows) // KV_GROUPS[kv_format] if has_codes(kv_format) else 0
@@ -468,7 +458,7 @@ def _least_slot_bytes(p: Problem) -> int:
 
 def _work_bytes(p: Problem) -> int:
     codes = OFFSET_BYTES if has_codes(p.kv_format) else 0
-    return max(_max_tiles(p) * 96, ATTENTION_BYTES + codes, MAX_TEAMS * TEAM_BYTES * is_rotated(p.kv_format))
+    return max(_max_tiles(p) * 96, ATTENTION_BYTES + codes)
 
 
 def _shared_bytes(p: Problem, c: Config) -> int:

@@ -28,7 +28,7 @@ TILE_OPS = 24  # of 44 instructions of a lane for a tile of 32 x 32 weights, tho
 # at 32,768 to 131,072 tokens beyond their bytes (data/experiments/decode_layers.toml, long-contexts-31b), by the full
 # layers' format; of int8 and shared_int8 at 131,072 (long-contexts-31b-codes, decode-layers-codes-instructions).
 # shared: predicted, plain's for a key; of 4 bits too: attn_decode's time for them, whose instructions they take.
-KEY_OPS = {"plain": 4.4, "int8": 12.0, "shared": 7.0, "shared_int8": 13.0, "int4": 7.0, "shared_int4": 9.0}
+KEY_OPS = {"plain": 4.4, "int8": 12.0, "shared": 7.0, "shared_int8": 13.0}
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> Traffic:

@@ -20,7 +20,6 @@ from kerngen.arch import Target, find_arch
 from kerngen.compiler.render import render
 from kerngen.templates import find_kernel
 from kerngen.templates.common.attention.heads_torch import written_both
-from kerngen.templates.common.rows.spec import is_rotated
 from kerngen.templates.decode_layers.reference import _attended, _heads, values
 from kerngen.templates.decode_layers.spec import Problem, layer_tensors, smem_bytes
 
@@ -83,7 +82,7 @@ extern "C" __global__ void probe(uint8_t* memory, int block_bytes, void* workspa
         Ring::Producer ring{s.ring};
         const Sight& sight = s.sights[is_full];
         const int pages = sight.page_of(table, lane);
-        if (is_full) FETCH_FULL<FULL>(ring, sight, table, pages, tensors[K_CACHE], tensors[V_CACHE]);
+        if (is_full) fetch_keys<FULL>(ring, sight, table, pages, tensors[K_CACHE], tensors[V_CACHE]);
         else fetch_keys<SLIDING>(ring, sight, table, pages, tensors[K_CACHE], tensors[V_CACHE]);
         return;
     }
@@ -117,11 +116,6 @@ _BODIES = {
     "ll_store4": "volatile uint32_t* q = (volatile uint32_t*)p; q[3] = words.w; q[1] = words.y; q[0] = words.x;"
     " q[2] = words.z;",
     "smem_addr": "return uint32_t(uintptr_t(p));",
-    "sync_team": "named_sync(5 + team, 64);",
-    "transpose_8x8": "Lanes& l = lanes_here(); const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;"
-    " l.a[lane][0] = x; __syncwarp();"
-    " const auto of = [&](int n) { return l.a[(2 * t + n) * 4 + g / 2][0] >> g % 2 * 16; };"
-    " const unsigned y = (of(0) & 0xffff) | of(1) << 16; __syncwarp(); return y;",
 }  # fmt: skip
 
 
@@ -129,9 +123,8 @@ def _library(problem: Problem, of_config: dict[str, int], folder: Path) -> tuple
     """The probe, its warps of consumers, and the shared memory of a block."""
     config = replace(KERNEL.default_config(problem, H200), **of_config)
     source = str(render(KERNEL, problem, config, H200))
-    fetch = "fetch_nibbles" if is_rotated(problem.kv_format) else "fetch_keys"
     source = source[: source.index("// The producer warp: loads the block's weights")]
-    source += _PROBE.replace("FETCH_FULL", fetch)
+    source += _PROBE
     source = kernel_on_cpu.with_tensor_cores(source)
     for pattern, call in (
         (r'asm volatile\("mbarrier\.init\.shared::cta\.b64 \[%0\], %1;".*?\);', "mbar_init(&empty[i], 32 * WARPS);"),
@@ -184,15 +177,6 @@ CASES: tuple[tuple[str, dict[str, Any], int], ...] = (
     ("F", {"kv_format": "shared_int8", "kv_len": 100}, 2),
     ("F", {"kv_format": "shared", "kv_len": 100, "page_size": 16} | _HALF, 2),
     ("S", {"kv_format": "int8", "kv_len": 301, "window": 100} | _HALF, 2),
-    # three tiles a stage, in turns of two
-    ("f", {"kv_format": "shared_int4", "kv_len": 300, "num_q_heads": 16, "num_stages": 5, "stage_tiles": 40}, 2),
-    ("f", {"kv_format": "int4", "kv_len": 600, "full_head_dim": 256, "num_full_rotated_pairs": 32} | _HALF, 2),
-    ("f", {"kv_format": "shared_int4", "kv_len": 333} | _HALF, 1),
-    ("f", {"kv_format": "shared_int4", "kv_len": 257, "num_stages": 3}, 1),
-    ("f", {"kv_format": "int4", "kv_len": 333, "num_q_heads": 4}, 1),
-    ("f", {"kv_format": "int4", "kv_len": 1}, 2),
-    ("F", {"kv_format": "shared_int4", "kv_len": 100, "page_size": 16} | _HALF, 2),
-    ("F", {"kv_format": "int4", "kv_len": 65}, 1),
 )
 
 

@@ -17,7 +17,9 @@ import chart
 PAGE = chart.ROOT / "docs" / "performance.md"
 BOARDS = ("h200", "h100")
 TABLES = ("kernels", "history")
-MEASURED = {"vllm": "vllm.md", "media": "media.md", "caches": "runtime.md", "gguf": "gguf.md"}  # where, in docs
+MEASURED = {  # where, in docs
+    "vllm": "vllm.md", "media": "media.md", "caches": "runtime.md", "dflash": "runtime.md", "gguf": "gguf.md",
+}  # fmt: skip
 
 
 def begin(board: str) -> str:
@@ -27,9 +29,9 @@ def begin(board: str) -> str:
 def pages() -> dict[Path, str]:
     """The text of each page that has something made. Raises SystemExit where one has no place for it."""
     made = {PAGE: _filled(PAGE, {board: _board(board) for board in BOARDS})}
-    for name, file in MEASURED.items():
+    for file in dict.fromkeys(MEASURED.values()):
         page = chart.ROOT / "docs" / file
-        made[page] = _filled(page, {name: _measured(_read(name))})
+        made[page] = _filled(page, {name: _measured(_read(name)) for name, where in MEASURED.items() if where == file})
     return made
 
 

@@ -140,9 +140,7 @@ def ab(
         run.conclude()
 
 
-def _where(
-    plans: Sequence[Any], model_name: str | None, draft: str | None, kept: Keeping, step: Any
-) -> Where | None:
+def _where(plans: Sequence[Any], model_name: str | None, draft: str | None, kept: Keeping, step: Any) -> Where | None:
     from kerngen.workload.workload import find_model
 
     steps = [p.step for p in plans if p.step]

@@ -39,10 +39,7 @@ BENCH_CASES: tuple[Case, ...] = (
     case_for(Problem("ssf", **_31B, taps="-tt")),
     case_for(Problem("ssf", **_26B, taps="-tt")),
     case_for(Problem("ssf", **_31B, kv_len=131072)),
-    *(
-        case_for(Problem("ssf", **_31B, kv_len=131072, kv_format=f))
-        for f in ("int8", "shared", "shared_int8")
-    ),
+    *(case_for(Problem("ssf", **_31B, kv_len=131072, kv_format=f)) for f in ("int8", "shared", "shared_int8")),
     case_for(Problem("ssf", **_31B, kv_len=8192, kv_format="shared_int8")),
     case_for(Problem("sfSF", **_E2B, kv_len=8192, kv_format="int8")),
     case_for(Problem("SSSF", **_DRAFTER), signed=True),

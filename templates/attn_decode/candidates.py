@@ -66,7 +66,8 @@ def candidates(p: Problem, target: Target) -> Iterator[Config]:
     if p.rows > 8:
         yield from _clusters(p, target)
     if p.rows > 8 and eights <= sms:  # not all SMs, so that the next launch begins beside them
-        yield from _mma(p, target, Config(8, 16, 4, 8, 5) if eights >= 8 else Config(8, 16, 8, 8, 3), 0.73)
+        narrow = Config(8, 16, 4, 8, 5) if eights >= 8 else Config(8, 16, 8, 8, 3)
+        yield from islice(_mma(p, target, narrow, 0.73), int(p.rows > tile), None)  # one split is for few rows
 
 
 def _of_codes(p: Problem, sms: int) -> Config:

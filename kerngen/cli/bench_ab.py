@@ -136,7 +136,7 @@ def ab(
             by_call = {(c.entry.kernel.name, c.entry.problem): c.trials for c in run.done}
             for place in places:
                 place.trials = by_call[place.called]
-            run.in_step(InStep(where.model, where.step, places, gpu, run.rows, least, fused), where, rounds)
+            run.in_step(InStep(where.model, where.step, places, gpu, run.rows, least, fused), where, rounds, end)
         run.conclude()
 
 
@@ -348,13 +348,14 @@ class _Run:
         return (f"  {us:9.2f} us {gbps:6.0f} GB/s {gbps / self._limits.read_gbps:5.3f} {tflops:7.1f} TFLOP/s "
                 f"{tflops / self._limits.matmul_tflops:5.3f}  {told}")  # fmt: skip
 
-    def in_step(self, step: InStep, where: Where, rounds: int) -> None:
+    def in_step(self, step: InStep, where: Where, rounds: int, end: float | None) -> None:
         from kerngen.tuning.worker import Observed
 
         step.begin()
         looks: list[Look] = []
-        for _ in range(rounds):
-            for look in step.round():
+        for left in range(rounds, 0, -1):
+            began = monotonic()
+            for look in step.round(None if end is None else began + (end - began) / left):
                 if not looks or look.place is not looks[-1].place:
                     self.say(look.place.about)
                 self.say(_look_line(look))
@@ -365,6 +366,9 @@ class _Run:
             raise LaunchError(f"the step does not run with all that was kept: {whole.reason}")
         for trial in step.kept.values():
             self.say(f"kept: {trial.entry.about}: {trial.candidate.label}")
+        if not step.complete:
+            self.complete = False
+            self.say("the time is over: of each problem those were timed in the step that are fastest alone")
         self.say(f"{where.step.name}: {whole.base_us / 1e3:.3f} ms by default, with what was kept {whole.median:.4f} "
                  f"+- {whole.spread:.4f} of it")  # fmt: skip
         self.told["step"] = {

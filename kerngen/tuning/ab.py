@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from math import inf
 from random import Random
+from time import monotonic
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -310,9 +311,10 @@ class InStep:
         self._model, self._step, self._gpu, self._rows, self._least = model, step, gpu, rows, least
         self._fused = dict(fused)
         self._places = [p for p in places if not p.trials[0].failed]
-        self._left = {p.called: [t for t in p.trials if not t.failed] for p in self._places}
+        self._left = {p.called: sorted((t for t in p.trials if not t.failed), key=_us) for p in self._places}
         self._default = {p.called: p.trials[0] for p in self._places}
         self.kept: dict[tuple[str, Any], Trial] = {}  # where it is not the default
+        self.complete = True  # False where the time was over before all had been looked at
 
     def begin(self) -> None:
         """Make the model and look at the step as it is. Raises LaunchError where it does not run."""
@@ -321,18 +323,26 @@ class InStep:
             raise LaunchError(f"{self._step.name} of {self._model.name} does not run by default: {seen.reason}",
                               hint="give the first look more time with --timeout")  # fmt: skip
 
-    def round(self) -> Iterator[Look]:
-        """All places once, each with what was kept so far. Leaves each with the best of those that work."""
-        for place in self._places:
+    def round(self, end: float | None = None) -> Iterator[Look]:
+        """All places once, each with what was kept so far. Leaves each with the best of those that work. end: by
+        monotonic(); until then each place has an equal share of what is left, and what is fastest alone comes first.
+        """
+        for index, place in enumerate(self._places):
             default = self._default[place.called]
             now = self.kept.get(place.called, default)
             looks: list[tuple[float, Trial]] = []
+            began = monotonic()
+            until = inf if end is None else began + (end - began) / (len(self._places) - index)
             for trial in self._left[place.called]:
-                if trial is not now:
-                    look = self._look(place, trial, PAIRS)
-                    yield look
-                    if isinstance(look.seen, Ratio):
-                        looks.append((look.seen.median, trial))
+                if trial is now:
+                    continue
+                if monotonic() >= until:
+                    self.complete = False
+                    break
+                look = self._look(place, trial, PAIRS)
+                yield look
+                if isinstance(look.seen, Ratio):
+                    looks.append((look.seen.median, trial))
             looks.sort(key=lambda seen: seen[0])
             for ratio, trial in looks[:SURE_LOOKS]:
                 if ratio >= 1 - self._least:
@@ -368,6 +378,10 @@ class InStep:
         if trial is self._default[place.called]:
             del self.kept[place.called]
         return Look(place, trial, seen, kept=True)
+
+
+def _us(trial: Trial) -> float:
+    return inf if trial.us is None else trial.us
 
 
 def _exchanged(chosen: Mapping[tuple[str, Any], Trial]) -> list[Exchanged]:

@@ -358,6 +358,24 @@ def test_what_gains_is_looked_at_again_and_beside_all_that_follows() -> None:
     assert whole.median == pytest.approx(0.72)
 
 
+def test_where_time_is_short_each_place_has_a_share_and_what_is_fast_alone_comes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A look takes a second. Of three candidates a share of two leaves out the one that is slowest alone, which would
+    gain most; what has gained is kept all the same.
+    """
+    gpu = PlayedGpu(factors=_factors({ONE_VECTOR: 0.9, TWO_ROWS: 0.95, FOUR: 0.5}))
+    monkeypatch.setattr(ab, "monotonic", lambda: float(len(gpu.looks)))
+    first, second = _place(ADD_NORM[0], FOUR, TWO_ROWS, ONE_VECTOR), _place(ADD_NORM[1], TWO_ROWS)
+    for trial, us in zip(first.trials, (5.0, 9.0, 7.0, 6.0), strict=True):
+        trial.seen = replace(trial.seen, p50_us=us)
+    run = _in_step(gpu, first, second)
+    looks = list(run.round(4.0))
+    assert [tried for _, tried, _ in gpu.looks[:2]] == [{FIRST: ONE_VECTOR}, {FIRST: TWO_ROWS}]
+    assert _kept(looks) == [(FIRST, ONE_VECTOR), (SECOND, TWO_ROWS)]
+    assert not run.complete
+
+
 def test_what_gains_by_luck_or_nothing_is_not_kept() -> None:
     """0.9 in a short look and 1.0 in a long one; and a place whose best is slower, which gets no long look."""
     gpu = PlayedGpu(factors=lambda problem, config, pairs: 0.9 if config == ONE_VECTOR and pairs == PAIRS else 1.01)

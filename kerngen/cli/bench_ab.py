@@ -146,6 +146,8 @@ def _where(plans: Sequence[Any], model_name: str | None, draft: str | None, kept
     steps = [p.step for p in plans if p.step]
     if model_name is not None:
         return Where(find_model(model_name, draft, kept), step())
+    if draft is not None:
+        raise UsageError(f"--draft {draft} goes with --step MODEL", hint='of a file [step] says it: draft = "dflash"')
     if not steps:
         return None
     if len(steps) < len(plans) or any(s != steps[0] for s in steps):

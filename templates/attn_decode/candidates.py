@@ -100,7 +100,8 @@ def _wave(p: Problem, target: Target, shape: Config, most: int) -> Iterator[Conf
     """`shape` by warpgroups, a tile each, with as many splits as there are SMs for and at most `most` stages. Nothing
     where no split is left.
     """
-    splits = min(target.device.num_sms // p.groups(shape.block_m), ceil(p.visible / TILE))
+    keys = 2 * TILE if p.head_dim == 512 else TILE  # that a split has at least
+    splits = min(target.device.num_sms // p.groups(shape.block_m), ceil(p.visible / keys))
     if splits > 1:
         waved = replace(shape, num_splits=splits, body="wgmma_ws", partial_bits=16)
         yield from _most_stages(p, waved, target, most)

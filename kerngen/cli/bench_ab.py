@@ -96,7 +96,7 @@ def ab(
 
     plans = [read_plan(Path(w)) for w in what if w.endswith(".toml")]
     names = [w for w in what if not w.endswith(".toml")]
-    where = _where(plans, model_name, draft, kept, lambda: step_of(phase, batch, context, tokens))
+    where = where_of(plans, model_name, draft, kept, lambda: step_of(phase, batch, context, tokens))
     listed = [e for p in plans for e in p.entries]
     if plans and (names or configs or body or problems or wanted):
         raise UsageError(
@@ -140,7 +140,8 @@ def ab(
         run.conclude()
 
 
-def _where(plans: Sequence[Any], model_name: str | None, draft: str | None, kept: Keeping, step: Any) -> Where | None:
+def where_of(plans: Sequence[Any], model_name: str | None, draft: str | None, kept: Keeping, step: Any) -> Where | None:
+    """The step that the files say, or the options do; None of kernels alone. Raises UsageError."""
     from kerngen.workload.workload import find_model
 
     steps = [p.step for p in plans if p.step]

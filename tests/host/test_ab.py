@@ -14,8 +14,10 @@ from played_gpu import PlayedGpu
 from toy import TOYS
 
 from kerngen.arch import Target, find_device
+from kerngen.cli.bench_ab import where_of
 from kerngen.compiler.compile import Cubin, Resources
 from kerngen.errors import LaunchError
+from kerngen.runtime.config import AS_STORED
 from kerngen.templates import find_kernel
 from kerngen.templates.kernel import Kernel, fields_of
 from kerngen.tuning import ab
@@ -498,19 +500,13 @@ def test_files_that_are_kept_can_run() -> None:
             continue  # test_ab_plan.py
         target = Target.of(find_device(plan.device))
         assert all(entry.written and entry.candidates(target) for entry in plan.entries)
-        if plan.step:
-            said = {"phase": "decode", "batch": 1, "context": 512, "tokens": 4} | plan.step
-            step = (
-                Step.verify(said["batch"], said["tokens"], said["context"])
-                if said["phase"] == "verify"
-                else Step.decode(said["batch"], said["context"])
-            )
-            model, asked = find_model(said["model"]), {(e.kernel.name, e.problem) for e in plan.entries}
-            apart = ab.apart_for(model, step, target, asked)
-            launched = {p.called for p in ab.places_of(model, step, target, fused=apart)}
-            assert launched | {p.called for p in ab.unasked_places(model, step, target)} >= asked, path
+        if (where := where_of([plan], None, None, AS_STORED, None)) is not None:
+            asked = {(e.kernel.name, e.problem) for e in plan.entries}
+            apart = ab.apart_for(where.model, where.step, target, asked)
+            launched = {p.called for p in ab.places_of(where.model, where.step, target, fused=apart)}
+            assert launched | {p.called for p in ab.unasked_places(where.model, where.step, target)} >= asked, path
             steps += 1
-    assert steps == 21
+    assert steps == 23
 
 
 @pytest.mark.parametrize(("args", "says"), [

@@ -90,18 +90,22 @@ def _fragment_partials(p: Problem, target: Target) -> Iterator[Config]:
     shape = Config(rows, 16, warps, warps, body="wgmma_ws", k_column_parts=warps // 2, partial_bits=16)
     shape = replace(shape, prefetch_stages=3 if few else 2)
     for waves in (1, 2, 3, 4):
-        splits = min(waves * sms // groups, ceil(p.visible / (2 * TILE if long else TILE)))
+        splits = min(waves * sms // groups, _most_splits(p))
         if splits > 1 and (share := splits * groups / (ceil(splits * groups / sms) * sms)) > busy + 0.05:
             busy = share
             yield from _most_stages(p, replace(shape, num_splits=splits), target, 13 if long or p.source == "q" else 9)
 
 
+def _most_splits(p: Problem) -> int:
+    """Of fragment partials: a tile each, and of long heads two."""
+    return ceil(p.visible / (2 * TILE if p.head_dim == 512 else TILE))
+
+
 def _wave(p: Problem, target: Target, shape: Config, most: int) -> Iterator[Config]:
-    """`shape` by warpgroups, a tile each, with as many splits as there are SMs for and at most `most` stages. Nothing
-    where no split is left.
+    """`shape` with fragment partials, as many splits as there are SMs for, and at most `most` stages. Nothing where
+    that is one split.
     """
-    keys = 2 * TILE if p.head_dim == 512 else TILE  # that a split has at least
-    splits = min(target.device.num_sms // p.groups(shape.block_m), ceil(p.visible / keys))
+    splits = min(target.device.num_sms // p.groups(shape.block_m), _most_splits(p))
     if splits > 1:
         waved = replace(shape, num_splits=splits, body="wgmma_ws", partial_bits=16)
         yield from _most_stages(p, waved, target, most)

@@ -8,7 +8,8 @@ the router's weights is the next kernel's. Launches:
 2. gate_up: tiles of the routes of one expert; x's rows are gathered, h = gelu(gate) * up is stored in sorted order.
 3. down: h's rows are contiguous, y's are scattered to the routes.
 
-Without a plan every route is a tile of one row: weights that two tokens share are read twice, the second time from L2.
+Without a plan each block sorts the routes by itself, by the first of each expert (Config.groups_routes), or every route
+is a tile of one row: weights that two tokens share are read twice, the second time from L2.
 One token reads only the chosen experts' weights. gate_up triggers `down` only after its own PDL wait, so `down` may
 read the table, and load weights by it, before gate_up has completed. Tilings: common/w4/tiling.py, common/w4/gemm.cuh,
 common/w4/gemv.cuh. gate_up and down are each in a weight format of w4a16_gemm's, whose scales are of one dtype.
@@ -27,7 +28,8 @@ from kerngen.templates.kernel import Arg, Body, Choices, Cost, Launch, TokenProb
 
 MAX_EXPERTS = 256
 PLAN_THREADS = 1024
-ALONE_TOKENS = 4  # up to so many tokens each route is a tile of its own, and nothing is planned
+ALONE_TOKENS = 4  # up to so many tokens nothing is planned
+MOST_GROUPED = 32  # routes that a warp of each block sorts: one a lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ class Config:
     down_warps_k: int = 1
     down_num_stages: int = 2
     down_blocks_per_sm: int = 0
+    groups_routes: bool = False  # of up to ALONE_TOKENS tokens: routes of an expert share a tile
 
     def tiling(self, phase: str) -> Tiling:
         """phase: up or down."""
@@ -115,6 +118,11 @@ def _warp_n(problem: Problem, target: Target) -> tuple[int, ...]:
     return (32, 64) if target.arch.has_ldmatrix else (64,)
 
 
+def _groups_routes(problem: Problem, target: Target) -> tuple[bool, ...]:
+    groups = 1 < problem.num_tokens <= ALONE_TOKENS and problem.num_tokens * problem.top_k <= MOST_GROUPED
+    return (False, True) if groups else (False,)
+
+
 # Of the tiles that w4a16_gemm searches those that serve few rows an expert, or many: two products multiply the choices.
 SPACE: dict[str, Choices] = {
     "block_m": (8, 16, 32, 64, 128),
@@ -130,6 +138,7 @@ SPACE: dict[str, Choices] = {
     "down_warps_k": (1, 2, 4),
     "down_num_stages": _stages,
     "down_blocks_per_sm": (0,),
+    "groups_routes": _groups_routes,
 }
 WGMMA_SPACE = SPACE | {
     "warp_n": (32,), "warps_m": (1,), "up_warps_k": (1,), "down_warps_k": (1,),
@@ -166,7 +175,7 @@ MAX_SPILL_BYTES = 16  # as w4a16_gemm
 
 
 def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
-    found = {"PLAN_THREADS": PLAN_THREADS, "ALONE_TOKENS": ALONE_TOKENS}
+    found = {"PLAN_THREADS": PLAN_THREADS, "ALONE_TOKENS": ALONE_TOKENS, "MOST_GROUPED": MOST_GROUPED}
     found["SCALES_BF16"] = problem.dtype == "bf16" and not problem.fp16_scales
     for phase, packing in ((phase.upper(), problem.packing(phase)) for phase in PHASES):
         found |= {f"{phase}_BITS": packing.bits, f"{phase}_HAS_MINIMA": packing.has_minima}
@@ -174,15 +183,20 @@ def constants(problem: Problem, config: Config, arch: Arch) -> dict[str, int]:
 
 
 def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
-    """The largest launch's. The products' is dynamic, plan's (counts by warp and expert, two tables) static."""
+    """The largest launch's. The products' is dynamic; static are plan's (counts by warp and expert, two tables) and
+    what a block sorts, behind which dynamic memory begins at a multiple of 1024 bytes.
+    """
     products = max(config.tiling(phase).smem_bytes(problem.packing(phase)) for phase in PHASES)
     if problem.num_tokens <= ALONE_TOKENS:
-        return products
+        return products + 1024 * config.groups_routes
     plan = 4 * (PLAN_THREADS // 32 * problem.num_experts + 2 * (problem.num_experts + 1))
     return max(-(-plan // 1024) * 1024, products)
 
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
+    if config.groups_routes and not any(_groups_routes(problem, target)):
+        return (f"groups_routes=True: with num_tokens={problem.num_tokens} top_k={problem.top_k}; it is for 2 to "
+                f"{ALONE_TOKENS} tokens of at most {MOST_GROUPED} routes")  # fmt: skip
     for phase in PHASES:
         tiling, packing, k = config.tiling(phase), problem.packing(phase), shape(problem, phase)[1]
         why = limits.why_invalid(tiling, config.block_m, k, packing, target.arch)
@@ -250,19 +264,31 @@ def cost(problem: Problem) -> Cost:
 def candidates(problem: Problem, target: Target) -> Sequence[Config]:
     """A tile has about as many rows as an expert, or the fewest that there are; the last fits everywhere."""
     arch = target.arch
+    deep = 4 if arch.has_cp_async else 2
     if problem.num_tokens <= ALONE_TOKENS and arch.has_ldmatrix:
         found = [
             Config(8, 32, 1, "gemv", 32, 384, 4, 1, 0, 32, 256, 4, 1, 0),
             Config(8, 64, 1, "gemv", 64, 512, 4, 1, 0, 64, 256, 4, 1, 0),
         ]
+        if problem.num_tokens > 1:
+            found += (
+                replace(c, groups_routes=groups) for c in _few_tiles(deep) for groups in _groups_routes(problem, target)
+            )
         last = Config(8, 32, 1, "gemv", 32, 32, 1, 1, 0, 32, 32, 1, 1, 0)
     else:
         rows = problem.num_tokens * problem.top_k / problem.num_experts
-        deep = 4 if arch.has_cp_async else 2
         block_ms = [m for m in (8, 16, 32, 64, 128) if min(rows, 127) / 4 < m < max(4 * rows, 16)]
         found = [config for m in block_ms for config in _tiles(m, deep, arch)]
         last = _tiles(8, 2, arch)[-1]
     return (*(_with_bytes_of_int4(problem, config) for config in found), last)
+
+
+def _few_tiles(deep: int) -> tuple[Config, ...]:
+    """Of two to four tokens, where whole rows of gate and up are on their way. deep: stages."""
+    return (
+        Config(8, 32, 1, "mma", 64, 256, 1, min(3, deep), 0, 64, 64, 1, deep, 0),
+        Config(8, 64, 1, "mma", 64, 256, 2, 2, 0, 64, 64, 2, deep, 0),
+    )
 
 
 def _with_bytes_of_int4(problem: Problem, c: Config) -> Config:

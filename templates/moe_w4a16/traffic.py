@@ -35,10 +35,11 @@ def traffic(problem: Problem, config: Config, target: Target) -> tuple[Traffic, 
     p = problem
     routes = p.num_tokens * p.top_k
     experts, tiles = expected(p.num_tokens, p.top_k, p.num_experts, config.block_m)
-    if alone := p.num_tokens <= ALONE_TOKENS:
+    unplanned = p.num_tokens <= ALONE_TOKENS
+    if alone := unplanned and not config.groups_routes:
         tiles = routes
     row_tiles = max(1, round(tiles))
-    found = [] if alone else [Traffic(4 * routes, 0, l2_bytes=8 * routes, cuda_ops=40 * routes, waits=4)]
+    found = [] if unplanned else [Traffic(4 * routes, 0, l2_bytes=8 * routes, cuda_ops=40 * routes, waits=4)]
     for phase in PHASES:
         tiling, packing, (n, k) = config.tiling(phase), p.packing(phase), shape(p, phase)
         gated = phase == "up"

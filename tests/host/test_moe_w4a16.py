@@ -59,8 +59,8 @@ def test_every_arch_and_number_of_tokens_has_a_default(board: str, formats: dict
         if tokens <= spec.ALONE_TOKENS:
             each = sum(problem.packing(phase).bytes_of(*spec.shape(problem, phase)) for phase in spec.PHASES)
             assert 8 * tokens * each < KERNEL.cost(problem).bytes < 8 * tokens * each * 1.01
-            up, down = (Config.tiling(config, phase) for phase in spec.PHASES)
-            assert (up.body, down.body) == (("gemv", "gemv") if target.arch.has_ldmatrix else ("mma", "mma"))
+            assert config.body == ("gemv" if target.arch.has_ldmatrix and tokens == 1 else config.body)
+            assert config.groups_routes == (tokens > 1 and target.arch.has_cp_async)
 
 
 def test_the_op_reads_both_formats_from_its_tensors() -> None:
@@ -116,10 +116,13 @@ GEMV = Config(8, 32, 1, "gemv", 32, 128, 2, 1, 0, 32, 64, 2, 1, 0)
 FEW = Config(8, 32, 1, "mma", 64, 64, 2, 2, 0, 64, 32, 1, 2, 0)
 MMA = Config(16, 32, 1, "mma", 64, 64, 1, 2, 0, 64, 64, 1, 2, 0)
 VOLTA = replace(MMA, warp_n=64)
-# (arch, configuration, tokens, fields): alone, and planned
+# (arch, configuration, tokens, fields): alone, grouped, and planned
 RUNS: tuple[tuple[str, Config, int, dict[str, Any]], ...] = (
     ("sm80", MMA, 9, {}),  # that what stands for the GPU is right
     ("sm80", GEMV, 3, Q4_K_M),
+    ("sm80", replace(GEMV, groups_routes=True), 3, {"num_experts": 32}),
+    ("sm80", replace(FEW, groups_routes=True), 4, Q8_0),
+    ("sm70", replace(VOLTA, groups_routes=True), 2, {"num_experts": 2, "dtype": "fp16"}),
     ("sm80", FEW, 7, Q8_0 | {"group_size": 16, "down_group_size": 96}),
     ("sm80", MMA, 9, Q8_0 | {"up_weights": "int8_min", "group_size": 192, "down_group_size": 16}),
     ("sm70", VOLTA, 6, {"down_weights": "int8_min", "group_size": 64, "down_group_size": 32, "dtype": "fp16"}),

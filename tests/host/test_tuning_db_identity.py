@@ -175,7 +175,7 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
          "bf16", "up_weights": "int4", "down_weights": "int4", "down_group_size": 0, "fp16_scales": False},
         {"block_m": 8, "warp_n": 32, "warps_m": 1, "wgmma": False, "gemv": False, "up_block_n": 128, "up_block_k":
          256, "up_warps_k": 1, "up_num_stages": 2, "up_blocks_per_sm": 0, "down_block_n": 128, "down_block_k": 128,
-         "down_warps_k": 1, "down_num_stages": 2, "down_blocks_per_sm": 0},
+         "down_warps_k": 1, "down_num_stages": 2, "down_blocks_per_sm": 0, "groups_routes": False},
     ),
     "ple_block": (
         {"num_tokens": 1},

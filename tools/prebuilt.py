@@ -6,6 +6,7 @@ or from the cost model.
     python -m tools.prebuilt --device A100,T4 --renew          the same, where only device code has changed
     python -m tools.prebuilt --measured h200.db                tuning_db/prebuilt/H200/*.txt
     python -m tools.prebuilt --carried rows.json --device H200 --source TEXT    tuning_db/prebuilt/H200/*.carried.txt
+    python -m tools.prebuilt --carried rows.json --device H200 --source TEXT --keep    these rows of them
 
 A board's problems are those of all released models, each once, but for what was measured there or is carried of it.
 They are searched together as `kerngen tune` does, in a database of its own that is gone afterwards (--db keeps it, and
@@ -84,7 +85,11 @@ def predict(
 
 def known_points(place: Path) -> set[str]:
     """ProblemKey.id of what the folder's results files have measured or carried."""
-    paths = [path for path in sorted(place.glob("*.txt")) if not path.name.endswith(PREDICTED)]
+    return _points_of(path for path in place.glob("*.txt") if not path.name.endswith(PREDICTED))
+
+
+def _points_of(files: Iterable[Path]) -> set[str]:
+    paths = sorted(files)
     return {
         ids_as_filed(ProblemKey(file.kernel, dict(problem.static), dict(point.runtime), point.dynamic)).problem
         for file in (read(paths) if paths else ())
@@ -120,33 +125,39 @@ def _publish(texts: Mapping[Path, str], place: Path, suffix: str, kernels: Colle
 
 
 def write_carried(
-    rows: Sequence[Mapping[str, Any]], source: str, target: Target, folder: Path, kernels: Collection[str] = ()
-) -> dict[Path, int]:
+    rows: Sequence[Mapping[str, Any]], source: str, target: Target, folder: Path, kernels: Collection[str] = (), *,
+    keeps: bool = False,
+) -> dict[Path, int]:  # fmt: skip
     """The results files of `rows` (of `kernels`, or all), which were chosen on the target's board, in place of those in
     `folder`: their sizes. A problem that was measured there is left out. Nothing is compiled.
 
     rows: {"kernel", "problem", "config"} of each, with all fields or without those that have their default. source:
-    what they were chosen by, in words. Raises UsageError, naming the row, for what is none or cannot run; DatabaseError
-    where two rows of one tuned point differ.
+    what they were chosen by, in words. keeps: what else is carried stays, of these kernels and of others. Raises
+    UsageError, naming the row, for what is none or cannot run; DatabaseError where two rows of one tuned point differ.
     """
     place, texts = folder / target.device.name, dict[Path, str]()
-    measured = [path for path in sorted(place.glob("*.txt")) if not path.name.endswith((CARRIED, PREDICTED))]
+    measured = _points_of(path for path in place.glob("*.txt") if not path.name.endswith((CARRIED, PREDICTED)))
+    if keeps:
+        kernels = sorted({row["kernel"] for row in rows if "kernel" in row})
     with (
         tempfile.TemporaryDirectory(prefix="kerngen-prebuilt-") as scratch,
         Store.open(f"{scratch}/board.sqlite") as store,
     ):
-        if measured:
-            build(read(measured), store, None)
         keys: dict[str, Kernel] = {}
         chosen: dict[str, Measurement] = {}
         with store.transaction():
             for row in (r for r in rows if not kernels or r.get("kernel") in kernels):
                 kernel, m = _carried(row, source, target, store)
+                if m.problem.id in measured:
+                    continue
                 keys[m.problem.static_key] = kernel
                 if (other := chosen.setdefault(m.problem.id, m)).config != m.config:
                     raise DatabaseError(f"{kernel.name}: {m.config} and {other.config} are of one tuned point, "
                                         f"{m.problem.flat}")  # fmt: skip
             store.add_measurements(list(chosen.values()))
+        if keeps and (old := [path for name in kernels if (path := place / f"{name}{CARRIED}").exists()]):
+            build(read(old), store, None, wanted=lambda key: key.id not in chosen)
+        with store.transaction():
             for static_key, kernel in keys.items():
                 store.recompute_winners(kernel, static_key, target)
         for file in results_of([store], Selection(provenances=["carried"]), rivals=False):
@@ -209,6 +220,7 @@ def renew(target: Target, folder: Path, *, jobs: int = 1) -> dict[Path, int]:
     help="JSON: a list of {kernel, problem, config} that were chosen on the board before.",
 )  # fmt: skip
 @click.option("--source", default=None, metavar="TEXT", help="What those of --carried were chosen by, in words.")
+@click.option("--keep", "keeps", is_flag=True, help="What else is carried stays beside --carried.")
 @click.option("--renew", "renewing", is_flag=True, help="Keep the winners of what is there, build and time them anew.")
 @click.option("--model", "models", multiple=True, help="Only these. Default: all released models.")
 @click.option("--kernel", "kernels", multiple=True, help="These alone; other kernels' files stay.")
@@ -217,8 +229,9 @@ def renew(target: Target, folder: Path, *, jobs: int = 1) -> dict[Path, int]:
 @click.option("--db", "db", default=None, metavar="FILE", help="Keep what was tried here. One file a board.")
 @click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), default=PREBUILT, show_default=True)
 def main(
-    devices: tuple[str, ...], measured: str | None, carried: Path | None, source: str | None, renewing: bool,
-    models: tuple[str, ...], kernels: tuple[str, ...], trials: int, jobs: int | None, db: str | None, output: Path,
+    devices: tuple[str, ...], measured: str | None, carried: Path | None, source: str | None, keeps: bool,
+    renewing: bool, models: tuple[str, ...], kernels: tuple[str, ...], trials: int, jobs: int | None, db: str | None,
+    output: Path,
 ) -> None:  # fmt: skip
     """Write the results files that kerngen is shipped with: predicted for boards, carried of one, or of a database that
     was measured.
@@ -238,6 +251,8 @@ def main(
         raise UsageError("--renew keeps what is predicted for boards: with --device alone, and --jobs and --output")
     if bool(carried) != bool(source):
         raise UsageError("--carried and --source go together: a carried row says what it was chosen by")
+    if keeps and carried is None:
+        raise UsageError("--keep goes with --carried")
     if carried is not None and (len(boards) != 1 or renewing or models or db):
         raise UsageError("--carried is of one board: with --device and --source alone, and --kernel and --output")
     if db is not None and len(boards) != 1:
@@ -247,7 +262,7 @@ def main(
             _tell(write_measured(store, output))
         return
     if carried is not None and source is not None:
-        _tell(write_carried(_rows_in(carried), source, Target.of(boards[0]), output, kernels))
+        _tell(write_carried(_rows_in(carried), source, Target.of(boards[0]), output, kernels, keeps=keeps))
         return
     for board in boards:
         target = Target.of(board)

@@ -77,9 +77,10 @@ def test_a_file_is_as_it_is_written_and_says_who_says_so(path: Path) -> None:
         assert {(t.model, t.won) for t in trials} == {(0, True)}
     else:
         assert file.models == ()
-        assert {(t.carried, t.us, t.won) for t in trials} == {(0, None, True)}
-        (source,) = file.carried
-        assert f"by steps and sweeps on an {file.board}: docs/experiments.md" in source
+        assert {(t.us, t.won) for t in trials} == {(None, True)}
+        assert {t.carried for t in trials} == set(range(len(file.carried)))
+        assert f"by steps and sweeps on an {file.board}: docs/experiments.md" in file.carried[0]
+        assert all(f"on an {file.board}" in source for source in file.carried)
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda b: b.name)
@@ -223,6 +224,11 @@ def test_carried_rows_are_written_but_for_what_was_measured(tmp_path: Path) -> N
     assert [key in known_points(place) for key in keys] == [True, True, False]
     write_carried([_row(8, 128), _row(8, 64, kernel="rmsnorm")], "more steps", target, tmp_path, ["gelu_gate"])
     assert parse((place / f"gelu_gate{CARRIED}").read_text()).carried == ("more steps",)
+    write_carried([_row(16, 64), _row(32, 64)], "later steps", target, tmp_path, keeps=True)
+    file = parse((place / f"gelu_gate{CARRIED}").read_text())
+    now = {p.dynamic: (of.configs[p.trials[0].config].fields, p.trials[0].carried) for of, p in file.points()}
+    assert file.carried == ("later steps", "more steps")
+    assert now == {8: ({}, 1), 16: ({"threads": 64}, 0), 32: ({"threads": 64}, 0)}
     with Store.open(tmp_path / "none.db") as store, pytest.raises(UsageError, match="nothing is left to predict"):
         predict(target, ["gemma-4-e2b"], store, known=known_points(PREBUILT / "H200"))
 

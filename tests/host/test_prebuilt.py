@@ -52,7 +52,8 @@ def test_there_are_files() -> None:
 
 def test_no_architecture_is_left_out() -> None:
     assert {b.device.arch for b in BOARDS} == set(ARCHES)
-    assert set(PREDICTED_ON) == {"V100", "T4", "A100", "RTX3090", "L4", "RTX4090", "B200", "RTX5090"}
+    everywhere = {"V100", "T4", "A100", "RTX3090", "L4", "RTX4090", "B200", "RTX5090"}
+    assert set(PREDICTED_ON) == everywhere | {"H100"}, "there of a body that is younger than what is carried"
     assert set(CARRIED_ON) == {"H100", "H200"}, "on which steps and sweeps were run"
 
 

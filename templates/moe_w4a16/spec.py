@@ -195,8 +195,8 @@ def smem_bytes(problem: Problem, config: Config, target: Target) -> int:
 
 def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     if config.groups_routes and not any(_groups_routes(problem, target)):
-        return (f"groups_routes=True: with num_tokens={problem.num_tokens} top_k={problem.top_k}; it is for 2 to "
-                f"{ALONE_TOKENS} tokens of at most {MOST_GROUPED} routes")  # fmt: skip
+        return (f"groups_routes=True is for 2 to {ALONE_TOKENS} tokens of at most {MOST_GROUPED} routes, not for "
+                f"num_tokens={problem.num_tokens} top_k={problem.top_k}")  # fmt: skip
     for phase in PHASES:
         tiling, packing, k = config.tiling(phase), problem.packing(phase), shape(problem, phase)[1]
         why = limits.why_invalid(tiling, config.block_m, k, packing, target.arch)
@@ -284,7 +284,7 @@ def candidates(problem: Problem, target: Target) -> Sequence[Config]:
 
 
 def _few_tiles(deep: int) -> tuple[Config, ...]:
-    """Of two to four tokens, where whole rows of gate and up are on their way. deep: stages."""
+    """For two to four tokens: tiles of 64 rows, so that there are several blocks an SM. deep: the most stages."""
     return (
         Config(8, 32, 1, "mma", 64, 256, 1, min(3, deep), 0, 64, 64, 1, deep, 0),
         Config(8, 64, 1, "mma", 64, 256, 2, 2, 0, 64, 64, 2, deep, 0),

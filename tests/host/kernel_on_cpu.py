@@ -454,9 +454,9 @@ def on_cpu(
     source = re.sub(
         r"__shared__ (\w+) (\w+\[[^;,]*\]), (\w+\[[^;,]*\]);", r"__shared__ \1 \2; __shared__ \1 \3;", source
     )
-    arrays = re.findall(r"__shared__ (?:alignas\(\d+\) )?(\w+) (\w+)((?:\[[^;]*\])+);", source)
-    for i, (of, name, sizes) in enumerate(arrays):  # each with room of its own
-        source = re.sub(rf"__shared__ (?:alignas\(\d+\) )?{of} {name}\[[^;]*;",
+    variables = re.findall(r"__shared__ (?:alignas\(\d+\) )?(\w+) (\w+)((?:\[[^;]*\])*);", source)
+    for i, (of, name, sizes) in enumerate(variables):  # each with room of its own
+        source = re.sub(rf"__shared__ (?:alignas\(\d+\) )?{of} {name}(?:\[[^;]*)?;",
                         f"auto& {name} = *reinterpret_cast<{of}(*){sizes}>(block_here->shared.data() + {i << 13});",
                         source)  # fmt: skip
     # The host's own headers have these.

@@ -59,8 +59,10 @@ def test_every_arch_and_number_of_tokens_has_a_default(board: str, formats: dict
         if tokens <= spec.ALONE_TOKENS:
             each = sum(problem.packing(phase).bytes_of(*spec.shape(problem, phase)) for phase in spec.PHASES)
             assert 8 * tokens * each < KERNEL.cost(problem).bytes < 8 * tokens * each * 1.01
-            assert config.body == ("gemv" if target.arch.has_ldmatrix and tokens == 1 else config.body)
-            assert config.groups_routes == (tokens > 1 and target.arch.has_cp_async)
+            groups = tokens > 1 and target.arch.has_cp_async
+            up, down = (Config.tiling(config, phase) for phase in spec.PHASES)
+            body = "gemv" if target.arch.has_ldmatrix and not groups else "mma"
+            assert (up.body, down.body, config.groups_routes) == (body, body, groups)
 
 
 def test_the_op_reads_both_formats_from_its_tensors() -> None:

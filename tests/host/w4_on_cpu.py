@@ -47,7 +47,6 @@ def run(
     source = kernel_on_cpu.with_tensor_cores(str(render(kernel, problem, config, target)))
     source = re.sub(r"extern __shared__ __align__\(\d+\) (\w+) (\w+)\[\];",
                     r"\1* const \2 = reinterpret_cast<\1*>(dynamic_shared);", source)  # fmt: skip
-    source = re.sub(r"__shared__ (\w+) (\w+);", r"static \1 \2;", source)
     args = kernel.body(config, target.arch).args
     first, *others = args
     library = kernel_on_cpu.on_cpu(_ON_CPU + source, first, folder, others, bodies=_BODIES)

@@ -137,8 +137,6 @@ def write_carried(
     """
     place, texts = folder / target.device.name, dict[Path, str]()
     measured = _points_of(path for path in place.glob("*.txt") if not path.name.endswith((CARRIED, PREDICTED)))
-    if keeps:
-        kernels = sorted({row["kernel"] for row in rows if "kernel" in row})
     with (
         tempfile.TemporaryDirectory(prefix="kerngen-prebuilt-") as scratch,
         Store.open(f"{scratch}/board.sqlite") as store,
@@ -155,7 +153,8 @@ def write_carried(
                     raise DatabaseError(f"{kernel.name}: {m.config} and {other.config} are of one tuned point, "
                                         f"{m.problem.flat}")  # fmt: skip
             store.add_measurements(list(chosen.values()))
-        if keeps and (old := [path for name in kernels if (path := place / f"{name}{CARRIED}").exists()]):
+        names = sorted({kernel.name for kernel in keys.values()}) if keeps else []
+        if old := [path for name in names if (path := place / f"{name}{CARRIED}").exists()]:
             build(read(old), store, None, wanted=lambda key: key.id not in chosen)
         with store.transaction():
             for static_key, kernel in keys.items():
@@ -164,7 +163,7 @@ def write_carried(
             texts[place / f"{file.kernel}{CARRIED}"] = results_file.dump(file)
     if not texts:
         raise UsageError(f"nothing of that is carried: it was measured on {target.device}, or is of other kernels")
-    return _publish(texts, place, CARRIED, kernels)
+    return publish_texts(texts) if keeps else _publish(texts, place, CARRIED, kernels)
 
 
 def _carried(row: Mapping[str, Any], source: str, target: Target, store: Store) -> tuple[Kernel, Measurement]:
@@ -252,7 +251,7 @@ def main(
     if bool(carried) != bool(source):
         raise UsageError("--carried and --source go together: a carried row says what it was chosen by")
     if keeps and carried is None:
-        raise UsageError("--keep goes with --carried")
+        raise UsageError("--keep is of what is carried: with --carried and --source")
     if carried is not None and (len(boards) != 1 or renewing or models or db):
         raise UsageError("--carried is of one board: with --device and --source alone, and --kernel and --output")
     if db is not None and len(boards) != 1:

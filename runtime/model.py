@@ -8,7 +8,7 @@ Nothing here waits for the device, so a decode step is captured in a CUDA graph 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -45,23 +45,35 @@ def tap_scale(dtype: torch.dtype) -> float:
     return TAP_SCALE[DTYPE_NAME[dtype]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Taps:
-    """Layers, in their order, whose output a forward is asked for beside its result."""
+    """Layers, in their order, whose output a forward is asked for beside its result.
+
+    rows [T, len(layers) * H] in `ops.dtype`, once the forward has run: the outputs beside each other, times
+    `tap_scale`.
+    """
 
     layers: tuple[int, ...]
-    _rows: list[Tensor] = field(default_factory=list)
+    rows: Tensor = field(init=False)
+    _kept: list[Tensor] = field(init=False, default_factory=list)
 
-    def add(self, rows: Tensor) -> None:
-        """Of the next layer, or of several beside each other: [T, H] or [T, layers * H], times `tap_scale`."""
-        self._rows.append(rows)
-
-    @property
-    def rows(self) -> Tensor:
-        """[T, len(layers) * H] in `ops.dtype`, once the forward has run: the layers' outputs beside each other, times
-        `tap_scale`.
+    def keep(self, index: int, residual: Tensor) -> Tensor | None:
+        """Of the forward, behind layer `index`: keeps `residual` if that is tapped, and returns an empty tensor like
+        it, into which the next layer's goes.
         """
-        return self._rows[0] if len(self._rows) == 1 else torch.cat(self._rows, dim=-1)
+        if index not in self.layers:
+            return None
+        self._kept.append(residual)
+        return torch.empty_like(residual)
+
+    def join(self, dtype: torch.dtype) -> None:
+        """Makes `rows` of what was kept, which no one reads afterwards. Nothing is launched between the layers."""
+        if (scale := tap_scale(dtype)) != 1:
+            torch._foreach_mul_(self._kept, scale)
+        tokens, hidden = self._kept[0].shape
+        self.rows = self._kept[0].new_empty(tokens, len(self._kept) * hidden, dtype=dtype)
+        torch.cat(self._kept, dim=-1, out=self.rows)
+        self._kept.clear()
 
 
 Attend = Callable[[LayerConfig, Tensor], Tensor]
@@ -140,22 +152,27 @@ class DecoderStack:
         return " ".join(filter(None, (self.name, self.config.layers[index].kind, shared)))
 
     def layer(
-        self, index: int, residual: Tensor, qkv: Tensor, attend: Attend, ple: Tensor | None, *, projects: bool = True
-    ) -> Tensor:
-        """Layer `index` on `residual` [T, H] (updated in place) and its projections `qkv`; ple [T, P] or None.
+        self, index: int, residual: Tensor, qkv: Tensor, attend: Attend, ple: Tensor | None, *, projects: bool = True,
+        into: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Layer `index` on `residual` [T, H] (updated in place, or into `into`) and its projections `qkv`; ple [T, P]
+        or None.
 
         Returns the next layer's projections, or without `projects` its normed input; after the last layer the final
         norm's output.
         """
         w, config = self.layers[index], self.config.layers[index]
         self.ops.place = self._place(index)
-        h = self._rest(w, self.ends[index], residual, attend(config, qkv), ple)
+        h = self._rest(w, self.ends[index], residual, attend(config, qkv), ple, into)
         return self.project(index + 1, h) if projects and index + 1 < len(self.layers) else h
 
-    def _rest(self, w: LayerWeights, ends: _Ends, residual: Tensor, attended: Tensor, ple: Tensor | None) -> Tensor:
+    def _rest(
+        self, w: LayerWeights, ends: _Ends, residual: Tensor, attended: Tensor, ple: Tensor | None, into: Tensor | None
+    ) -> Tensor:
         """From attention's output on, kernel by kernel: norm(residual; next_norm)."""
         ops = self.ops
-        x = self._projected(residual, attended, w.out, ends.attention)
+        x = self._projected(residual, attended, w.out, replace(ends.attention, into=into))
+        residual = residual if into is None else into
 
         def dense() -> Tensor:
             return ops.linear(ops.gated(x, w.gate_up), w.down)
@@ -255,9 +272,9 @@ class Gemma4:
             done = self.stack.decoded(residual, ple, self._seen(batch, cache), () if taps is None else taps.layers)
             if done is not None:
                 if taps is not None:
-                    taps.add(done[1:].view(1, -1))
+                    taps.rows = done[1:].view(1, -1)
                 return done[:1]
-        row, attend = self.stack.first(residual), self._attend(batch, cache)
+        row, attend, into = self.stack.first(residual), self._attend(batch, cache), None
         for index in range(len(self.stack.layers)):
             if index == self._first_shared and outputs != "all":
                 if outputs == "none":
@@ -267,18 +284,16 @@ class Gemma4:
                 ple, attend = None if ple is None else ple[rows], self._attend(batch, cache)
             part = None if ple is None else ple[:, index]
             before_shared = index + 1 == self._first_shared and outputs != "all"  # few rows go on, or none
-            row = self.stack.layer(index, residual, row, attend, part, projects=not before_shared)
-            self._tap(index, residual, taps)
+            row = self.stack.layer(index, residual, row, attend, part, projects=not before_shared, into=into)
+            residual = residual if into is None else into
+            into = None if taps is None else taps.keep(index, residual)
+        if taps is not None:
+            taps.join(self.ops.dtype)
         if outputs == "none":
             return residual[:0].to(self.ops.dtype)
         if outputs == "last" and batch.cu_seqlens is not None:
             return row[batch.cu_seqlens[1:].long() - 1]
         return row
-
-    def _tap(self, index: int, residual: Tensor, taps: Taps | None) -> None:
-        """Behind layer `index`."""
-        if taps is not None and index in taps.layers:
-            taps.add((residual * tap_scale(self.ops.dtype)).to(self.ops.dtype))
 
     @property
     def supports_mixed(self) -> bool:
@@ -306,10 +321,13 @@ class Gemma4:
         def attend(layer: LayerConfig, qkv: Tensor) -> Tensor:
             return torch.cat((before(layer, qkv[:count]), behind(layer, qkv[count:])))
 
-        row = self.stack.first(residual)
+        row, into = self.stack.first(residual), None
         for index in range(len(self.stack.layers)):
-            row = self.stack.layer(index, residual, row, attend, None)
-            self._tap(index, residual, taps)
+            row = self.stack.layer(index, residual, row, attend, None, into=into)
+            residual = residual if into is None else into
+            into = None if taps is None else taps.keep(index, residual)
+        if taps is not None:
+            taps.join(self.ops.dtype)
         return row[chunks.cu_seqlens[1:].long() - 1], row[count:]
 
     def _seen(self, batch: Batch, cache: KVCache) -> Seen:

@@ -31,6 +31,10 @@ class Call(Generic[R]):
     arguments: Mapping[str, Any]
     result: R
 
+    def writing(self, **outputs: Any) -> Call[R]:
+        """The same, with other tensors for these of its arguments, which it writes."""
+        return Call(self.kernel, self.problem, {**self.arguments, **outputs}, self.result)
+
     def without_result(self) -> Call[None]:
         """The same, for a caller whose own tensor is written."""
         return Call(self.kernel, self.problem, self.arguments, None)

@@ -40,8 +40,9 @@ class DedupedLayers(DecoderStack):
         return like, config.owns_kv, source.head_dim, source.num_kv_heads, self._place(index), _form(self.layers[index])
 
     def layer(
-        self, index: int, residual: Tensor, qkv: Tensor, attend: Attend, ple: Tensor | None, *, projects: bool = True
-    ) -> Tensor:
+        self, index: int, residual: Tensor, qkv: Tensor, attend: Attend, ple: Tensor | None, *, projects: bool = True,
+        into: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         key = (
             attend, *self._kinds[index : index + 2], index + 1 == len(self.layers), _form(residual), _form(qkv),
             _form(ple), projects,
@@ -49,7 +50,7 @@ class DedupedLayers(DecoderStack):
 
         def made() -> tuple[Tensor, str]:
             with torch._C.DisableTorchFunction():
-                h = super(DedupedLayers, self).layer(index, residual, qkv, attend, ple, projects=projects)
+                h = super(DedupedLayers, self).layer(index, residual, qkv, attend, ple, projects=projects, into=into)
             return h, self.ops.place
 
         h, self.ops.place = self.executor.once(key, made)

@@ -215,8 +215,8 @@ class Ops(Protocol):
         """
 
     def add_norm(self, residual: Tensor, h: Tensor, norms: ResidualNorms) -> Tensor:
-        """residual <- (residual + norm(h; post_weight)) * layer_scalar, in place; returns norm(residual;
-        next_weight).
+        """residual <- (residual + norm(h; post_weight)) * layer_scalar, in place or into norms.into; returns
+        norm(residual; next_weight).
 
         residual [T, H] residual_dtype, h [T, H] dtype. Returns [T, H] in dtype.
         """

@@ -125,6 +125,8 @@ class TorchOps:
         return rms_norm(x, weight, eps).to(self.dtype)
 
     def add_norm(self, residual: Tensor, h: Tensor, norms: ResidualNorms) -> Tensor:
+        if norms.into is not None:
+            residual = norms.into.copy_(residual)
         residual += self.rmsnorm(h, norms.post_weight, norms.eps)
         if norms.layer_scalar is not None:
             residual *= norms.layer_scalar

@@ -230,7 +230,7 @@ class KernelOps:
     def add_norm(self, residual: Tensor, h: Tensor, norms: ResidualNorms) -> Tensor:
         where = "end of layer" if norms.layer_scalar is not None else "residual and norms"
         call = add_norm(residual, h, norms.post_weight, norms.layer_scalar, norms.next_weight, norms.eps)
-        return self.run(call, where)
+        return self.run(_onward(call, norms), where)
 
     def add_rmsnorm(self, residual: Tensor, h: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self.run(add_rmsnorm(residual, h, weight, eps), "residual and norm")
@@ -245,7 +245,7 @@ class KernelOps:
             call = exchange_norm(
                 residual, h, norms.post_weight, norms.layer_scalar, norms.next_weight, norms.eps, peers
             )
-            return self.run(call, "sum over ranks, residual and norms")
+            return self.run(_onward(call, norms), "sum over ranks, residual and norms")
         return self.add_norm(residual, self.collectives.all_reduce(h), norms)
 
     def _peers(self, h: Tensor, width: int, rows: int) -> Peers | None:
@@ -262,7 +262,7 @@ class KernelOps:
         if weights.is_summand and (peers := self._peers(x, residual.shape[1], 1)) is None:
             return None
         call = FORMATS[weights.format.name].norm_call(residual, x, weights, norms, peers)
-        return None if call is None else self.run_fused(call, weights.name)
+        return None if call is None else self.run_fused(_onward(call, norms), weights.name)
 
     def linear(self, x: Tensor, weights: Linear) -> Tensor:
         return FORMATS[weights.format.name].linear(self, x, weights)
@@ -515,6 +515,11 @@ class KernelOps:
     ) -> tuple[Tensor, Tensor]:
         call = centroid_logits(y, centroids.weight, top_k, token_ids, embed)
         return self.run(call, "centroid head")
+
+
+def _onward(call: Call[R], norms: ResidualNorms) -> Call[R]:
+    """`call`, which adds to the residual, with its output where `norms` want it."""
+    return call if norms.into is None else call.writing(residual_out=norms.into)
 
 
 def _int4_layers(layers: Sequence[LayerInStep], letters: str, ple: Tensor | None) -> LayerTensors | None:

@@ -136,10 +136,12 @@ class ResidualNorms:
     """Where a layer's product enters the residual stream: residual <- (residual + norm(h; post_weight)) * layer_scalar,
     in place, and then norm(residual; next_weight).
 
-    Weights [H] and layer_scalar [1] in `ops.dtype`; layer_scalar None for 1.
+    Weights [H] and layer_scalar [1] in `ops.dtype`; layer_scalar None for 1. into: a tensor like the residual, which
+    takes the new one in its place; the residual stays as it is.
     """
 
     post_weight: Tensor
     next_weight: Tensor
     eps: float
     layer_scalar: Tensor | None = None
+    into: Tensor | None = None

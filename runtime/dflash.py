@@ -87,7 +87,7 @@ class DflashDrafter:
             q = ops.qk_norm_rope(ops.linear(row, w.qkv), heads, pages, seen)
             attended = ops.attn_decode(q, pages, seen).flatten(1)
             row = ops.add_rmsnorm(residual, ops.linear(attended, w.out), w.post_attention_norm, eps)
-            mlp = ops.linear(ops.silu_gated(row, w.gate_up), w.down)
+            mlp = ops.linear(ops.gated(row, w.gate_up, self.config.text.activation), w.down)
             row = ops.add_rmsnorm(residual, mlp, next_norm, eps)
         return row.view(len(ids), size, -1)
 

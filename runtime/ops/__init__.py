@@ -297,14 +297,12 @@ class Ops(Protocol):
         that they would have of all tiles, are added.
         """
 
-    def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
-        """gelu_tanh(gate) * up, gate | up = x W^T. x [T, H] dtype, gate_up [2 * I, H]. Returns [T, I] dtype.
+    def gated(self, x: Tensor, gate_up: Linear, activation: str = "gelu_tanh") -> Tensor:
+        """activation(gate) * up, gate | up = x W^T. x [T, H] dtype, gate_up [2 * I, H]. Returns [T, I] dtype.
 
-        gate and up are rounded to dtype, and so is the activation before it meets up.
+        activation: one of ACTIVATIONS (common/rows/spec.py). gate and up are rounded to dtype, and so is the activation
+        before it meets up.
         """
-
-    def silu_gated(self, x: Tensor, gate_up: Linear) -> Tensor:
-        """silu(gate) * up, else as `gated`; gate_up is no `gated` one (Linear)."""
 
     def ple_block(
         self,

@@ -47,7 +47,7 @@ from kerngen.templates.common.attention.tile_lists_torch import (
     scores_of_lists,
     write_means,
 )
-from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, gelu_gated, rms_norm, rope
+from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, GATED, gelu_gated, rms_norm, rope
 from kerngen.templates.common.w4.pack import dequantize
 from kerngen.templates.values import AttnBatch, HeadNorms, KVView, Mask, PageLimits, PagesInUse
 
@@ -212,13 +212,9 @@ class TorchOps:
         density += torch.tensor(added, device=density.device)
         return replace(batch, mask=replace(batch.mask, counts=counts, lists=lists))
 
-    def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
+    def gated(self, x: Tensor, gate_up: Linear, activation: str = "gelu_tanh") -> Tensor:
         gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
-        return gelu_gated(gate, up, DTYPE_NAME[self.dtype]).to(self.dtype)
-
-    def silu_gated(self, x: Tensor, gate_up: Linear) -> Tensor:
-        gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return GATED[activation](gate, up, DTYPE_NAME[self.dtype]).to(self.dtype)
 
     def ple_block(
         self,

@@ -14,7 +14,7 @@ from kerngen.templates.common.rows.spec import VEC
 from kerngen.templates.common.w4.pack import interleave, pack, pack_experts
 from kerngen.templates.dense_gemv.op import dense_gemv
 from kerngen.templates.dense_gemv.spec import MAX_TOKENS
-from kerngen.templates.gelu_gate.op import gelu_gate
+from kerngen.templates.gelu_gate.op import gelu_gate, silu_gate
 from kerngen.templates.moe_w4a16.op import moe_w4a16
 from kerngen.templates.values import Peers
 from kerngen.templates.w4a16_gemm.op import w4a16_gated, w4a16_gemm
@@ -31,7 +31,7 @@ class Format(Protocol):
     def prepare(self, weights: Linear) -> Linear: ...
     def prepare_experts(self, gate_up: Experts, down: Experts) -> tuple[Experts, Experts]: ...
     def linear(self, ops: KernelOps, x: Tensor, weights: Linear) -> Tensor: ...
-    def gated(self, ops: KernelOps, x: Tensor, gate_up: Linear) -> Tensor: ...
+    def gated(self, ops: KernelOps, x: Tensor, gate_up: Linear, activation: str) -> Tensor: ...
     def experts(self, ops: KernelOps, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor) -> Tensor: ...
 
     def norm_call(
@@ -55,8 +55,9 @@ class Dense:
         ops.went_outside("dense matrices")
         return fallbacks.dense(x, weights.weight)
 
-    def gated(self, ops: KernelOps, x: Tensor, gate_up: Linear) -> Tensor:
-        return ops.run(gelu_gate(self.linear(ops, x, gate_up)), "GELU gate")
+    def gated(self, ops: KernelOps, x: Tensor, gate_up: Linear, activation: str) -> Tensor:
+        gate, what = {"gelu_tanh": (gelu_gate, "GELU gate"), "silu": (silu_gate, "SiLU gate")}[activation]
+        return ops.run(gate(self.linear(ops, x, gate_up)), what)
 
     def experts(self, ops: KernelOps, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor) -> Tensor:
         ops.went_outside("dense experts")
@@ -89,9 +90,9 @@ class Int4:
         packed, scales = weights.tensors
         return ops.run(w4a16_gemm(x, packed, scales, ops.row_invariant), weights.name)
 
-    def gated(self, ops: KernelOps, x: Tensor, gate_up: Linear) -> Tensor:
+    def gated(self, ops: KernelOps, x: Tensor, gate_up: Linear, activation: str) -> Tensor:
         packed, scales = gate_up.tensors
-        return ops.run(w4a16_gated(x, packed, scales, ops.row_invariant), gate_up.name)
+        return ops.run(w4a16_gated(x, packed, scales, ops.row_invariant, activation), gate_up.name)
 
     def experts(self, ops: KernelOps, x: Tensor, gate_up: Experts, down: Experts, topk_ids: Tensor) -> Tensor:
         (up_packed, up_scales), (down_packed, down_scales) = gate_up.tensors, down.tensors

@@ -60,7 +60,7 @@ from kerngen.templates.exchange_best.op import exchange_best, exchange_best_logi
 from kerngen.templates.exchange_best.spec import POSTED
 from kerngen.templates.exchange_norm.op import exchange_norm, exchange_pair_norm
 from kerngen.templates.gather_kv.op import gather_kv, gathered, keys_seen
-from kerngen.templates.gelu_gate.op import gelu_mul, silu_gate
+from kerngen.templates.gelu_gate.op import gelu_mul
 from kerngen.templates.greedy_head import spec as head_spec
 from kerngen.templates.greedy_head.op import greedy_head, greedy_head_packed
 from kerngen.templates.key_means.op import key_means
@@ -328,11 +328,8 @@ class KernelOps:
         counts, lists = self.run(call, "lists of tiles of keys")
         return replace(batch, mask=replace(batch.mask, counts=counts, lists=lists))
 
-    def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
-        return FORMATS[gate_up.format.name].gated(self, x, gate_up)
-
-    def silu_gated(self, x: Tensor, gate_up: Linear) -> Tensor:
-        return self.run(silu_gate(self.linear(x, gate_up)), "SiLU gate")
+    def gated(self, x: Tensor, gate_up: Linear, activation: str = "gelu_tanh") -> Tensor:
+        return FORMATS[gate_up.format.name].gated(self, x, gate_up, activation)
 
     def ple_block(
         self,

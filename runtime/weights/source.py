@@ -187,7 +187,7 @@ class CheckpointSource(TensorSource):
         ):
             packed, scales = to_int4(weights.weight, quant.group_size)
             weights = int4_weights(packed, scales, rows, cols, quant.group_size, fused_name(parts))
-        if gated and not weights.is_dense and self.config.activation == "gelu_tanh":
+        if gated and not weights.is_dense:
             weights = replace(weights, gated=True)
         return weights if self.is_dry else self.ops.prepare(weights)
 

@@ -96,8 +96,7 @@ class SyntheticSource(SyntheticTensors):
         return replace(self.ops.prepare(made), is_summand=not in_features.is_whole)
 
     def mlp(self, gate_up: Parts, down: Parts, norm: Tensor) -> tuple[Linear, Linear]:
-        gated = self.config.activation == "gelu_tanh"
-        return self.linear(gate_up, Span.of(norm.shape[0]), gated=gated), self.linear(down, gate_up[0][1])
+        return self.linear(gate_up, Span.of(norm.shape[0]), gated=True), self.linear(down, gate_up[0][1])
 
     def _packing(self, modules: list[str], rows: int, in_features: int) -> Packing | None:
         """Of the matrix that has these modules' rows; None where it is dense."""

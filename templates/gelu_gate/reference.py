@@ -1,7 +1,6 @@
 """activation(gate) * up in torch, with the activation rounded to dtype before the product, as the models have it.
 
-Source: Gemma4TextMLP.forward in transformers 5.22, modeling_gemma4.py; the activation is gelu_pytorch_tanh. A
-DFlash drafter has that of Qwen3MLP, with silu.
+Sources: common/rows/torch_rows.py.
 """
 
 from __future__ import annotations
@@ -9,9 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import silu
 
-from kerngen.templates.common.rows.torch_rows import UNIT, gelu_gated, rounded
+from kerngen.templates.common.rows.torch_rows import GATED, UNIT
 from kerngen.templates.gelu_gate.spec import Problem
 from kerngen.templates.kernel import Tolerance
 
@@ -23,15 +21,11 @@ def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
         gate, up = inputs["gate"].split(p.width, dim=-1)
     else:
         gate, up = inputs["gate"], inputs["up"][:, : p.width]
-    gated = gelu_gated if p.activation == "gelu_tanh" else _silu_gated
+    gated = GATED[p.activation]
     if not p.has_bounds:
         return {"out": gated(gate, up, p.dtype)}
     of_gate, of_up, of_out = inputs["bounds"].tolist()
     return {"out": gated(gate.float().clamp(*of_gate), up.float().clamp(*of_up), p.dtype).clamp(*of_out)}
-
-
-def _silu_gated(gate: Tensor, up: Tensor, dtype: str) -> Tensor:
-    return rounded(rounded(silu(gate.float()), dtype) * up.float(), dtype)
 
 
 def tolerance(problem: Problem) -> Tolerance:

@@ -8,15 +8,13 @@ from kerngen.arch import Target
 from kerngen.templates.common.rows.spec import (
     ELEMENT_BYTES,
     VEC,
-    require,
+    require_activation,
     require_dtypes,
     require_flat,
     require_tokens,
     require_vectors,
 )
 from kerngen.templates.kernel import Arg, Body, Cost, Launch, TokenProblem, Traffic, args
-
-ACTIVATIONS = ("gelu_tanh", "silu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +35,7 @@ class Problem(TokenProblem):
 
     def __post_init__(self) -> None:
         require_dtypes(self.dtype)
-        known = ", ".join(ACTIVATIONS)
-        require(self.activation in ACTIVATIONS, f"activation={self.activation!r} is not one of: {known}")
+        require_activation(self.activation)
         require_vectors(width=self.width)
         require_tokens(self.num_tokens)
         require_flat(self.num_tokens, self.width)

@@ -13,13 +13,15 @@ from kerngen.templates.w4a16_gemm.spec import Problem
 
 
 def _case(n: int, k: int, group: int, dtype: str, m: int, gated: bool = False, row_invariant: bool = False,
-          weights: str = "int4", fp16_scales: bool = False) -> Case:  # fmt: skip
+          weights: str = "int4", fp16_scales: bool = False, activation: str = "gelu_tanh") -> Case:  # fmt: skip
     name = f"{n}x{k}_g{group}_{dtype}_m{m}" + ("_gated" if gated else "") + ("_invariant" if row_invariant else "")
     name += (f"_{weights}" if weights != "int4" else "") + ("_fp16_scales" if fp16_scales else "")
-    return Case(name, Problem(n, k, group, dtype, m, gated, row_invariant, weights, fp16_scales), seed=n + k + m)
+    name += f"_{activation}" if activation != "gelu_tanh" else ""
+    problem = Problem(n, k, group, dtype, m, gated, row_invariant, weights, fp16_scales, activation)
+    return Case(name, problem, seed=n + k + m)
 
 
-def _of(weights: str, group: int, dtype: str, *tokens: int, n: int = 320, k: int = 384, **flags: bool) -> list[Case]:
+def _of(weights: str, group: int, dtype: str, *tokens: int, n: int = 320, k: int = 384, **flags: Any) -> list[Case]:
     """Cases of a format of W."""
     return [_case(n, k, group, dtype, m, weights=weights, **flags) for m in tokens]
 
@@ -42,6 +44,7 @@ CASES = (
     # gate and up: whole tiles and shared ones, strips that no tile divides
     *(_case(512, 384, 32, dtype, m, True) for dtype in ("fp16", "bf16") for m in (1, 9, 33, 130)),
     *(_case(96, 1536, 64, dtype, m, True) for dtype in ("fp16", "bf16") for m in (3, 70)),
+    *(_case(512, 384, 32, d, m, True, activation="silu") for d in ("fp16", "bf16") for m in (1, 8, 16, 33, 130)),
     # tokens in several tiles, none of them shared
     *(_case(704, 2112, 64, dtype, 40, row_invariant=True) for dtype in ("fp16", "bf16")),
     *(_case(704, 2112, 64, dtype, 260, True, row_invariant=True) for dtype in ("fp16", "bf16")),
@@ -85,7 +88,9 @@ def inputs(case: Case, device: str) -> dict[str, Any]:
 
 def case_for(problem: Problem) -> Case:
     p = problem
-    return _case(p.n, p.k, p.group_size, p.dtype, p.num_tokens, p.gated, p.row_invariant, p.weights, p.fp16_scales)
+    return _case(
+        p.n, p.k, p.group_size, p.dtype, p.num_tokens, p.gated, p.row_invariant, p.weights, p.fp16_scales, p.activation
+    )
 
 
 def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str, Any]]:

@@ -24,16 +24,20 @@ def w4a16_gemm(x: Tensor, w_packed: Tensor, scales: Tensor, row_invariant: bool 
 
 
 @op(takes={"x": "D[M, 32 * U]", "w_packed": "int32[S, U, L, 4]", "scales": "E[S, G, R]"})
-def w4a16_gated(x: Tensor, w_packed: Tensor, scales: Tensor, row_invariant: bool = False) -> Call[Tensor]:
-    """gelu_tanh(gate) * up [M, N / 2], gate | up = x [M, K] times W^T, W as w4a16_gemm's of gate and up interleaved.
+def w4a16_gated(
+    x: Tensor, w_packed: Tensor, scales: Tensor, row_invariant: bool = False, activation: str = "gelu_tanh"
+) -> Call[Tensor]:
+    """activation(gate) * up [M, N / 2], gate | up = x [M, K] times W^T, W as w4a16_gemm's of gate and up interleaved.
 
     w_packed, scales: `pack(*interleave(gate | up))`. Each factor is rounded to x's dtype, as the model's tensors are.
-    row_invariant: see w4a16_gemm.
+    row_invariant: see w4a16_gemm. activation: "gelu_tanh" or "silu" (SwiGLU, arXiv 2002.05202).
     """
-    return _call(x, w_packed, scales, True, row_invariant)
+    return _call(x, w_packed, scales, True, row_invariant, activation)
 
 
-def _call(x: Tensor, w_packed: Tensor, scales: Tensor, gated: bool, row_invariant: bool) -> Call[Tensor]:
+def _call(
+    x: Tensor, w_packed: Tensor, scales: Tensor, gated: bool, row_invariant: bool, activation: str = "gelu_tanh"
+) -> Call[Tensor]:
     tokens, k = x.shape
     n = w_packed.shape[0] * STRIP
     groups = scales.shape[1]
@@ -44,6 +48,8 @@ def _call(x: Tensor, w_packed: Tensor, scales: Tensor, gated: bool, row_invarian
     out = empty(x, tokens, n // 2 if gated else n)
     problem = None
     if tokens:
-        problem = Problem(n, k, k // groups, dtype, tokens, gated, row_invariant, weights, of_scales != dtype)
+        problem = Problem(
+            n, k, k // groups, dtype, tokens, gated, row_invariant, weights, of_scales != dtype, activation
+        )
     arguments = {"out": out, "x": x.contiguous(), "w_packed": w_packed, "scales": scales, "num_tokens": tokens}
     return Call("w4a16_gemm", problem, arguments, out)

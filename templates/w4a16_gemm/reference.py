@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kerngen.templates.common.rows.torch_rows import UNIT, gelu_gated, rounded
+from kerngen.templates.common.rows.torch_rows import GATED, UNIT, rounded
 from kerngen.templates.common.w4.pack import dequantize, separate, unpack
 from kerngen.templates.kernel import Tolerance
 from kerngen.templates.w4a16_gemm.spec import Problem
@@ -23,7 +23,7 @@ def expected(problem: Problem, inputs: dict[str, Any]) -> dict[str, Tensor]:
         return {"out": w4a16_gemm(inputs["x"], weight_packed, weight_scale)}
     out = w4a16_gemm(inputs["x"], separate(weight_packed), separate(weight_scale))
     gate, up = rounded(out, problem.dtype).chunk(2, dim=-1)
-    return {"out": gelu_gated(gate, up, problem.dtype)}
+    return {"out": GATED[problem.activation](gate, up, problem.dtype)}
 
 
 def tolerance(problem: Problem) -> Tolerance:

@@ -1,7 +1,7 @@
 """w4a16_gemm: out[M, N] = x[M, K] dequant(W)[N, K]^T with weights in int4 or int8, for one token or for thousands.
 
 A group of weights shares a scale, and with weights=int4_min or int8_min a minimum: code * scale + minimum. With gated,
-W's rows are gate and up, interleaved by common/w4/pack.py, and out[M, N / 2] = gelu_tanh(gate) * up. Every M and every
+W's rows are gate and up, interleaved by common/w4/pack.py, and out[M, N / 2] = activation(gate) * up. Every M and every
 arch from sm70 is served; Config.body and the tiling differ (common/w4/tiling.py). The bodies tma_warp and tma_block
 multiply W as integers: an infinity or a NaN in a token's x makes all outputs of that token NaN.
 """
@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from math import ceil
+from typing import ClassVar
 
 from kerngen.arch import Arch, Target
-from kerngen.templates.common.rows.spec import require, require_tokens
+from kerngen.templates.common.rows.spec import require, require_activation, require_tokens
 from kerngen.templates.common.w4 import limits, measured, tiling
 from kerngen.templates.common.w4.tiling import STREAM_BLOCK_M, STRIP, Packing, packing_of, require_matrix
 from kerngen.templates.common.w4.tiling import Tiling as Config
@@ -29,8 +30,10 @@ class Problem(TokenProblem):
     gated: W is gate and up, and out has n / 2 columns. row_invariant: a token's output has the same bits in every row
     of x. Shared tiles break that if tokens fill several tiles, since stream-K cuts each tile at other columns. weights:
     int4 in -8..7, int4_min in 0..15, int8 or int8_min in -128..127; group_size may be k but for int4. fp16_scales:
-    scales and minima are fp16, though dtype is bf16.
+    scales and minima are fp16, though dtype is bf16. activation: of gate, gelu_tanh or silu.
     """
+
+    TUNED_AS_DEFAULT: ClassVar[tuple[str, ...]] = ("activation",)
 
     n: int
     k: int
@@ -41,11 +44,14 @@ class Problem(TokenProblem):
     row_invariant: bool = False
     weights: str = "int4"
     fp16_scales: bool = False
+    activation: str = "gelu_tanh"
 
     def __post_init__(self) -> None:
         require_matrix(self.n, self.k, self.group_size, self.dtype, self.weights)
         require(not self.fp16_scales or self.dtype != "fp16", "fp16_scales=True: with dtype=fp16 they are so")
         require_tokens(self.num_tokens)
+        require_activation(self.activation)
+        require(self.gated or self.activation == "gelu_tanh", f"activation={self.activation!r} takes gated=True")
 
     @property
     def packing(self) -> Packing:

@@ -231,7 +231,8 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "w4a16_gemm": (
         {"num_tokens": 1},
         {"n": REQUIRED, "k": REQUIRED, "group_size": 32, "dtype": "bf16", "gated": False,
-         "row_invariant": False, "weights": "int4", "fp16_scales": False},
+         "row_invariant": False, "weights": "int4", "fp16_scales": False,
+         "activation": "gelu_tanh"},
         {"block_m": 8, "block_n": 128, "block_k": 128, "warp_n": 32, "warps_m": 1, "warps_k": 1, "num_stages": 4,
          "blocks_per_sm": 1, "wgmma": False, "gemv": False, "split_k": 1, "stream": False,
          "warpgroups": False, "cluster": 1, "prefetch": 0, "in_flight": 0, "shared_ring": False,

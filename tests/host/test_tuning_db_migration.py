@@ -91,7 +91,7 @@ ADDED_SINCE = {
     *(("attn_prefill", name) for name in ("wgmma", "ping_pong", "boxes", "cluster", "split", "ends", "lists")),
     *(("w4a16_gemm", name)
       for name in ("gated", "gemv", "row_invariant", "split_k", "stream", "warpgroups", "cluster", "prefetch",
-                   "in_flight", "shared_ring", "throughout", "weights", "fp16_scales", "tma_mma")),
+                   "in_flight", "shared_ring", "throughout", "weights", "fp16_scales", "tma_mma", "activation")),
     *((kernel, name) for kernel in ("attn_decode", "attn_prefill", "qkv_norm_rope")
       for name in ("page_heads", "kv_format")),
     *((kernel, "has_bounds") for kernel in ("add_norm", "gelu_gate")),

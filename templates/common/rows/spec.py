@@ -10,6 +10,7 @@ from kerngen.errors import ProblemError
 VEC = 8  # elements that a thread moves at once: 16 bytes of a 16-bit type
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 DTYPES = tuple(ELEMENT_BYTES)
+ACTIVATIONS = ("gelu_tanh", "silu")  # of gated MLPs: activation(gate) * up
 # What rows of the residual stream are multiplied by where they are put down for a drafter, a power of two: with fp16
 # the stream is fp32, and may leave fp16's range.
 TAP_SCALE = {"bf16": 1.0, "fp16": 2.0**-8, "fp32": 1.0}
@@ -130,6 +131,10 @@ def kv_row_bytes(kv_format: str, head_dim: int, dtype: str) -> int:
 
 def require_tokens(num_tokens: int) -> None:
     require(0 < num_tokens <= INT32_MAX, f"num_tokens={num_tokens} is not in 1..{INT32_MAX}")
+
+
+def require_activation(activation: str) -> None:
+    require(activation in ACTIVATIONS, f"activation={activation!r} is not one of: {', '.join(ACTIVATIONS)}")
 
 
 def why_no_dtype(arch: Arch, dtype: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu
+from torch.nn.functional import gelu, silu
 
 from kerngen.errors import ProblemError
 from kerngen.templates.kernel import Tolerance
@@ -67,6 +67,14 @@ def gelu_gated(gate: Tensor, up: Tensor, dtype: str) -> Tensor:
     Source: Gemma4TextMLP.forward in transformers 5.22, modeling_gemma4.py; the activation is gelu_pytorch_tanh.
     """
     return rounded(rounded(gelu(gate.float(), approximate="tanh"), dtype) * up.float(), dtype)
+
+
+def silu_gated(gate: Tensor, up: Tensor, dtype: str) -> Tensor:
+    """silu(gate) * up, else as gelu_gated. Source: Qwen3MLP.forward in transformers 5.22, modeling_qwen3.py."""
+    return rounded(rounded(silu(gate.float()), dtype) * up.float(), dtype)
+
+
+GATED = {"gelu_tanh": gelu_gated, "silu": silu_gated}  # by activation (common/rows/spec.py)
 
 
 def add_normed(stream: Tensor, x: Tensor, weight: Tensor, eps: float, dtype: str, residual_dtype: str) -> Tensor:

@@ -2,9 +2,10 @@
 // it.
 //
 // C = W x^T with swapped operands: rows of W are the tensor core's A operand, tokens its 8 columns. W is in pack.py's
-// order. A shape S says N, K, GROUP_SIZE, BF16, GATED, the format of W (Weights: formats.cuh) and the tiling (tiling.py).
+// order. A shape S says N, K, GROUP_SIZE, BF16, GATE, the format of W (Weights: formats.cuh) and the tiling (tiling.py).
 // A Rows is the tile scheduler: which tiles there are, the W of each, and where its rows of x and of the output are.
-// GATED: a strip of W is 16 rows of gate and 16 of up (pack.py, interleave), and gelu_tanh(gate) * up is stored.
+// With a GATE (gate.cuh) a strip of W is 16 rows of gate and 16 of up (pack.py, interleave), and activation(gate) * up is
+// stored.
 #pragma once
 #include "common/ptx/copy.cuh"
 #include "common/w4/formats.cuh"
@@ -30,7 +31,8 @@ struct Pieces {
 template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
     typedef typename S::Weights W;
     static constexpr int N = S::N, K = S::K, GROUP_SIZE = S::GROUP_SIZE;
-    static constexpr bool BF16 = S::BF16, GATED = S::GATED, WGMMA = S::WGMMA;
+    static constexpr bool BF16 = S::BF16, WGMMA = S::WGMMA;
+    static constexpr Gate GATE = S::GATE;
     static constexpr int BLOCK_M = S::BLOCK_M, BLOCK_N = S::BLOCK_N, BLOCK_K = S::BLOCK_K;
     static constexpr int WARP_N = S::WARP_N, WARPS_M = S::WARPS_M, WARPS_K = S::WARPS_K;
     static constexpr int NUM_STAGES = S::NUM_STAGES, BLOCKS_PER_SM = S::BLOCKS_PER_SM;
@@ -45,7 +47,7 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
     static constexpr int NUM_STRIPS = N / STRIP, NUM_K_TILES = K / STRIP, NUM_GROUPS = K / GROUP_SIZE;
     static constexpr int STAGE_GROUPS = BLOCK_K >= GROUP_SIZE ? BLOCK_K / GROUP_SIZE : 1;
     static constexpr int TILES_N = ceil_div(N, BLOCK_N), UNITS_PER_TILE = ceil_div(K, BLOCK_K);
-    static constexpr int OUT_WIDTH = GATED ? N / 2 : N;
+    static constexpr int OUT_WIDTH = GATE == Gate::none ? N : N / 2;
     static constexpr int TILE_QUADS = BLOCK_M * BLOCK_N / 4;  // a tile's sums, 16 bytes each
 
     // A stage holds x [64 columns][token][64] swizzled, weights [strip][32 columns] by tiles, and scales
@@ -360,7 +362,7 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
                         for (int i = 0; i < 4; i++) {
                             const int j = i % 2 + i / 2 * 4, token = tokens0 + (lane & 2) + j;
                             if (token < tile.end && n_strip < NUM_STRIPS)
-                                store4<BF16, GATED>(out, rows.out_row(token), OUT_WIDTH, n_strip, g, acc[0][c][j], acc[1][c][j],
+                                store4<BF16, GATE>(out, rows.out_row(token), OUT_WIDTH, n_strip, g, acc[0][c][j], acc[1][c][j],
                                                     acc[0][c][j + 2], acc[1][c][j + 2]);
                         }
                     }
@@ -375,7 +377,7 @@ template <class S, int FEW = 0, bool POSTS_OUT = false> struct W4Gemm {
                             if constexpr (POSTS_OUT)
                                 post_outputs4<BF16>(out, row, N, n_strip, lane / 4, d[j], d[2 + j], d[4 + j], d[6 + j]);
                             else
-                                store4<BF16, GATED>(out, row, OUT_WIDTH, n_strip, lane / 4, d[j], d[2 + j], d[4 + j],
+                                store4<BF16, GATE>(out, row, OUT_WIDTH, n_strip, lane / 4, d[j], d[2 + j], d[4 + j],
                                                     d[6 + j]);
                         }
                     }

@@ -54,11 +54,12 @@ DEVICE uint32_t w4_token(const uint32_t* p, bool valid) {
 template <class S> struct W4Gemv {
     typedef typename S::Weights W;
     static constexpr int N = S::N, K = S::K, WARPS_K = S::WARPS_K, SPLIT_K = S::SPLIT_K, DEALT = WARPS_K * SPLIT_K;
-    static constexpr bool BF16 = S::BF16, GATED = S::GATED, PERSISTENT = S::BLOCKS_PER_SM > 0;
+    static constexpr bool BF16 = S::BF16, PERSISTENT = S::BLOCKS_PER_SM > 0;
+    static constexpr Gate GATE = S::GATE;
     static constexpr int STRIP = 32, STRIPS = S::WARP_N / STRIP, WARPS_N = S::BLOCK_N / S::WARP_N;
     static constexpr int BLOCK_STRIPS = S::BLOCK_N / STRIP, THREADS = 32 * WARPS_N * WARPS_K;
     static constexpr int NUM_STRIPS = N / STRIP, NUM_K_TILES = K / STRIP, NUM_GROUPS = K / S::GROUP_SIZE;
-    static constexpr int TILES_N = ceil_div(N, S::BLOCK_N), OUT_WIDTH = GATED ? N / 2 : N;
+    static constexpr int TILES_N = ceil_div(N, S::BLOCK_N), OUT_WIDTH = GATE == Gate::none ? N : N / 2;
     // One iteration: STEPS k-tiles a warp, dealt to the warps one by one, so that together they read whole rows of
     // tiles.
     static constexpr int STEPS = S::BLOCK_K / STRIP / WARPS_K, TURNS = ceil_div(NUM_K_TILES, STEPS * DEALT);
@@ -156,7 +157,7 @@ template <class S> struct W4Gemv {
 
             auto store = [&](int strip, int row, int g, float4 v) {
                 if (row < at.end && (N % S::BLOCK_N == 0 || strip < NUM_STRIPS))
-                    store4<BF16, GATED>(out, rows.out_row(row), OUT_WIDTH, strip, g, v.x, v.y, v.z, v.w);
+                    store4<BF16, GATE>(out, rows.out_row(row), OUT_WIDTH, strip, g, v.x, v.y, v.z, v.w);
             };
             // A lane's sums are of rows 4 g .. 4 g + 3 of a strip and tokens 2 t and 2 t + 1.
             auto quad = [&](int i, int j) { return make_float4(acc[i][j], acc[i][2 + j], acc[i][4 + j], acc[i][6 + j]); };

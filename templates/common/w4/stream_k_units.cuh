@@ -17,9 +17,9 @@ template <class S, bool POSTS_OUT> struct W4Units {
         return block * each + min_of(block, COUNT - each * int(gridDim.x));
     }
     static DEVICE void store(uint16_t* out, int strip, int q, float4 v) {
-        constexpr bool GATED = S::GATED;
+        constexpr Gate GATE = S::GATE;
         if constexpr (POSTS_OUT) post_outputs4<S::BF16>(out, q / 8, N, strip, q % 8, v.x, v.y, v.z, v.w);
-        else store4<S::BF16, GATED>(out, q / 8, GATED ? N / 2 : N, strip, q % 8, v.x, v.y, v.z, v.w);
+        else store4<S::BF16, GATE>(out, q / 8, GATE == Gate::none ? N : N / 2, strip, q % 8, v.x, v.y, v.z, v.w);
     }
     // posts: the LL mailbox, [strip][SPLIT_K][QUADS].
     static DEVICE uint4* post_of(uint4* mailbox, int strip, int part, int q) {

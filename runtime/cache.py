@@ -61,7 +61,9 @@ class KVCache:
         page_size: int = PAGE_SIZE,
         drafter_layers: Sequence[LayerConfig] = (),
     ) -> None:
-        """drafter_layers: of a drafter, that have pools of their own under the same tables. Raises UsageError."""
+        """drafter_layers: of a drafter, that have pools of their own under the same tables, all of one shape, one
+        behind the other. Raises UsageError.
+        """
         if min(batch, max_len, page_size, *(num_pages[kind] for kind in KINDS)) < 1:
             raise UsageError(f"a cache of batch {batch}, max_len {max_len}, {dict(num_pages)} pages holds nothing")
         self.page_size = page_size
@@ -74,18 +76,28 @@ class KVCache:
         if sparse is not None and page_size % sparse.mean_keys:
             raise UsageError(f"sparse prefill keeps a mean of each {sparse.mean_keys} keys of a page, and pages of "
                              f"{page_size} tokens have no whole ones", hint=f"pages of {PAGE_SIZE} tokens")  # fmt: skip
-        for layer in (*config.layers, *drafter_layers):
-            if layer.index in self._pages:
-                raise UsageError(f"two layers of a cache have the index {layer.index}")
-            if layer.owns_kv:
-                shape = (self.num_pages[layer.kind], layer.num_kv_heads, page_size, layer.head_dim)
-                form = KV_FORMATS[config.kv_format_of(layer)]
-                self._pages[layer.index] = made = form.allocate(shape, ops.dtype, ops.device)
+
+        def allocated(*layers: LayerConfig) -> KVView:
+            shapes = {(len(layers) * self.num_pages[x.kind], x.num_kv_heads, page_size, x.head_dim) for x in layers}
+            if len(shapes) > 1:
+                raise UsageError(f"the layers of a drafter have pages of one shape, not of {sorted(shapes)}")
+            form = KV_FORMATS[config.kv_format_of(layers[0])]
+            whole = form.allocate(shapes.pop(), ops.dtype, ops.device)
+            for x, made in zip(layers, whole.chunk(len(layers)), strict=True):
+                if x.index in self._pages:
+                    raise UsageError(f"two layers of a cache have the index {x.index}")
+                self._pages[x.index] = made
                 if form.is_static and not made.k_cache.is_meta:
-                    put_scales(made, *layer.kv_scales)
-                if sparse is not None and layer.kind == "full" and layer.index < len(config.layers):
-                    of_page = (*shape[:2], page_size // sparse.mean_keys, layer.head_dim)
+                    put_scales(made, *x.kv_scales)
+            return whole
+
+        for layer in config.layers:
+            if layer.owns_kv:
+                made = allocated(layer).k_cache
+                if sparse is not None and layer.kind == "full":
+                    of_page = (*made.shape[:2], page_size // sparse.mean_keys, layer.head_dim)
                     self._means[layer.index] = torch.zeros(of_page, dtype=ops.dtype, device=ops.device)
+        self._drafter_pages = allocated(*drafter_layers) if drafter_layers else None
 
     @staticmethod
     def whole(
@@ -125,6 +137,14 @@ class KVCache:
     def pages(self, layer: LayerConfig) -> KVView:
         """The pool that `layer` of the target reads: its own, or that of the layer it shares."""
         return self._pages[layer.kv_source]
+
+    def drafter_pages(self) -> KVView:
+        """The pools of a drafter's layers as one: the pages of each behind those of the layer before. Raises TypeError
+        where there is no such drafter.
+        """
+        if self._drafter_pages is None:
+            raise TypeError("a cache without drafter_layers has no pages of a drafter")
+        return self._drafter_pages
 
     def means(self, layer: LayerConfig) -> Tensor | None:
         """[num_pages, num_kv_heads, page_size / mean_keys, head_dim]: of the keys that `layer` of the target reads,

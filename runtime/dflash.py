@@ -45,7 +45,8 @@ class DflashDrafter:
             HeadNorms(w.q_norm, inv_freq, dim // 2, text.rms_norm_eps, w.k_norm, text.num_q_heads)
             for w in weights.layers
         ]
-        self._context_heads = [replace(heads, num_q_heads=0) for heads in self.heads]
+        k_weights = torch.stack([w.k_norm for w in weights.layers])
+        self._context_heads = replace(self.heads[0], k_weight=k_weights, num_q_heads=0)
         self._masked = torch.full((1, config.block_size - 1), config.mask_id, dtype=torch.int64, device=device)
         is_causal = config.is_causal
         self._masks = [Mask("causal" if is_causal and layer.window else "full", layer.window) for layer in text.layers]
@@ -62,11 +63,7 @@ class DflashDrafter:
     def ingest(self, batch: Batch, rows: Tensor, cache: KVCache) -> None:
         """Write K and V of a forward's tokens, all layers' from one product."""
         made = self.ops.linear(self.context(rows), self.weights.context)  # [T, layers * 2 * nkv * d]
-        layers = self.config.text.layers
-        of_layers = made.view(len(made), len(layers), -1).unbind(1)
-        seen = batch.attention("full", cache, Mask())
-        for layer, heads, row in zip(layers, self._context_heads, of_layers, strict=True):
-            self.ops.qk_norm_rope(row, heads, cache.pages(layer), seen)
+        self.ops.kv_norm_rope(made, self._context_heads, cache.drafter_pages(), batch.attention("full", cache, Mask()))
 
     def block(self, ids: Tensor, lengths: Tensor, cache: KVCache, max_kv_len: int) -> Tensor:
         """The block's states after the final norm [B, block_size, H], that of the last known token first. Arguments as

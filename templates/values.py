@@ -146,6 +146,11 @@ class KVView:
             require(offset % 16 == 0, f"{name} begins {offset} bytes into its storage, which is no multiple of 16")
         return page_heads
 
+    def chunk(self, layers: int) -> tuple[KVView, ...]:
+        """Of pools of so many layers, one's pages behind the other's: those of each."""
+        pools = self.k_cache.chunk(layers), self.v_cache.chunk(layers)
+        return tuple(KVView(k, v, self.format) for k, v in zip(*pools, strict=True))
+
     def require_plain(self) -> None:
         """Raises ProblemError for a format that kernels of a single one do not read."""
         if self.format is not PLAIN:

@@ -105,6 +105,7 @@ if TYPE_CHECKING:  # the ops that ship, with their types; at run time they are f
     greedy_head = _run(_greedy_head.greedy_head)
     greedy_head_packed = _run(_greedy_head.greedy_head_packed)
     key_means = _flat(_key_means.key_means)
+    kv_norm_rope = _flat(_qkv_norm_rope.kv_norm_rope)
     kv_write = _flat(_kv_write.kv_write)
     mel_conv = _run(_mel_conv.mel_conv)
     moe_combine = _run(_moe_combine.moe_combine)
@@ -176,6 +177,7 @@ __all__ = [
     "greedy_head_packed",
     "head_screen",
     "key_means",
+    "kv_norm_rope",
     "kv_write",
     "load_ahead",
     "mel_conv",

@@ -254,8 +254,11 @@ class Ops(Protocol):
         """
 
     def qk_norm_rope(self, qkv: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> Tensor:
-        """As qkv_norm_rope, but V is not normed: v = v. qkv [T, (nq + nkv + nkv) * d] as q | k | v, whose rows may lie
-        apart; k | v where heads.num_q_heads is 0. Returns q [T, nq, d] dtype.
+        """As qkv_norm_rope, but V is not normed: v = v. qkv [T, (nq + nkv + nkv) * d] as q | k | v."""
+
+    def kv_norm_rope(self, kv_rows: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> None:
+        """As qk_norm_rope of K and V alone, of n layers at once. kv_rows [T, n * (nkv + nkv) * d], k | v of each layer;
+        heads.k_weight [n, d]; kv: the layers' pools as one, a layer's pages behind the other's (KVView.chunk).
         """
 
     def q_norm_rope(self, q: Tensor, heads: HeadNorms, batch: AttnBatch) -> Tensor:

@@ -171,6 +171,14 @@ class TorchOps:
         _write(kv, slots, self._normed_and_turned(k, heads.k_weight, heads, positions), v)
         return self._normed_and_turned(rows[:, :num_q_heads], heads.q_weight, heads, positions)
 
+    def kv_norm_rope(self, kv_rows: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> None:
+        if heads.k_weight is None:
+            raise TypeError("k_weight is None: layers whose K and V are written have one each")
+        layers = len(heads.k_weight)
+        of_layers = kv_rows.unflatten(1, (layers, -1)).unbind(1)
+        for rows, weight, pages in zip(of_layers, heads.k_weight, kv.chunk(layers), strict=True):
+            self.qk_norm_rope(rows, replace(heads, k_weight=weight), pages, batch)
+
     def _queries(self, q: Tensor, weight: Tensor, heads: HeadNorms, batch: AttnBatch) -> Tensor:
         return self._normed_and_turned(q.view(len(q), -1, heads.head_dim), weight, heads, positions_of(batch))
 

@@ -69,7 +69,7 @@ from kerngen.templates.moe_router.op import moe_router
 from kerngen.templates.ple_block import spec as ple_spec
 from kerngen.templates.ple_block.op import ple_block
 from kerngen.templates.ple_inputs.op import ple_inputs
-from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qk_norm_rope, qkv_norm_rope
+from kerngen.templates.qkv_norm_rope.op import kv_norm_rope, q_norm_rope, qk_norm_rope, qkv_norm_rope
 from kerngen.templates.rmsnorm.op import rmsnorm
 from kerngen.templates.softcap_argmax.op import argmax, softcap
 from kerngen.templates.tile_lists.op import TileRule, tile_lists
@@ -280,6 +280,12 @@ class KernelOps:
         if (slots := slots_of(heads, batch)) is None:
             raise TypeError("a layer that owns no K and V has q alone: Ops.q_norm_rope")
         return self.run(make(qkv, heads, positions_of(batch), kv, slots), "head norms, RoPE, cache")
+
+    def kv_norm_rope(self, kv_rows: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> None:
+        if (slots := slots_of(heads, batch)) is None:
+            raise TypeError("k_weight is None: layers whose K and V are written have one each")
+        call = kv_norm_rope(kv_rows, heads, positions_of(batch), kv, slots)
+        self.run(call, "head norms, RoPE, cache of all layers")
 
     def q_norm_rope(self, q: Tensor, heads: HeadNorms, batch: AttnBatch) -> Tensor:
         return self.run(q_norm_rope(q, heads, positions_of(batch)), "q norm and RoPE")

@@ -11,7 +11,7 @@ from kerngen.templates.common.attention.heads_torch import in_pages, inverse_fre
 from kerngen.templates.common.attention.kv_formats_torch import in_format
 from kerngen.templates.common.rows.torch_rows import Draw, poisoned
 from kerngen.templates.kernel import Case, asking
-from kerngen.templates.qkv_norm_rope.op import q_norm_rope, qk_norm_rope, qkv_norm_rope
+from kerngen.templates.qkv_norm_rope.op import kv_norm_rope, q_norm_rope, qk_norm_rope, qkv_norm_rope
 from kerngen.templates.qkv_norm_rope.spec import Problem
 
 LAST_POSITION = 262143
@@ -26,6 +26,7 @@ def case_for(problem: Problem) -> Case:
     heads = f"{p.num_q_heads}-{p.num_kv_heads}" + (f"-of-{p.page_heads}" if p.page_heads else "")
     stored = "" if p.kv_format == "plain" else f"_{p.kv_format}"
     heads += f"-rows-of-{p.row_heads}" if p.row_heads else ""
+    heads += f"-x{p.num_layers}" if p.num_layers else ""
     name = f"d{p.head_dim}_r{p.num_rotated_pairs}_h{heads}_{kind}_{p.dtype}{stored}_t{p.num_tokens}"
     return Case(name, p, p.head_dim + p.num_tokens)
 
@@ -72,7 +73,11 @@ CASES = (
     *_cases(64, 8, 16, v_norm=False, **DFLASH),  # a block
     *_cases(0, 2, 7, page_size=16, v_norm=False, row_heads=9, kv_format="int8", **DFLASH),
     *_cases(4, 2, 7, page_size=16, v_norm=False, kv_format="int4", **DFLASH),
-    *_cases(0, 8, 1, 130, v_norm=False, row_heads=80, **DFLASH),  # a context's K and V of five layers
+    *_cases(0, 2, 1, 7, page_size=16, v_norm=False, num_layers=3, **DFLASH),
+    *_cases(0, 2, 7, page_size=16, v_norm=False, num_layers=3, kv_format="int8", **DFLASH),
+    *_cases(0, 2, 7, page_size=16, v_norm=False, num_layers=2, kv_format="int4", **DFLASH),
+    *_cases(0, 2, 7, page_size=16, v_norm=False, num_layers=2, kv_format="fp8", **DFLASH),
+    *_cases(0, 8, 1, 16, 130, v_norm=False, num_layers=5, **DFLASH),  # a context's K and V of five layers
 )
 
 
@@ -93,18 +98,19 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
     slots = draw.permutation(num_pages * p.page_size)[:t]
     if t > 2:
         slots[1] = -1
-    cache_shape = num_pages, p.num_kv_heads, p.page_size, p.head_dim
+    layers = max(p.num_layers, 1)
+    cache_shape = layers * num_pages, p.num_kv_heads, p.page_size, p.head_dim
 
     k = v = None
     if not p.q_only:
         k, v = (poisoned(*cache_shape, dtype=p.dtype, device=device) for _ in range(2))
         k, v = in_format(*in_pages(k, v, p.page_heads, is_one=True), p.kv_format)
 
-    width = p.num_heads * p.head_dim
+    width = layers * p.num_heads * p.head_dim
     beside = poisoned(t, max(p.row_heads * p.head_dim - width, 0), dtype=p.dtype, device=device)
 
-    def weight() -> torch.Tensor:
-        return draw.normal(p.head_dim, dtype=p.dtype, mean=1.0, std=0.25)
+    def weight(*rows: int) -> torch.Tensor:
+        return draw.normal(*rows, p.head_dim, dtype=p.dtype, mean=1.0, std=0.25)
 
     return {
         "q": poisoned(t, p.num_q_heads, p.head_dim, dtype=p.dtype, device=device),
@@ -112,11 +118,12 @@ def inputs(case: Case, device: torch.device | str) -> dict[str, Any]:
         "v_cache": v,
         "qkv": torch.cat((draw.normal(t, width, dtype=p.dtype, std=2.0), beside), dim=1),
         "q_weight": weight(),
-        "k_weight": None if p.q_only else weight(),
+        "k_weight": None if p.q_only else weight(p.num_layers) if p.num_layers else weight(),
         "inv_freq": inverse_frequencies(p.head_dim, p.num_rotated_pairs, device),
         "positions": positions,
         "slot_mapping": None if p.q_only else slots,
         "eps": 1e-6,
+        "layer_entries": 0 if k is None else k.numel() // layers,
         "num_tokens": t,
     }
 
@@ -126,6 +133,8 @@ def op_call(case: Case, inputs: dict[str, Any]) -> tuple[Op[..., Any], dict[str,
     p: Problem = case.problem
     if p.kv_format != "plain":
         return None
+    if p.num_layers:
+        return asking(kv_norm_rope, case, inputs, kv_rows=inputs["qkv"])
     rows = inputs["qkv"][:, : p.num_heads * p.head_dim]
     if p.q_only:
         return asking(q_norm_rope, case, inputs, q_raw=rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kerngen.errors import ProblemError
 from kerngen.templates.call import Call, op
 from kerngen.templates.common.rows.spec import require
 from kerngen.templates.common.rows.torch_rows import DTYPE_NAME, empty
@@ -48,6 +49,41 @@ def qk_norm_rope(qkv: Tensor, heads: HeadNorms, positions: Tensor, kv: KVView, s
     return _call(qkv, heads, positions, kv, slot_mapping, v_norm=False)
 
 
+@op(
+    mutates=("k_cache", "v_cache"),
+    takes={**{name: kind for name, kind in _TAKES.items() if name != "qkv"}, "kv_rows": "D[T, W]",
+           "k_weight": "D[N, HD]"},
+    required=("kv_rows", *_REQUIRED[1:]),
+)  # fmt: skip
+def kv_norm_rope(kv_rows: Tensor, heads: HeadNorms, positions: Tensor, kv: KVView, slot_mapping: Tensor) -> Call[None]:
+    """As qk_norm_rope of k | v, of n layers at once, whose pools are one: kv has n * num_pages pages, a layer's behind
+    the other's, and slots count in each.
+
+    kv_rows [T, n * (nkv + nkv) * d]: k | v of each layer; heads.k_weight [n, d], heads.num_q_heads 0.
+    """
+    kv.require_known()
+    weights, num_kv_heads, dim = heads.k_weight, kv.num_kv_heads, kv.head_dim
+    if weights is None or weights.dim() != 2:
+        raise ProblemError("k_weight has a row for each layer: [layers, head_dim]")
+    num_layers, (tokens, width), pages = len(weights), kv_rows.shape, len(kv.k_cache)
+    heads_fit = width == num_layers * 2 * num_kv_heads * dim
+    require(heads_fit, f"kv_rows has {width} columns; k | v of {num_layers} layers, {num_kv_heads} heads of {dim} each")
+    require(pages % num_layers == 0, f"{pages} pages are not as many for each of {num_layers} layers")
+    problem = None
+    if tokens:
+        problem = Problem(
+            0, num_kv_heads, dim, heads.num_rotated_pairs, kv.page_size, DTYPE_NAME[kv_rows.dtype],
+            num_tokens=tokens, page_heads=kv.page_heads, kv_format=kv.format.name, v_norm=False, num_layers=num_layers,
+        )  # fmt: skip
+    arguments = {
+        "q": empty(kv_rows, tokens, 0, dim), "k_cache": kv.k_cache, "v_cache": kv.v_cache, "qkv": kv_rows.contiguous(),
+        "q_weight": heads.q_weight, "k_weight": weights, "inv_freq": heads.inv_freq, "positions": positions,
+        "slot_mapping": slot_mapping, "eps": heads.eps, "layer_entries": kv.k_cache.numel() // num_layers,
+        "num_tokens": tokens,
+    }  # fmt: skip
+    return Call("qkv_norm_rope", problem, arguments, None)
+
+
 def _call(
     qkv: Tensor, heads: HeadNorms, positions: Tensor, kv: KVView, slot_mapping: Tensor, *, v_norm: bool
 ) -> Call[Tensor]:
@@ -66,7 +102,7 @@ def _call(
     arguments = {
         "q": q, "k_cache": kv.k_cache, "v_cache": kv.v_cache, "qkv": qkv, "q_weight": heads.q_weight,
         "k_weight": heads.k_weight, "inv_freq": heads.inv_freq, "positions": positions, "slot_mapping": slot_mapping,
-        "eps": heads.eps, "num_tokens": tokens,
+        "eps": heads.eps, "layer_entries": 0, "num_tokens": tokens,
     }  # fmt: skip
     return Call("qkv_norm_rope", problem, arguments, q)
 
@@ -102,6 +138,6 @@ def q_norm_rope(q_raw: Tensor, heads: HeadNorms, positions: Tensor) -> Call[Tens
     arguments = {
         "q": q, "k_cache": None, "v_cache": None, "qkv": q_raw, "q_weight": heads.q_weight, "k_weight": None,
         "inv_freq": heads.inv_freq, "positions": positions, "slot_mapping": None, "eps": heads.eps,
-        "num_tokens": tokens,
+        "layer_entries": 0, "num_tokens": tokens,
     }  # fmt: skip
     return Call("qkv_norm_rope", problem, arguments, q)

@@ -25,7 +25,9 @@ HEAD_DIMS = (64, 128, 256, 512)
 @dataclass(frozen=True, slots=True)
 class Problem(TokenProblem):
     """qkv [num_tokens, num_heads * head_dim] as q | k | v; q | k with k_eq_v (v is the raw k); q alone with q_only;
-    k | v where num_q_heads is 0. row_heads: from a token's row to the next one's; 0 for num_heads.
+    k | v where num_q_heads is 0. row_heads: from a token's row to the next one's; 0 for num_heads. num_layers: a row is
+    k | v of so many layers, one after the other, each with its row of k_weight [num_layers, head_dim] and its part of
+    the caches, [num_layers * num_pages, ...], in which slot_mapping counts; 0 for one layer.
 
     q = rope(norm(q; q_weight)) goes to q [num_tokens, num_q_heads, head_dim]; k = rope(norm(k; k_weight)) and v =
     norm(v), or v as it is without v_norm, go to row slot_mapping[t] = page * page_size + row of the caches [num_pages,
@@ -35,7 +37,7 @@ class Problem(TokenProblem):
     tensors dtype, inv_freq [head_dim / 2] fp32.
     """
 
-    TUNED_AS_DEFAULT: ClassVar[tuple[str, ...]] = ("page_heads", "v_norm", "row_heads")
+    TUNED_AS_DEFAULT: ClassVar[tuple[str, ...]] = ("page_heads", "v_norm", "row_heads", "num_layers")
 
     num_q_heads: int = 32
     num_kv_heads: int = 16  # 0 with q_only
@@ -50,6 +52,7 @@ class Problem(TokenProblem):
     kv_format: str = "plain"
     v_norm: bool = True
     row_heads: int = 0
+    num_layers: int = 0
 
     def __post_init__(self) -> None:
         require_dtypes(self.dtype)
@@ -67,6 +70,12 @@ class Problem(TokenProblem):
         require(
             self.row_heads == 0 or self.row_heads >= self.num_heads,
             f"row_heads={self.row_heads} are fewer than the {self.num_heads} of a token",
+        )
+        require(self.num_layers >= 0, f"num_layers={self.num_layers} is negative")
+        rows_of_one = self.num_q_heads > 0 or self.row_heads > 0 or self.page_heads > 0
+        require(
+            not (self.num_layers and rows_of_one),
+            f"num_layers={self.num_layers}: k | v of several layers are whole rows, without q, for whole pages",
         )
         require(self.page_size > 0, f"page_size={self.page_size} is not positive")
         if self.q_only:
@@ -86,8 +95,13 @@ class Problem(TokenProblem):
 
     @property
     def num_heads(self) -> int:
-        """Heads in a row of qkv."""
+        """Heads in a row of qkv, of each layer."""
         return self.num_q_heads + (1 if self.k_eq_v else 2) * self.num_kv_heads
+
+    @property
+    def num_rows(self) -> int:
+        """Of qkv, one of each layer."""
+        return self.num_tokens * max(self.num_layers, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +119,7 @@ ARGS = {
         *args("ptr", "q_weight", "k_weight", "inv_freq"),
         *args("ptr", "positions", "slot_mapping", align=8),
         Arg("eps", "f32"),
+        Arg("layer_entries", "i64", only="num_layers"),
         Arg("num_tokens", "i32"),
     )
 }
@@ -120,38 +135,38 @@ def why_invalid(problem: Problem, config: Config, target: Target) -> str | None:
     room = _heads_per_block(problem, config)
     if (config.num_warps > 1 or config.heads_per_group > 1) and room >= 2 * problem.num_heads:
         return f"a block has room for {room} heads and a token has {problem.num_heads}: half of it would idle"
-    if (blocks := problem.num_tokens * -(-problem.num_heads // room)) > INT32_MAX:
+    if (blocks := problem.num_rows * -(-problem.num_heads // room)) > INT32_MAX:
         return f"{blocks:,} blocks; at most {INT32_MAX:,}"
     return None
 
 
 def default_config(problem: Problem, target: Target) -> Config:
     """Few tokens: a head to a group and small blocks, for the most SMs. Many: four heads share sine and cosine."""
-    few = problem.num_tokens <= 64
+    few = problem.num_rows <= 64
     wanted = (Config(4, 1), Config(2, 1)) if few else (Config(2, 4), Config(2, 2), Config(2, 1))
     return next((c for c in wanted if why_invalid(problem, c, target) is None), Config(1, 1))
 
 
 def launches(problem: Problem, config: Config, target: Target) -> tuple[Launch, ...]:
-    blocks = problem.num_tokens * -(-problem.num_heads // _heads_per_block(problem, config))
+    blocks = problem.num_rows * -(-problem.num_heads // _heads_per_block(problem, config))
     return (Launch("qkv_norm_rope", (blocks, 1, 1), (32 * config.num_warps, 1, 1), 0, pdl=target.arch.has_pdl),)
 
 
 def cost(problem: Problem) -> Cost:
     size = ELEMENT_BYTES[problem.dtype]
-    elements = problem.num_tokens * problem.head_dim
+    elements = problem.num_rows * problem.head_dim
     cached = 2 * problem.num_kv_heads * kv_row_bytes(problem.kv_format, problem.head_dim, problem.dtype)
     weights = problem.head_dim * (size * (1 if problem.q_only else 2) + 2)
     return Cost(
-        elements * (problem.num_heads + problem.num_q_heads) * size + problem.num_tokens * (cached + 16) + weights,
+        elements * (problem.num_heads + problem.num_q_heads) * size + problem.num_rows * (cached + 16) + weights,
         8 * elements * problem.num_heads,
     )
 
 
 def traffic(problem: Problem, config: Config, target: Target) -> Traffic:
     """cuda_ops: about 10 instructions an element, and 30 for each sine and cosine, made once a group and token."""
-    groups = problem.num_tokens * -(-problem.num_heads // config.heads_per_group)
-    ops = 10 * problem.num_tokens * problem.num_heads * problem.head_dim + 30 * groups * problem.head_dim // 2
+    groups = problem.num_rows * -(-problem.num_heads // config.heads_per_group)
+    ops = 10 * problem.num_rows * problem.num_heads * problem.head_dim + 30 * groups * problem.head_dim // 2
     block_heads = min(_heads_per_block(problem, config), problem.num_heads)
     in_flight = block_heads * problem.head_dim * ELEMENT_BYTES[problem.dtype]
     return Traffic(cost(problem).bytes, 0, cuda_ops=ops, bytes_in_flight=in_flight)

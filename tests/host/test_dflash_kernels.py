@@ -18,6 +18,7 @@ ASKED = [
         (find_kernel("gelu_gate"), "silu", 3),
         (find_kernel("qkv_norm_rope"), "qk-norm", 20),
         (find_kernel("qkv_norm_rope"), "rows-of-12", 20),
+        (find_kernel("qkv_norm_rope"), "-x", 20),
         (find_kernel("add_norm"), "no-post", 3),
     )
     for case in kernel.cases.CASES

@@ -191,7 +191,7 @@ FILED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"num_tokens": 1},
         {"num_q_heads": 32, "num_kv_heads": 16, "head_dim": 256, "num_rotated_pairs": 128, "page_size": 64,
          "dtype": "bf16", "k_eq_v": False, "q_only": False, "page_heads": 0, "kv_format": "plain", "v_norm": True,
-         "row_heads": 0},
+         "row_heads": 0, "num_layers": 0},
         {"num_warps": 4, "heads_per_group": 1},
     ),
     "qkv_norm_rope_2d": (

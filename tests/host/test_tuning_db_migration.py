@@ -97,6 +97,7 @@ ADDED_SINCE = {
     *((kernel, "has_bounds") for kernel in ("add_norm", "gelu_gate")),
     *((kernel, name) for kernel in ("draft_inputs", "embed", "greedy_head") for name in ("table", "group_size")),
     ("attn_decode", "causal"), ("gelu_gate", "activation"), ("qkv_norm_rope", "v_norm"), ("qkv_norm_rope", "row_heads"),
+    ("qkv_norm_rope", "num_layers"),
 }  # fmt: skip
 
 

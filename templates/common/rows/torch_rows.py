@@ -70,7 +70,7 @@ def gelu_gated(gate: Tensor, up: Tensor, dtype: str) -> Tensor:
 
 
 def silu_gated(gate: Tensor, up: Tensor, dtype: str) -> Tensor:
-    """silu(gate) * up, else as gelu_gated. Source: Qwen3MLP.forward in transformers 5.22, modeling_qwen3.py."""
+    """silu(gate) * up, else as gelu_gated. Source: Qwen3MLP.forward in transformers 5.22."""
     return rounded(rounded(silu(gate.float()), dtype) * up.float(), dtype)
 
 

@@ -73,10 +73,9 @@ _MAPS = Arg("x_map", "map", of="x"), Arg("w_map", "map", of="w_packed"), Arg("sc
 _TEMPLATES = {
     "mma": "kernel", "wgmma": "kernel", "tma_warp": "stream", "tma_mma": "stream", "tma_block": "block_stream",
 }  # fmt: skip
-UNPROVEN = ("tma_mma",)  # wrong before warp_pipeline.cuh had its fence, and run by no GPU since: nothing chooses them
 BODIES = tuple(
     Body(f"{_TEMPLATES.get(name, name)}.cu.jinja", {"w4a16_gemm": (*_ARGS, *_MAPS) if name == "wgmma_ws" else _ARGS},
-         space, partial(limits.serves, name), {"body": name}, proven=name not in UNPROVEN)
+         space, partial(limits.serves, name), {"body": name})
     for name, space in tiling.SPACES.items()
 )  # fmt: skip
 OUTPUTS = ("out",)
@@ -193,12 +192,14 @@ def candidates(p: Problem, target: Target) -> tuple[Config, ...]:
     else:
         tilings = measured.MMA_TILINGS[: 2 if few else None] if p.num_tokens > 1 or not p.has_limbs else ()
         mma = (replace(c, block_k=max(STRIP * c.warps_k, c.block_k // p.per_int4)) for c in tilings)
-        streams = _stream_candidates(p, target) if few else () if p.has_limbs else mma_stream_configs(p, target)
-        named = chain(_gemv_candidates(p, target), streams, mma)
-    found = [c for c in named if c.body not in UNPROVEN and why_invalid(p, c, target) is None]
+        named = chain(_gemv_candidates(p, target), _stream_candidates(p, target) if few else (), mma)
+    found = [c for c in named if why_invalid(p, c, target) is None]
     if not found or not target.arch.has_wgmma:
         found += (c for c in _any_arch_candidates(p, target.arch) if why_invalid(p, c, target) is None)
-    return tuple(found[:MOST_CANDIDATES])
+    found = found[:MOST_CANDIDATES]
+    if p.num_tokens <= 8 and not p.has_limbs:
+        found += [c for c in mma_stream_configs(p, target) if why_invalid(p, c, target) is None]
+    return tuple(found)
 
 
 def _gemv_candidates(p: Problem, target: Target) -> Iterator[Config]:

@@ -38,6 +38,7 @@ CARRIED_ON = [b.name for b in BOARDS if any(p.name.endswith(CARRIED) for p in b.
 LATER = {  # what carried rows of the H200 were chosen by since
     "steps beside DFlash on an H200, by bench ab: data/experiments/steps.toml",
     "timed alone on an H200, by bench ab: data/experiments/moe_w4a16.toml",
+    "steps of the 31B in Q4_K_M and Q8_0 on an H200: data/experiments/w4a16_gemm.toml",
 }
 MOST_BYTES = 300_000  # of a board, without what was measured
 

@@ -147,9 +147,12 @@ class KVView:
         return page_heads
 
     def chunk(self, layers: int) -> tuple[KVView, ...]:
-        """Of pools of so many layers, one's pages behind the other's: those of each."""
-        pools = self.k_cache.chunk(layers), self.v_cache.chunk(layers)
-        return tuple(KVView(k, v, self.format) for k, v in zip(*pools, strict=True))
+        """Of pools of so many layers, one's pages behind the other's: those of each, one tensor where K and V share
+        it.
+        """
+        keys = self.k_cache.chunk(layers)
+        values = keys if self.v_cache is self.k_cache else self.v_cache.chunk(layers)
+        return tuple(KVView(k, v, self.format) for k, v in zip(keys, values, strict=True))
 
     def require_plain(self) -> None:
         """Raises ProblemError for a format that kernels of a single one do not read."""

@@ -149,7 +149,7 @@ def test_limbs_multiply_symmetric_int4_alone(fields: dict[str, Any]) -> None:
     stream = next(c for c in KERNEL.candidates(problem, target) if c.stream)
     other = replace(problem, **fields)
     assert "body=tma_mma serves" in str(spec.why_invalid(other, stream, target))
-    assert not any(c.stream for c in KERNEL.candidates(other, target))
+    assert {c.body for c in KERNEL.candidates(other, target) if c.stream} == {"tma_mma"}
 
 
 @pytest.mark.parametrize("board", ["V100", "T4", "A100", "RTX3090", "RTX4090", "H100", "H200", "B200", "RTX5090"])

@@ -171,8 +171,11 @@ class DecoderStack:
     ) -> Tensor:
         """From attention's output on, kernel by kernel: norm(residual; next_norm)."""
         ops = self.ops
-        x = self._projected(residual, attended, w.out, replace(ends.attention, into=into))
-        residual = residual if into is None else into
+        if into is None:
+            x = self._projected(residual, attended, w.out, ends.attention)
+        else:
+            x = self._projected(residual, attended, w.out, replace(ends.attention, into=into))
+            residual = into
 
         def dense() -> Tensor:
             return ops.linear(ops.gated(x, w.gate_up), w.down)

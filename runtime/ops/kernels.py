@@ -274,18 +274,15 @@ class KernelOps:
         return self._write_heads(qk_norm_rope, qkv, heads, kv, batch)
 
     def _write_heads(
-        self, make: Callable[[Tensor, HeadNorms, Tensor, KVView, Tensor], Call[Tensor]], qkv: Tensor, heads: HeadNorms,
+        self, make: Callable[[Tensor, HeadNorms, Tensor, KVView, Tensor], Call[R]], qkv: Tensor, heads: HeadNorms,
         kv: KVView, batch: AttnBatch,
-    ) -> Tensor:  # fmt: skip
+    ) -> R:  # fmt: skip
         if (slots := slots_of(heads, batch)) is None:
             raise TypeError("a layer that owns no K and V has q alone: Ops.q_norm_rope")
         return self.run(make(qkv, heads, positions_of(batch), kv, slots), "head norms, RoPE, cache")
 
     def kv_norm_rope(self, kv_rows: Tensor, heads: HeadNorms, kv: KVView, batch: AttnBatch) -> None:
-        if (slots := slots_of(heads, batch)) is None:
-            raise TypeError("k_weight is None: layers whose K and V are written have one each")
-        call = kv_norm_rope(kv_rows, heads, positions_of(batch), kv, slots)
-        self.run(call, "head norms, RoPE, cache of all layers")
+        self._write_heads(kv_norm_rope, kv_rows, heads, kv, batch)
 
     def q_norm_rope(self, q: Tensor, heads: HeadNorms, batch: AttnBatch) -> Tensor:
         return self.run(q_norm_rope(q, heads, positions_of(batch)), "q norm and RoPE")

@@ -61,48 +61,38 @@ def kv_norm_rope(kv_rows: Tensor, heads: HeadNorms, positions: Tensor, kv: KVVie
 
     kv_rows [T, n * (nkv + nkv) * d]: k | v of each layer; heads.k_weight [n, d], heads.num_q_heads 0.
     """
-    kv.require_known()
-    weights, num_kv_heads, dim = heads.k_weight, kv.num_kv_heads, kv.head_dim
+    weights, (_, width) = heads.k_weight, kv_rows.shape
     if weights is None or weights.dim() != 2:
         raise ProblemError("k_weight has a row for each layer: [layers, head_dim]")
-    num_layers, (tokens, width), pages = len(weights), kv_rows.shape, len(kv.k_cache)
+    num_layers, num_kv_heads, dim, pages = len(weights), kv.num_kv_heads, kv.head_dim, len(kv.k_cache)
     heads_fit = width == num_layers * 2 * num_kv_heads * dim
     require(heads_fit, f"kv_rows has {width} columns; k | v of {num_layers} layers, {num_kv_heads} heads of {dim} each")
     require(pages % num_layers == 0, f"{pages} pages are not as many for each of {num_layers} layers")
-    problem = None
-    if tokens:
-        problem = Problem(
-            0, num_kv_heads, dim, heads.num_rotated_pairs, kv.page_size, DTYPE_NAME[kv_rows.dtype],
-            num_tokens=tokens, page_heads=kv.page_heads, kv_format=kv.format.name, v_norm=False, num_layers=num_layers,
-        )  # fmt: skip
-    arguments = {
-        "q": empty(kv_rows, tokens, 0, dim), "k_cache": kv.k_cache, "v_cache": kv.v_cache, "qkv": kv_rows.contiguous(),
-        "q_weight": heads.q_weight, "k_weight": weights, "inv_freq": heads.inv_freq, "positions": positions,
-        "slot_mapping": slot_mapping, "eps": heads.eps, "layer_entries": kv.k_cache.numel() // num_layers,
-        "num_tokens": tokens,
-    }  # fmt: skip
-    return Call("qkv_norm_rope", problem, arguments, None)
+    given = kv_rows.contiguous(), heads, positions, kv, slot_mapping
+    return _call(*given, v_norm=False, num_layers=num_layers).without_result()
 
 
 def _call(
-    qkv: Tensor, heads: HeadNorms, positions: Tensor, kv: KVView, slot_mapping: Tensor, *, v_norm: bool
-) -> Call[Tensor]:
+    qkv: Tensor, heads: HeadNorms, positions: Tensor, kv: KVView, slot_mapping: Tensor, *, v_norm: bool,
+    num_layers: int = 0,
+) -> Call[Tensor]:  # fmt: skip
     kv.require_known()
     require(heads.owns_kv, "k_weight is None: such a layer has q alone, which q_norm_rope takes")
     (tokens, width), num_kv_heads, dim = qkv.shape, kv.num_kv_heads, kv.head_dim
-    k_eq_v = heads.v_is_k(width, kv)
+    layers = max(num_layers, 1)
+    k_eq_v = heads.v_is_k(width // layers, kv)
     q = empty(qkv, tokens, heads.num_q_heads, dim)
     problem = None
     if tokens:
         problem = Problem(
             heads.num_q_heads, num_kv_heads, dim, heads.num_rotated_pairs, kv.page_size, DTYPE_NAME[qkv.dtype],
             k_eq_v=k_eq_v, num_tokens=tokens, page_heads=kv.page_heads,
-            kv_format=kv.format.name, v_norm=v_norm, row_heads=_row_heads(qkv, dim),
+            kv_format=kv.format.name, v_norm=v_norm, row_heads=_row_heads(qkv, dim), num_layers=num_layers,
         )  # fmt: skip
     arguments = {
         "q": q, "k_cache": kv.k_cache, "v_cache": kv.v_cache, "qkv": qkv, "q_weight": heads.q_weight,
         "k_weight": heads.k_weight, "inv_freq": heads.inv_freq, "positions": positions, "slot_mapping": slot_mapping,
-        "eps": heads.eps, "layer_entries": 0, "num_tokens": tokens,
+        "eps": heads.eps, "layer_entries": kv.k_cache.numel() // layers, "num_tokens": tokens,
     }  # fmt: skip
     return Call("qkv_norm_rope", problem, arguments, q)
 
